@@ -1,0 +1,138 @@
+"""The measured chain: seconds and bytes of every layer by micro-batch size, and what lies between sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import UsageError
+
+Vector = npt.NDArray[np.float64]
+
+MEASURED = (
+    "forward_seconds",
+    "backward_seconds",
+    "output_bytes",
+    "saved_bytes",
+    "saved_input_bytes",
+    "workspace_bytes",
+    "forward_host_seconds",
+    "backward_host_seconds",
+)
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Every layer of a chain at one micro-batch size: vectors of one entry a layer, seconds and bytes.
+
+    `input_bytes` is what the first layer is fed. `outside` says in words where the size lies outside the
+    measured ones (empty: it does not).
+    """
+
+    size: float
+    input_bytes: float
+    parameter_bytes: Vector
+    buffer_bytes: Vector
+    forward_seconds: Vector
+    backward_seconds: Vector
+    output_bytes: Vector
+    saved_bytes: Vector
+    saved_input_bytes: Vector
+    workspace_bytes: Vector
+    forward_host_seconds: Vector
+    backward_host_seconds: Vector
+    outside: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """The layers of a model, measured at `sizes` samples a micro-batch (ascending).
+
+    The measured arrays have shape (layers, sizes); `cut_after` shape (layers,), false where a stage may not
+    end (and for the last layer).
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    parameter_bytes: Vector
+    buffer_bytes: Vector
+    cut_after: npt.NDArray[np.bool_]
+    input_bytes_per_sample: float
+    forward_seconds: Vector
+    backward_seconds: Vector
+    output_bytes: Vector
+    saved_bytes: Vector
+    saved_input_bytes: Vector
+    workspace_bytes: Vector
+    forward_host_seconds: Vector
+    backward_host_seconds: Vector
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def max_stages(self) -> int:
+        """Stages when every allowed cut is made."""
+        return int(self.cut_after.sum()) + 1
+
+    def reaches(self, size: float) -> bool:
+        """Whether costs at `size` can be had without going past the largest measured size.
+
+        Sizes below the smallest are extrapolated from the two smallest; with one measured size there is
+        nothing to draw a line through, and only that size can be had.
+        """
+        return size <= self.sizes[-1] and (len(self.sizes) > 1 or size == self.sizes[0])
+
+    def at(self, size: float, *, past_largest: bool = False) -> LayerCosts:
+        """Costs of every layer for micro-batches of `size` samples (a replica's share may be a fraction).
+
+        Between two measured sizes: the straight line between them. Below the smallest: the line through the
+        two smallest, but at least the smallest's share by samples. Past the largest: the line through the two
+        largest, and only with `past_largest`.
+
+        Raises UsageError where the size cannot be had.
+        """
+        if size <= 0:
+            raise UsageError(f"micro-batch size {size:g}: must be above 0", "Use at least one sample.")
+        if not self.reaches(size) and (len(self.sizes) == 1 or not past_largest):
+            known = ", ".join(str(s) for s in self.sizes)
+            raise UsageError(
+                f"micro-batch size {size:g} lies outside the measured sizes ({known})",
+                f"Measure it: pplan profile MODEL --micro-batch-sizes {known.replace(' ', '')},{size:g}",
+            )
+        values = {name: self._interpolate(getattr(self, name), size) for name in MEASURED}
+        return LayerCosts(
+            size=size,
+            input_bytes=self.input_bytes_per_sample * size,
+            parameter_bytes=self.parameter_bytes,
+            buffer_bytes=self.buffer_bytes,
+            outside=self._outside(size),
+            **values,
+        )
+
+    def _outside(self, size: float) -> str:
+        if size > self.sizes[-1]:
+            return f"micro-batch size {size:g} is past the largest measured ({self.sizes[-1]}): extrapolated"
+        if size < self.sizes[0]:
+            return f"micro-batch size {size:g} is below the smallest measured ({self.sizes[0]}): extrapolated"
+        return ""
+
+    def _interpolate(self, table: Vector, size: float) -> Vector:
+        if size in self.sizes:
+            return table[:, self.sizes.index(int(size))]
+        right = int(np.clip(np.searchsorted(self.sizes, size), 1, len(self.sizes) - 1))
+        low, high = self.sizes[right - 1], self.sizes[right]
+        share = (size - low) / (high - low)
+        line = table[:, right - 1] * (1 - share) + table[:, right] * share
+        if share < 0:
+            return np.maximum(line, table[:, 0] * (size / low))
+        return np.maximum(line, table[:, right]) if share > 1 else line
+
+
+def joined(chain: Chain) -> tuple[int, ...]:
+    """First layers of the blocks that no cut may part, ascending, with len(chain) at the end."""
+    return (0, *(int(i) + 1 for i in np.flatnonzero(chain.cut_after[:-1])), len(chain))
+
+

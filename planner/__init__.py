@@ -1,0 +1,1 @@
+"""Searches: takes costs, returns plans. Knows no torch."""

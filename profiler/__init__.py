@@ -1,0 +1,1 @@
+"""Turns a model into a chain of layers and measures them."""

@@ -1,0 +1,145 @@
+"""The profile: the measured layers of a model, as a file (`NAME.profile.json`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from ..cost_models.document import Document, MadeBy, Record
+from ..cost_models.layer import Chain
+
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class LayerMeasurement(Record):
+    """One layer at one micro-batch size. Seconds are medians.
+
+    `saved_bytes` counts each storage once, with the first layer that saves it; `saved_input_bytes` is the
+    layer's input where an earlier layer already counted it: what a stage that starts here keeps besides.
+    On CUDA the seconds lie between device events, and the `_host_` seconds are those to launch.
+    """
+
+    micro_batch_size: Count
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    output_bytes: Bytes
+    saved_bytes: Bytes
+    saved_input_bytes: Bytes = 0
+    workspace_bytes: Bytes = 0
+    spread: Annotated[float, Field(ge=0)] = 0.0
+    """Interquartile range of forward + backward over their median."""
+    forward_host_seconds: Seconds | None = None
+    backward_host_seconds: Seconds | None = None
+
+
+class ProfiledLayer(Record):
+    """A layer of the chain; `cut_after` says whether a stage may end with it, `cut_reason` why not."""
+
+    name: Annotated[str, Field(min_length=1)]
+    kind: str = ""
+    parameter_bytes: Bytes
+    buffer_bytes: Bytes = 0
+    cut_after: bool = True
+    cut_reason: str | None = None
+    costs: Annotated[list[LayerMeasurement], Field(min_length=1)]
+
+
+class WholeMeasurement(Record):
+    """The untouched model's own forward and backward at one micro-batch size.
+
+    `closing_ratio` is the sum of the layers' medians over the whole's, forward and backward together.
+    """
+
+    micro_batch_size: Count
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    closing_ratio: Annotated[float, Field(gt=0)]
+    forward_closing_ratio: float | None = None
+    backward_closing_ratio: float | None = None
+    spread: Annotated[float, Field(ge=0)] = 0.0
+    rounds: int | None = None
+
+
+class Unmeasured(Record):
+    """A micro-batch size that was asked for and has no figures."""
+
+    micro_batch_size: Count
+    reason: Literal["does not fit", "budget"]
+    detail: str = ""
+
+
+class Profile(Document):
+    """All measured layers of a model. Keys beyond those of this class may stand in the file."""
+
+    kind: ClassVar[str] = "profile"
+
+    model: str
+    device: str = "cpu"
+    device_name: str = ""
+    device_memory_bytes: Bytes | None = None
+    """Memory of the device; None for a CPU."""
+    dtype: str = "float32"
+    estimated: bool = False
+    input_shape: list[int] | None = None
+    """Shape of one sample, without the batch."""
+    input_bytes_per_sample: Bytes = 0
+    classes: int | None = None
+    seed: int | None = None
+    threads: int | None = None
+    layers: Annotated[list[ProfiledLayer], Field(min_length=1)]
+    edges: list[tuple[str, str]] = []
+    whole: list[WholeMeasurement] = []
+    unmeasured: list[Unmeasured] = []
+    notes: list[str] = []
+    """What a reader should know: a closing ratio past 5 %, a size that did not fit, a busy machine."""
+    made_by: MadeBy = MadeBy()
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Profile:
+        sizes = self.micro_batch_sizes
+        seen: set[str] = set()
+        for layer in self.layers:
+            if layer.name in seen:
+                raise ValueError(f"two layers are named {layer.name!r}")
+            seen.add(layer.name)
+            own = [cost.micro_batch_size for cost in layer.costs]
+            if own != sizes:
+                raise ValueError(
+                    f"layer {layer.name!r} has costs at the micro-batch sizes {own}, "
+                    f"the first layer at {sizes}; they must be the same, ascending and without repeats"
+                )
+        return self
+
+    @property
+    def micro_batch_sizes(self) -> list[int]:
+        """The measured sizes, ascending."""
+        return sorted({cost.micro_batch_size for cost in self.layers[0].costs})
+
+    def chain(self) -> Chain:
+        """The layers as the cost models take them."""
+
+        def table(key: str) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+            return np.array(
+                [[getattr(cost, key) or 0.0 for cost in layer.costs] for layer in self.layers], dtype=np.float64
+            )
+
+        return Chain(
+            names=tuple(layer.name for layer in self.layers),
+            sizes=tuple(self.micro_batch_sizes),
+            parameter_bytes=np.array([layer.parameter_bytes for layer in self.layers], dtype=np.float64),
+            buffer_bytes=np.array([layer.buffer_bytes for layer in self.layers], dtype=np.float64),
+            cut_after=np.array([layer.cut_after for layer in self.layers[:-1]] + [False], dtype=bool),
+            input_bytes_per_sample=float(self.input_bytes_per_sample),
+            forward_seconds=table("forward_seconds"),
+            backward_seconds=table("backward_seconds"),
+            output_bytes=table("output_bytes"),
+            saved_bytes=table("saved_bytes"),
+            saved_input_bytes=table("saved_input_bytes"),
+            workspace_bytes=table("workspace_bytes"),
+            forward_host_seconds=table("forward_host_seconds"),
+            backward_host_seconds=table("backward_host_seconds"),
+        )

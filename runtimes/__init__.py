@@ -1,0 +1,1 @@
+"""One file per training runtime: writes the file that it reads."""
