@@ -128,7 +128,9 @@ class Plan(Document):
             raise ValueError(f"balance is {self.balance}, the stages hold {counts} layers")
         layers = len(self.layer_names)
         if layers and sum(self.balance) != layers:
-            raise ValueError(f"balance {self.balance} adds up to {sum(self.balance)}, there are {layers} layers")
+            raise ValueError(
+                f"balance {self.balance} adds up to {sum(self.balance)}, there are {layers} layers"
+            )
         return self
 
     @property

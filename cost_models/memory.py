@@ -1,0 +1,88 @@
+"""The memory ledger of a stage: every term in bytes, of one of its devices.
+
+All functions take floats or numpy arrays that broadcast together, so that one formula serves a single stage
+and the table of all stages that a chain can have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import UsageError
+
+Amount = float | npt.NDArray[np.float64]
+Recompute = Literal["never", "always", "except_last"]
+
+OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}
+"""Tensors the size of the weights that the optimizer keeps, in the weights' own dtype."""
+
+FRAGMENTATION_RESERVE = 0.05
+"""Share added to the sum of the other terms for what the caching allocator cannot use. Our choice."""
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What the ledger is made from: bytes of a stage's layers, at the micro-batch size of one replica.
+
+    `saved` is what backward needs of the stage's own layers, `saved_input` the part of its input that it
+    saves besides; `input` its whole input; `received` and `sent` the tensors that cross its two cuts (0 where
+    it has none); `workspace` the largest of its layers.
+    """
+
+    parameters: Amount
+    buffers: Amount
+    saved: Amount
+    saved_input: Amount
+    input: Amount
+    received: Amount
+    sent: Amount
+    workspace: Amount
+
+
+def ledger(
+    stage: StageBytes,
+    *,
+    in_flight: int,
+    recompute: str,
+    optimizer: str,
+    replicas: int = 1,
+    weight_versions: int = 1,
+) -> dict[str, Amount]:
+    """Bytes by term; their sum is what the stage needs.
+
+    weights (with buffers), gradients, optimizer state, further weight versions, activations of the
+    micro-batches in flight (under recomputation: of the one being recomputed), their stage inputs (under
+    recomputation), communication (one micro-batch's activation and gradient at each cut; for replicas the
+    all-reduce buckets, which hold the gradients once more), workspace, and the reserve.
+    GPipe runs the last micro-batch's backward first, so `except_last` keeps no more than `always` does.
+    """
+    recomputes = recompute != "never"
+    terms: dict[str, Amount] = {
+        "weights": stage.parameters + stage.buffers,
+        "gradients": stage.parameters,
+        "optimizer": stage.parameters * _optimizer_states(optimizer),
+        "weight_versions": stage.parameters * (weight_versions - 1),
+        "activations": (1 if recomputes else in_flight) * (stage.saved + stage.saved_input),
+        "stage_inputs": stage.input * (in_flight if recomputes else 0),
+        "communication": stage.received + stage.sent + (stage.parameters if replicas > 1 else 0.0),
+        "workspace": stage.workspace,
+    }
+    return terms | {"reserve": FRAGMENTATION_RESERVE * total(terms)}
+
+
+def total(terms: dict[str, Amount]) -> Any:
+    """Sum of a ledger's terms."""
+    return sum(terms.values())
+
+
+def _optimizer_states(optimizer: str) -> int:
+    try:
+        return OPTIMIZER_STATES[optimizer]
+    except KeyError:
+        raise UsageError(
+            f"optimizer {optimizer!r} is unknown", f"Use one of: {', '.join(OPTIMIZER_STATES)}."
+        ) from None

@@ -1,0 +1,254 @@
+"""The search for the fastest straight pipeline: cuts x stages x micro-batches x schedule x recomputation.
+
+Every subproblem (a setting and a stage count) has a proven bound. Two passes over them:
+
+1. A narrow beam of the plans with the lowest bounds gives every subproblem that is still of interest a plan.
+2. Branch and bound, a stage at a time for all unfinished plans at once, keeps each whose bound lies below the
+   best plan known; the whole plans that are left are simulated, the lowest bounds first.
+
+Where the number of unfinished plans passes a fixed width, those with the highest bounds are put aside, and
+the smallest of their bounds limits what is proven. Nothing depends on the clock: the same input always gives
+the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cost_models.layer import Chain
+from ..cost_models.runtime import Runtime
+from ..cost_models.timeline import PipelineCosts, step_seconds
+from ..cost_models.topology import Topology
+from .balance import balance_table
+from .bound import Bound, Instance, bound_of
+from .setting import Setting
+from .stage_table import StageTable
+
+Floats = npt.NDArray[np.float64]
+Ends = npt.NDArray[np.int64]
+
+TIE = 1e-9
+"""Plans closer than this share of a step are equal; bounds closer than this exclude."""
+
+BEAM = 32
+WIDTH = 2_000_000
+"""Entries of the table of unfinished plans x next places that are looked at side by side."""
+BATCH = 128
+SIMULATIONS = 400_000_000
+"""Candidates x actions that a subproblem may simulate."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scored straight plan: the places its stages end at, and its simulated step."""
+
+    setting: Setting
+    ends: tuple[int, ...]
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found and proved of its space.
+
+    `bound_seconds` holds for every plan of the space; `root_bound_seconds` is the bound before searching.
+    Both are inf where the space holds no plan that fits.
+    """
+
+    best: Candidate | None
+    bound_seconds: float
+    root_bound_seconds: float
+    exact: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The plans to search: a chain on a topology under a memory limit, for a runtime or any."""
+
+    chain: Chain
+    topology: Topology
+    optimizer: str
+    memory_limit: float | None
+    past_largest: bool = False
+    runtime: Runtime | None = None
+
+    def table(self, size: float) -> StageTable:
+        """The stages of the chain at a micro-batch size."""
+        return _table(self.chain, size, self.past_largest)
+
+    def instance(self, setting: Setting) -> Instance:
+        """The straight plans of a setting, stage s on device s."""
+        return Instance(
+            table=self.table(setting.micro_batch_size),
+            setting=setting,
+            links=tuple(self.topology.link(s, s + 1) for s in range(self.topology.gpus - 1)),
+            optimizer=self.optimizer,
+            memory_limit=self.memory_limit,
+            single_process=self.runtime is not None and self.runtime.one_process,
+        )
+
+
+@lru_cache(maxsize=64)
+def _table(chain: Chain, size: float, past_largest: bool) -> StageTable:
+    return StageTable.of(chain, size, past_largest=past_largest)
+
+
+def pipeline_costs(instance: Instance, ends: Ends) -> PipelineCosts:
+    """Costs of many plans side by side, for the simulator. ends: (plans, stages), places."""
+    stages, count = ends.shape[1], instance.setting.micro_batches
+    starts = np.concatenate([np.zeros((len(ends), 1), dtype=np.int64), ends[:, :-1]], axis=1)
+    shape = (stages, count, len(ends))
+
+    def over_micro_batches(table: Floats) -> Floats:
+        return np.broadcast_to(table[starts, ends].T[:, None, :], shape)
+
+    table, recompute = instance.table, instance.setting.recompute
+    launch = over_micro_batches(table.forward_launch) if instance.single_process else None
+    relaunch = table.backward_launch + (table.forward_launch if instance.setting.recomputed else 0.0)
+    backward = over_micro_batches(instance.usual_backward)
+    backward_launch = over_micro_batches(relaunch) if instance.single_process else None
+    if recompute == "except_last":
+        backward = _with_last(backward, over_micro_batches(table.backward))
+        if backward_launch is not None:
+            backward_launch = _with_last(backward_launch, over_micro_batches(table.backward_launch))
+    boundaries = range(stages - 1)
+    occupancy = [instance.occupancy(s)[ends[:, s]] for s in boundaries]
+    latency = [np.full(len(ends), instance.links[s].latency_seconds) for s in boundaries]
+    return PipelineCosts(
+        forward=over_micro_batches(table.forward),
+        backward=backward,
+        occupancy=np.array(occupancy).reshape(stages - 1, len(ends)),
+        latency=np.array(latency).reshape(stages - 1, len(ends)),
+        forward_launch=launch,
+        backward_launch=backward_launch,
+    )
+
+
+def _with_last(usual: Floats, last: Floats) -> Floats:
+    return np.concatenate([usual[:, :-1], last[:, -1:]], axis=1)
+
+
+def score(instance: Instance, ends: Ends) -> Floats:
+    """Simulated step seconds of many plans. ends: (plans, stages), places."""
+    return step_seconds(instance.setting.schedule, pipeline_costs(instance, ends))
+
+
+def search(space: Space, settings: Sequence[Setting], stage_counts: Iterable[int]) -> Found:
+    """The fastest straight plan of these settings and stage counts.
+
+    Among plans within `TIE` of each other: the fewest stages, then the setting that stands first.
+    """
+    counts = sorted(set(stage_counts))
+    problems = [_Subproblem(space.instance(setting), stages) for stages in counts for setting in settings]
+    best: Candidate | None = None
+    for problem in sorted(problems, key=lambda p: p.quick_bound):
+        best = problem.seed(best)
+    limit = best.step_seconds * (1 + TIE) if best else np.inf
+    best = None
+    for problem in problems:
+        found = problem.solve(limit)
+        if found is not None:
+            best, limit = found, found.step_seconds
+    proven = min((problem.proven for problem in problems), default=np.inf)
+    root = min((problem.root_if_known for problem in problems), default=np.inf)
+    step = best.step_seconds if best else np.inf
+    exact = proven >= step * (1 - TIE)
+    return Found(best, step if exact else proven, min(root, step), exact)
+
+
+class _Subproblem:
+    """The plans of one setting with one number of stages."""
+
+    def __init__(self, instance: Instance, stages: int) -> None:
+        self.instance, self.stages = instance, stages
+        self.quick_bound = instance.quick_bound(stages)
+        self.proven = np.inf
+        """A bound on the plans that were not scored, where some may be faster than the best known."""
+        self._bound: Bound | None = None
+
+    @property
+    def bound(self) -> Bound:
+        """The bound, made when it is first needed."""
+        if self._bound is None:
+            self._bound = bound_of(self.instance, self.stages)
+        return self._bound
+
+    @property
+    def root_if_known(self) -> float:
+        """The bound before searching: the quick one where no better was needed."""
+        return self.quick_bound if self._bound is None else max(self.quick_bound, self._bound.root())
+
+    def seed(self, best: Candidate | None) -> Candidate | None:
+        """A good plan, where one faster than `best` is possible; else `best`."""
+        limit = best.step_seconds if best else np.inf
+        if max(self.quick_bound, 0.0) >= limit or self.bound.root() >= limit or np.isinf(self.bound.root()):
+            return best
+        beam, _ = self._unfinished(limit, BEAM)
+        candidates = np.concatenate([beam, self._balanced()])
+        steps = score(self.instance, candidates)
+        first = int(steps.argmin())
+        if steps[first] >= limit:
+            return best
+        return self._candidate(candidates[first], steps[first])
+
+    def solve(self, limit: float) -> Candidate | None:
+        """The fastest plan below `limit`, by branch and bound; None where there is none."""
+        if self.quick_bound >= limit or self.bound.root() >= limit:
+            return None
+        plans, self.proven = self._unfinished(limit, max(BEAM, WIDTH // (self.instance.last_place + 1)))
+        bounds = self.bound.finished(plans)
+        order = np.argsort(bounds, kind="stable")
+        plans, bounds = plans[order], bounds[order]
+        best: Candidate | None = None
+        allowance = SIMULATIONS // (2 * self.stages * self.instance.setting.micro_batches)
+        for start in range(0, len(plans), BATCH):
+            if bounds[start] >= limit * (1 - TIE if best else 1):
+                break
+            if start >= allowance:
+                self.proven = min(self.proven, float(bounds[start]))
+                break
+            steps = score(self.instance, plans[start : start + BATCH])
+            first = int(steps.argmin())
+            if steps[first] < limit:
+                best, limit = self._candidate(plans[start + first], steps[first]), float(steps[first])
+        return best
+
+    def _candidate(self, ends: Ends, step: float) -> Candidate:
+        return Candidate(self.instance.setting, tuple(int(end) for end in ends), float(step))
+
+    def _unfinished(self, limit: float, width: int) -> tuple[Ends, float]:
+        """Whole plans whose bound lies below `limit`, at most `width` unfinished ones at a time, and the
+        smallest bound of those put aside (inf: none)."""
+        state = self.bound.start()
+        ends = np.zeros((1, 0), dtype=np.int64)
+        aside = np.inf
+        for stage in range(self.stages):
+            table, states = self.bound.extend(stage, state)
+            if stage == self.stages - 1:
+                table[:, :-1] = np.inf
+            parents, places = np.nonzero(table < limit)
+            bounds = table[parents, places]
+            if len(bounds) > width:
+                order = np.argsort(bounds, kind="stable")
+                aside = min(aside, float(bounds[order[width]]))
+                keep = np.sort(order[:width])
+                parents, places = parents[keep], places[keep]
+            state = {name: values[parents, places] for name, values in states.items()}
+            state["place"] = places
+            ends = np.concatenate([ends[parents], places[:, None]], axis=1)
+        return ends, aside
+
+    def _balanced(self) -> Ends:
+        """The plan whose busiest stage is cheapest, the transfers at its cuts counted."""
+        table = self.instance.table
+        work = table.forward + self.instance.usual_backward
+        if self.stages > 1:
+            cut = 2 * self.instance.transfer(0) * (table.crossing > 0)
+            work = work + cut[:, None] + cut[None, :]
+        ends = balance_table(work, self.stages, lambda stage: self.instance.allowed(self.stages - stage, self.stages))
+        return np.array([ends], dtype=np.int64)

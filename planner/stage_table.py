@@ -1,0 +1,113 @@
+"""Tables of all stages that a chain can have: seconds and bytes of the layers between any two places.
+
+A *place* is where a stage may start or end: before the first layer, at every allowed cut, after the last
+layer. Place i stands before layer `places[i]`; n + 1 places make n blocks that no cut parts. Matrices have
+shape (n + 1, n + 1), entry [i, j] for the stage from place i to place j; only i < j is meaningful.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cost_models.layer import Chain, LayerCosts, joined
+from ..cost_models.memory import StageBytes, ledger, total
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class StageTable:
+    """All stages of a chain at one micro-batch size of a replica."""
+
+    costs: LayerCosts
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, chain: Chain, size: float, *, past_largest: bool = False) -> StageTable:
+        """The table of `chain` for micro-batches of `size` samples. Raises UsageError as `Chain.at` does."""
+        return cls(chain.at(size, past_largest=past_largest), joined(chain))
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, n."""
+        return len(self.places) - 1
+
+    @cached_property
+    def valid(self) -> npt.NDArray[np.bool_]:
+        """Where i < j."""
+        return np.triu(np.ones((self.blocks + 1,) * 2, dtype=bool), 1)
+
+    def _between(self, values: Floats) -> Floats:
+        running = np.concatenate([[0.0], np.cumsum(values)])[list(self.places)]
+        return np.maximum(running[None, :] - running[:, None], 0.0)
+
+    @cached_property
+    def forward(self) -> Floats:
+        """Forward seconds."""
+        return self._between(self.costs.forward_seconds)
+
+    @cached_property
+    def backward(self) -> Floats:
+        """Backward seconds, without any recomputation."""
+        return self._between(self.costs.backward_seconds)
+
+    @cached_property
+    def forward_launch(self) -> Floats:
+        """Host seconds to launch the forward."""
+        return self._between(self.costs.forward_host_seconds)
+
+    @cached_property
+    def backward_launch(self) -> Floats:
+        """Host seconds to launch the backward."""
+        return self._between(self.costs.backward_host_seconds)
+
+    @cached_property
+    def crossing(self) -> Floats:
+        """(n + 1,): bytes that cross a cut at each place, one way; 0 at both ends of the model."""
+        inner = self.costs.output_bytes[np.array(self.places[1:-1], dtype=int) - 1]
+        return np.concatenate([[0.0], inner, [0.0]])
+
+    @cached_property
+    def stage_bytes(self) -> StageBytes:
+        """What the ledger of every stage is made from."""
+        costs = self.costs
+        starts = np.array(self.places[:-1], dtype=int)
+        return StageBytes(
+            parameters=self._between(costs.parameter_bytes),
+            buffers=self._between(costs.buffer_bytes),
+            saved=self._between(costs.saved_bytes),
+            saved_input=np.append(costs.saved_input_bytes[starts], 0.0)[:, None],
+            input=np.concatenate([[costs.input_bytes], self.crossing[1:]])[:, None],
+            received=self.crossing[:, None],
+            sent=self.crossing[None, :],
+            workspace=self._largest(costs.workspace_bytes),
+        )
+
+    def _largest(self, values: Floats) -> Floats:
+        largest = np.zeros((self.blocks + 1,) * 2)
+        blocks = np.maximum.reduceat(values, self.places[:-1])
+        for start in range(self.blocks):
+            largest[start, start + 1 :] = np.maximum.accumulate(blocks[start:])
+        return largest
+
+    def memory(self, in_flight: int, recompute: str, optimizer: str, replicas: int = 1) -> Floats:
+        """Bytes that each stage needs."""
+        terms = ledger(
+            self.stage_bytes, in_flight=in_flight, recompute=recompute, optimizer=optimizer, replicas=replicas
+        )
+        return np.broadcast_to(total(terms), self.valid.shape)
+
+    def stage_ledger(
+        self, i: int, j: int, in_flight: int, recompute: str, optimizer: str, replicas: int = 1
+    ) -> dict[str, int]:
+        """The ledger of one stage, rounded to whole bytes."""
+        terms = ledger(
+            self.stage_bytes, in_flight=in_flight, recompute=recompute, optimizer=optimizer, replicas=replicas
+        )
+        return {
+            name: round(float(np.broadcast_to(amount, self.valid.shape)[i, j])) for name, amount in terms.items()
+        }
