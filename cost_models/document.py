@@ -38,7 +38,7 @@ class Document(Record):
     kind: ClassVar[str] = "document"
     newest_schema: ClassVar[int] = 1
 
-    schema_version: int = Field(1, alias="schema", ge=1)
+    schema_version: int = Field(default=1, alias="schema", ge=1)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -56,7 +56,7 @@ class Document(Record):
         version = content.get("schema")
         if isinstance(version, int) and version > cls.newest_schema:
             raise FileError(
-                f"{where}: schema is {version}, this pplan reads {cls.kind}s up to schema {cls.newest_schema}",
+                f"{where}: schema is {version}, this pplan reads {cls.kind}s up to {cls.newest_schema}",
                 "Install the pplan that wrote it, or newer: pip install --upgrade pplan",
             )
         try:
@@ -80,9 +80,13 @@ def read_text(path: Path, kind: str) -> str:
     except FileNotFoundError:
         raise FileError(f"{path}: no such {kind} file", f"Name an existing {kind} file.") from None
     except UnicodeDecodeError:
-        raise FileError(f"{path}: not a text file, so not a {kind}", f"Name a {kind} file of pplan.") from None
+        raise FileError(
+            f"{path}: not a text file, so not a {kind}", f"Name a {kind} file of pplan."
+        ) from None
     except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror}", "Check the path and its rights.") from error
+        raise FileError(
+            f"{path}: cannot be read: {error.strerror}", "Check the path and its rights."
+        ) from error
 
 
 def write_whole(path: Path, text: str, *, force: bool) -> None:
@@ -148,7 +152,9 @@ def _refusal(error: ValidationError, where: str, kind: str) -> FileError:
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"]) or kind
     value = repr(first["input"])
-    seen = "" if first["type"] == "missing" else f", the value is {value[:80]}{'…' if len(value) > 80 else ''}"
+    seen = (
+        "" if first["type"] == "missing" else f", the value is {value[:80]}{'…' if len(value) > 80 else ''}"
+    )
     more = error.error_count() - 1
     return FileError(
         f"{where}: {field}: {first['msg']}{seen}" + (f" (and {more} more)" if more else ""),

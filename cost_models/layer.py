@@ -134,5 +134,3 @@ class Chain:
 def joined(chain: Chain) -> tuple[int, ...]:
     """First layers of the blocks that no cut may part, ascending, with len(chain) at the end."""
     return (0, *(int(i) + 1 for i in np.flatnonzero(chain.cut_after[:-1])), len(chain))
-
-

@@ -1,8 +1,9 @@
 """The simulator: lists of actions and their costs -> start and end of every action.
 
-A stage runs its actions in the order of its list, one at a time. A forward needs the activation of the stage
-before, a backward the gradient of the stage after, each sent when it is made. A transfer takes its latency and
-occupies its link (one for each boundary and direction) for bytes / bandwidth; computing goes on beside it.
+A stage runs its actions in the order of its list, one at a time. A forward needs the activation of the
+stage before, a backward the gradient of the stage after, each sent when it is made. A transfer takes its
+latency and occupies its link (one for each boundary and direction) for bytes / bandwidth; computing goes on
+beside it.
 Where one process drives all stages, an action can neither start before its launch starts nor end before its
 launch ends, and the launches follow one another without waiting for the devices.
 
@@ -42,6 +43,13 @@ class PipelineCosts:
     forward_launch: Array | None = None
     backward_launch: Array | None = None
     all_reduce: Array | None = None
+
+    def candidate(self, index: int) -> PipelineCosts:
+        """The costs of one of many candidates."""
+        def pick(values: Any) -> Any:
+            return None if values is None else values[..., index]
+
+        return PipelineCosts(*(pick(getattr(self, field.name)) for field in fields(self)))
 
     def check(self, stages: int, micro_batches: int) -> None:
         """Raises UsageError where a shape or a value cannot be."""
@@ -168,7 +176,8 @@ def step_seconds(schedule: str, costs: PipelineCosts) -> Array:
     stages, micro_batches = costs.forward.shape[:2]
     order = _schedule_order(schedule, stages, micro_batches)
     ends = _run(order, costs, np.maximum, None)
-    return np.max(np.broadcast_arrays(*ends), axis=0)
+    latest: Array = np.max(np.broadcast_arrays(*ends), axis=0)
+    return latest
 
 
 @lru_cache(maxsize=64)
@@ -268,7 +277,7 @@ def _run(
     links: dict[str, list[Any]] = {"F": [0.0] * stages, "B": [0.0] * stages}
     arrived: list[dict[Action, Any]] = [{} for _ in range(stages)]
     durations = {"F": costs.forward, "B": costs.backward}
-    launches = {"F": costs.forward_launch, "B": costs.backward_launch}
+    launches: dict[str, Any] = {"F": costs.forward_launch, "B": costs.backward_launch}
     launched: Any = 0.0
     for stage, action in order:
         kind, micro_batch = action

@@ -6,8 +6,8 @@ Three forms of the same problem, each exact and with exactly the number of stage
 with the fewest stages, and the best limit is found by bisection over floats down to the last bit.
 
 `balance` with costs at the cuts (each paid by both neighbours): a longer stage may be cheaper, as its cut may
-be. A limit is tested by the set of places that exactly k stages can reach, which only grows from places that k - 1
-stages reach, kept inside the window that the layers' costs alone allow.
+be. A limit is tested by the sets of places that exactly 1, 2, ... stages can end at, each made from the set
+before, kept inside the window that the layers' costs alone allow.
 
 `balance_table`: any cost of a stage, and stages that are not allowed (memory), by dynamic programming.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -53,28 +54,27 @@ def balance(
                 f"{len(at_cuts) - 2} cut_costs for {len(layers)} layers", "Give one between each two layers."
             )
         ends = _by_reach(work, at_cuts[places], stages)
-    return np.diff([0, *(int(places[end]) for end in ends)]).tolist()
+    return [int(count) for count in np.diff([0, *places[ends]])]
 
 
-def balance_table(cost: Floats, stages: int, allowed: Callable[[int], npt.NDArray[np.bool_]]) -> list[int]:
+def balance_table(cost: Callable[[int], Floats], stages: int) -> list[int]:
     """Ends (places 1 to n, ascending) of `stages` stages that minimise the largest cost of a stage.
 
-    cost: (n + 1, n + 1), cost[i, j] of a stage from place i to place j. allowed(k): the same shape, whether
-    stage k may be that one. The earliest ends win a tie.
-
-    Raises InfeasibleError where no such stages are allowed.
+    cost(k): (n + 1, n + 1), entry [i, j] what stage k costs from place i to place j, inf where it may not be.
+    The earliest starts win a tie. Raises InfeasibleError where no such stages are allowed.
     """
-    best = np.full(len(cost), np.inf)
-    best[0] = 0.0
-    choices = []
+    best, choices = None, []
     for stage in range(stages):
-        table = np.where(allowed(stage) & np.triu(np.ones(cost.shape, dtype=bool), 1), cost, np.inf)
-        reach = np.maximum(best[:, None], table)
+        table = cost(stage)
+        ordered = np.where(np.triu(np.ones(table.shape, dtype=bool), 1), table, np.inf)
+        if best is None:
+            best = np.where(np.arange(len(table)) == 0, 0.0, np.inf)
+        reach = np.maximum(best[:, None], ordered)
         choices.append(reach.argmin(axis=0))
         best = reach.min(axis=0)
-    if not np.isfinite(best[-1]):
+    if best is None or not np.isfinite(best[-1]):
         raise InfeasibleError(f"no {stages} stages are allowed", "Use other stages, or raise the limits.")
-    ends = [len(cost) - 1]
+    ends = [len(best) - 1]
     for choice in reversed(choices[1:]):
         ends.append(int(choice[ends[-1]]))
     return ends[::-1]
@@ -108,7 +108,7 @@ def _check_stages(stages: int, most: int, layers: int) -> None:
 
 def _by_greed(work: list[float], stages: int) -> list[int]:
     """Ends of the stages; `work` is the running sum of the costs at the places."""
-    low = max(work[-1] / stages, max(b - a for a, b in zip(work, work[1:], strict=False))) * (1 - 1e-15)
+    low = max(work[-1] / stages, max(b - a for a, b in pairwise(work))) * (1 - 1e-15)
     high = work[-1]
     ends = _greedy(work, stages, high)
     while (middle := (low + high) / 2) > low and middle < high:
@@ -134,7 +134,7 @@ def _greedy(work: list[float], stages: int, limit: float) -> list[int]:
 
 
 def _largest(work: list[float], ends: list[int]) -> float:
-    return max(work[b] - work[a] for a, b in zip([0, *ends], ends, strict=False))
+    return max(work[b] - work[a] for a, b in pairwise([0, *ends]))
 
 
 def _by_reach(work: Floats, at_cuts: Floats, stages: int) -> list[int]:
@@ -163,7 +163,7 @@ def _by_reach(work: Floats, at_cuts: Floats, stages: int) -> list[int]:
 
 
 _Level = tuple[int, npt.NDArray[np.bool_]]
-"""The first place that k stages reach, and for it and those after it (the last is reached) whether they do."""
+"""The first place that k stages reach, and whether they reach each from it to the last they reach."""
 
 
 def _reach(until: Floats, since: Floats, windows: list[tuple[int, int]], limit: float) -> list[_Level]:

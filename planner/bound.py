@@ -15,16 +15,16 @@ and so, for 1F1B, from the first start to the last end on stage s, the largest o
 
     ceil(M / w) (f + b + D)           micro-batch m + w starts when m is done, so round trips chain
                                       (design: the busiest stage's work is the last stage's case, D = 0)
-    X + (M - w)(f + b) + Y   (M > w)  with X = max(w f, f + D): the first B comes after w F and after a round
-                                      trip; Y = max(w b, b + D): after the last F, w B are left and a round trip;
-                                      between them every F and B that is left
+    X + (M - w)(f + b) + Y   (M > w)  with X = max(w f, f + D): the first B comes after w F and after a
+                                      round trip; Y = max(w b, b + D): after the last F, w B are left and a
+                                      round trip; between them every F and B that is left
     M f + M b, M f + D + b, f + D + M b   (M = w), the same without the middle
     f + D + (M - 1) o + b             the link after the stage carries M tensors
 
-GPipe's forwards and backwards are two flow shops of identical jobs (links are machines, latencies lags), whose
-spans are known exactly: sum of f and c plus (M - 1) times the largest f or o; the same for b. Under
-`except_last` the first backward job is shorter; then sum of b and c plus (M - 2) times the largest b or o, plus
-the shorter job on the last stage, is a path and so a bound.
+GPipe's forwards and backwards are two flow shops of identical jobs (links are machines, latencies lags),
+whose spans are known exactly: sum of f and c plus (M - 1) times the largest f or o; the same for b. Under
+`except_last` the first backward job is shorter; then sum of b and c plus (M - 2) times the largest b or o,
+plus the shorter job on the last stage, is a path and so a bound.
 
 Where one process drives all stages, the step is at least all launches in turn.
 
@@ -35,6 +35,7 @@ stage back, each with the smallest sum of cuts that may follow it: still below e
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +46,9 @@ from .setting import Setting
 from .stage_table import StageTable
 
 Floats = npt.NDArray[np.float64]
-State = dict[str, Floats]
-"""What a bound knows of unfinished plans, by name: arrays of one entry a plan (or one a plan and next place)."""
+Ends = npt.NDArray[np.int64]
+State = dict[str, npt.NDArray[Any]]
+"""What a bound knows of unfinished plans, by name: one entry a plan (or one a plan and next place)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,9 @@ class Instance:
         if self.memory_limit is None:
             return self.table.valid
         setting = self.setting
-        in_flight = schedule_named(setting.schedule).in_flight(stages - remaining, stages, setting.micro_batches)
+        in_flight = schedule_named(setting.schedule).in_flight(
+            stages - remaining, stages, setting.micro_batches
+        )
         if in_flight not in self._memory:
             needed = self.table.memory(in_flight, setting.recompute, self.optimizer)
             self._memory[in_flight] = self.table.valid & (needed <= self.memory_limit)
@@ -142,7 +146,7 @@ class OneFOneBBound:
         bound = np.where(instance.allowed(self.stages - stage, self.stages)[start], bound, np.inf)
         return np.maximum(bound, instance.launches), {"lag": lag, "known": known}
 
-    def finished(self, ends: npt.NDArray[np.int64]) -> Floats:
+    def finished(self, ends: Ends) -> Floats:
         """(plans,): the bound of whole plans, whose cuts are all known. ends: (plans, stages)."""
         f, b = self.instance.table.forward, self.instance.usual_backward
         starts = np.concatenate([np.zeros((len(ends), 1), dtype=np.int64), ends[:, :-1]], axis=1)
@@ -188,7 +192,9 @@ class OneFOneBBound:
         held = min(count, self.stages - stage)
         chained = -(-count // held) * (f + b + trip)
         if count > held:
-            ramped = np.maximum(held * f, f + trip) + (count - held) * (f + b) + np.maximum(held * b, b + trip)
+            ramped = (
+                np.maximum(held * f, f + trip) + (count - held) * (f + b) + np.maximum(held * b, b + trip)
+            )
         else:
             ramped = np.maximum(count * (f + b), np.maximum(count * f + b, f + count * b) + trip)
         term = np.maximum(chained, ramped)
@@ -240,7 +246,7 @@ class GPipeBound:
         bound = np.where(self.instance.allowed(self.stages - stage, self.stages)[start], bound, np.inf)
         return np.maximum(bound, self.instance.launches), known
 
-    def finished(self, ends: npt.NDArray[np.int64]) -> Floats:
+    def finished(self, ends: Ends) -> Floats:
         """(plans,): the bound of whole plans. ends: (plans, stages)."""
         state, bound = self.start(), np.zeros(len(ends))
         state = {name: np.broadcast_to(values, (len(ends),)) for name, values in state.items()}
@@ -252,13 +258,15 @@ class GPipeBound:
             state["place"] = ends[:, stage]
         return bound
 
-    def _total(self, f: Floats | float, b: Floats | float, both: Floats | float, cuts: Floats | float) -> Floats:
+    def _total(
+        self, f: Floats | float, b: Floats | float, both: Floats | float, cuts: Floats | float
+    ) -> Floats:
         """The bound from the largest f, b and f + b of a stage (or 2 o of a cut), and the sum of c."""
         apart = _times(self._forwards, f) + _times(self._backwards, b)
         together = _times(self._backwards, both) + _times(self._forwards - self._backwards, f)
         return np.asarray(self._fixed + 2 * cuts + np.maximum(apart, together))
 
-    def _stage(self, stage: int, start: npt.NDArray[np.int64] | slice) -> tuple[Floats, Floats, Floats, Floats]:
+    def _stage(self, stage: int, start: Ends | slice) -> tuple[Floats, Floats, Floats, Floats]:
         f, b = self.instance.table.forward[start], self.instance.usual_backward[start]
         if stage == self.stages - 1:
             return f, b, f + b, np.zeros(self.instance.last_place + 1)

@@ -25,12 +25,9 @@ from ..cost_models.runtime import Runtime
 from ..cost_models.timeline import PipelineCosts, step_seconds
 from ..cost_models.topology import Topology
 from .balance import balance_table
-from .bound import Bound, Instance, bound_of
+from .bound import Bound, Ends, Floats, Instance, State, bound_of
 from .setting import Setting
 from .stage_table import StageTable
-
-Floats = npt.NDArray[np.float64]
-Ends = npt.NDArray[np.int64]
 
 TIE = 1e-9
 """Plans closer than this share of a step are equal; bounds closer than this exclude."""
@@ -224,7 +221,7 @@ class _Subproblem:
     def _unfinished(self, limit: float, width: int) -> tuple[Ends, float]:
         """Whole plans whose bound lies below `limit`, at most `width` unfinished ones at a time, and the
         smallest bound of those put aside (inf: none)."""
-        state = self.bound.start()
+        state: State = self.bound.start()
         ends = np.zeros((1, 0), dtype=np.int64)
         aside = np.inf
         for stage in range(self.stages):
@@ -250,5 +247,8 @@ class _Subproblem:
         if self.stages > 1:
             cut = 2 * self.instance.transfer(0) * (table.crossing > 0)
             work = work + cut[:, None] + cut[None, :]
-        ends = balance_table(work, self.stages, lambda stage: self.instance.allowed(self.stages - stage, self.stages))
+        ends = balance_table(lambda stage: np.where(self._allowed(stage), work, np.inf), self.stages)
         return np.array([ends], dtype=np.int64)
+
+    def _allowed(self, stage: int) -> npt.NDArray[np.bool_]:
+        return self.instance.allowed(self.stages - stage, self.stages)

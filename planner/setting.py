@@ -24,7 +24,9 @@ class Setting:
     @property
     def recomputed(self) -> int:
         """Micro-batches whose forward runs twice."""
-        return {"never": 0, "always": self.micro_batches, "except_last": self.micro_batches - 1}[self.recompute]
+        return {"never": 0, "always": self.micro_batches, "except_last": self.micro_batches - 1}[
+            self.recompute
+        ]
 
     def __str__(self) -> str:
         return (

@@ -43,7 +43,8 @@ class StageTable:
 
     def _between(self, values: Floats) -> Floats:
         running = np.concatenate([[0.0], np.cumsum(values)])[list(self.places)]
-        return np.maximum(running[None, :] - running[:, None], 0.0)
+        between: Floats = np.maximum(running[None, :] - running[:, None], 0.0)
+        return between
 
     @cached_property
     def forward(self) -> Floats:
@@ -109,5 +110,6 @@ class StageTable:
             self.stage_bytes, in_flight=in_flight, recompute=recompute, optimizer=optimizer, replicas=replicas
         )
         return {
-            name: round(float(np.broadcast_to(amount, self.valid.shape)[i, j])) for name, amount in terms.items()
+            name: round(float(np.broadcast_to(amount, self.valid.shape)[i, j]))
+            for name, amount in terms.items()
         }

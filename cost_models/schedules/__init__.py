@@ -1,4 +1,4 @@
-"""Schedules: the order in which each stage runs the forwards and backwards of the micro-batches, a file each."""
+"""Schedules, a file each: the order in which a stage runs the forwards and backwards of its micro-batches."""
 
 from __future__ import annotations
 

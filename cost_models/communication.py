@@ -1,0 +1,100 @@
+"""Seconds of transfers and of all-reduces: latency plus bytes over bandwidth, at the level that they use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .topology import Amount, Link, Topology
+
+MIB = 2**20
+FIRST_BUCKET_BYTES = 1 * MIB
+"""torch.distributed's `_DEFAULT_FIRST_BUCKET_BYTES`: a small bucket first, so that reducing starts early."""
+BUCKET_BYTES = 25 * MIB
+"""DistributedDataParallel's default `bucket_cap_mb`."""
+
+Values = Sequence[float] | npt.NDArray[np.float64]
+
+
+def point_to_point_seconds(link: Link, bytes: Amount) -> Amount:
+    """Seconds of one transfer; element by element for an array of sizes."""
+    return link.seconds(bytes)
+
+
+def all_reduce_seconds(topology: Topology, devices: Sequence[int], bytes: Amount) -> Amount:
+    """Seconds of a ring all-reduce of `bytes` held by each of r devices; 0 for one device or no bytes.
+
+    2 (r - 1) steps, each of which sends bytes / r to the next device, at the pace of the slowest level of the
+    ring (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, Journal of
+    Parallel and Distributed Computing, 2009).
+    """
+    replicas = len(devices)
+    if replicas == 1:
+        return bytes * 0.0
+    link = topology.slowest(devices)
+    steps = 2 * (replicas - 1)
+    in_transit = steps / replicas * bytes / link.bandwidth_bytes_per_second
+    # Nothing to reduce is no all-reduce: then no latency either.
+    return in_transit + steps * link.latency_seconds * (bytes > 0)
+
+
+def gradient_buckets(
+    parameter_bytes: Values, first_bytes: float = FIRST_BUCKET_BYTES, bucket_bytes: float = BUCKET_BYTES
+) -> list[tuple[int, int]]:
+    """Buckets of gradients as DistributedDataParallel makes them: ranges [start, stop) of the parameters.
+
+    `parameter_bytes` stands in the order in which gradients become ready, by which DDP regroups after its
+    first step. A bucket takes gradients until it holds at least its size, so that the last one may exceed
+    it, by any amount: a parameter is never split. The first bucket is small, the last holds what is left.
+    """
+    buckets: list[tuple[int, int]] = []
+    start, held, size = 0, 0.0, first_bytes
+    for index, own in enumerate(parameter_bytes):
+        held += own
+        if held >= size:
+            buckets.append((start, index + 1))
+            start, held, size = index + 1, 0.0, bucket_bytes
+    if held > 0:
+        buckets.append((start, len(parameter_bytes)))
+    return buckets
+
+
+def bucketed_all_reduce_end(
+    ready_seconds: Values, bucket_bytes: Values, topology: Topology, devices: Sequence[int]
+) -> float:
+    """When the last bucket is reduced, where bucket k is complete at `ready_seconds[k]`; 0 without buckets.
+
+    Buckets are reduced one after another, in order (Li et al., PyTorch Distributed: Experiences on
+    Accelerating Data Parallel Training, VLDB 2020, section 3.2.3).
+    """
+    end = 0.0
+    for ready, size in zip(ready_seconds, bucket_bytes, strict=True):
+        end = max(end, float(ready)) + all_reduce_seconds(topology, devices, float(size))
+    return end
+
+
+def exposed_all_reduce_seconds(
+    layer_backward_seconds: Values,
+    layer_parameter_bytes: Values,
+    topology: Topology,
+    devices: Sequence[int],
+) -> float:
+    """Seconds from the end of the backward pass until the gradients of all replicas are reduced.
+
+    Figures of layers stand in forward order; backward runs from the last to the first, and the gradients of a
+    layer, as large as its parameters and taken as one, are ready when its backward ends. Reducing overlaps
+    the backward that is left, as in DistributedDataParallel, and slows it nowhere.
+    """
+    backward = np.asarray(layer_backward_seconds, dtype=np.float64)[::-1]
+    gradients = np.asarray(layer_parameter_bytes, dtype=np.float64)[::-1]
+    if len(devices) == 1 or not gradients.any():
+        return 0.0
+    done = np.cumsum(backward)
+    buckets = gradient_buckets(gradients)
+    # A bucket is complete with its last gradient; layers without parameters add nothing to wait for.
+    last = [int(start + np.flatnonzero(gradients[start:stop])[-1]) for start, stop in buckets]
+    sizes = [float(gradients[start:stop].sum()) for start, stop in buckets]
+    end = bucketed_all_reduce_end(done[last], sizes, topology, devices)
+    return max(0.0, end - float(done[-1]))

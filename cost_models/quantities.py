@@ -1,0 +1,145 @@
+"""Sizes, rates and durations as people write them on a command line, and as tables print them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from .errors import UsageError
+
+_DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_BYTES = _DECIMAL | _BINARY
+_PER_SECOND = {"ns": 1e9, "us": 1e6, "µs": 1e6, "ms": 1e3}
+_SECONDS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+_GREEK_MU = "\u03bc"
+"""Keyboards write either the micro sign or the Greek letter; the table above holds the sign."""
+
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\s*")
+_RATE_UNIT = re.compile(r"([kmgt]?i?)(b|bit|bits)(?:/s|ps)", re.IGNORECASE)
+
+
+def parse_bytes(text: str, name: str = "--memory", *, allow_zero: bool = False) -> int:
+    """Bytes of a size such as `16GiB` (2**30 each) or `40 GB` (10**9 each), rounded to whole bytes.
+
+    Units B, kB, MB, GB, TB, KiB, MiB, GiB and TiB, in upper or lower case. `name` is the option for errors.
+    Raises UsageError for anything else, a negative or endless size, and 0 without `allow_zero`.
+    """
+    example = "Give a size with its unit, such as 16GiB or 40GB."
+    number, unit = _split(text, name, "a size", example)
+    factor = _BYTES.get(unit.lower())
+    if factor is None:
+        raise _unknown_unit(text, name, unit, "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB", example)
+    if not math.isfinite(number * factor):
+        raise UsageError(f"{name} {text}: too large for a size", example)
+    size = round(number * factor)
+    if size == 0 and not allow_zero:
+        raise UsageError(f"{name} {text}: must be at least one byte", example)
+    return size
+
+
+def parse_rate(text: str, name: str = "--bandwidth") -> float:
+    """Bytes per second of a rate such as `300GB/s`; `inf` stands for transfers that take no time.
+
+    Bits per second (`Gb/s`, `Gbit/s`, `Gbps`: networks are sold by them) are refused with what they are in
+    bytes. `name` is the option for errors. Raises UsageError, for a rate of 0 too.
+    """
+    example = "Give bytes per second, such as 25GB/s; inf for transfers that take no time."
+    if text.strip().lower() == "inf":
+        return math.inf
+    number, unit = _split(text, name, "a rate", example)
+    match = _RATE_UNIT.fullmatch(unit)
+    if match is None:
+        raise _unknown_unit(text, name, unit, "B/s, kB/s, MB/s, GB/s, TB/s, KiB/s, MiB/s, GiB/s", example)
+    prefix, base = match.groups()
+    factor = _BYTES.get(f"{prefix}b".lower())
+    if factor is None:
+        raise _unknown_unit(text, name, unit, "B/s, kB/s, MB/s, GB/s, TB/s, KiB/s, MiB/s, GiB/s", example)
+    rate = number * factor
+    if not math.isfinite(rate) or rate == 0:
+        raise UsageError(f"{name} {text}: must be above 0 and within range", example)
+    if base != "B":
+        raise _bits_refused(text, name, rate, f"{number:g}{prefix}B/s")
+    return rate
+
+
+def parse_seconds(text: str, name: str = "--latency") -> float:
+    """Seconds of a duration such as `5us`, `1.5ms`, `60s`, `2m` (minutes) or `1h`; `0` needs no unit.
+
+    `name` is the option for errors. Raises UsageError for anything else, and for what is negative or endless.
+    """
+    example = "Give a duration with its unit, such as 5us, 1.5ms, 60s or 2m (minutes)."
+    number, unit = _split(text, name, "a duration", example)
+    if number == 0 and not unit:
+        return 0.0
+    unit = unit.replace(_GREEK_MU, "µ")
+    if unit not in _PER_SECOND and unit not in _SECONDS:
+        raise _unknown_unit(text, name, unit, "ns, us, ms, s, m, h", example)
+    # Divided, so that 15us is the same float as 15e-6.
+    seconds = number / _PER_SECOND[unit] if unit in _PER_SECOND else number * _SECONDS[unit]
+    if not math.isfinite(seconds):
+        raise UsageError(f"{name} {text}: too long for a duration", example)
+    return seconds
+
+
+def format_bytes(size: float) -> str:
+    """A size in binary units: `512 B`, `1.50 KiB`, `1.25 GiB`."""
+    if abs(size) < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        # 1,023.999 KiB would be printed as 1024.00 KiB: it belongs to the next unit.
+        if round(abs(size), 2) < 1024:
+            return f"{size:.2f} {unit}"
+    return f"{size / 1024:.2f} TiB"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """A rate in decimal units, as links are sold: `300 GB/s`, `15.75 GB/s`; an endless one is `unlimited`."""
+    if math.isinf(bytes_per_second):
+        return "unlimited"
+    unit, factor = "B", 1
+    for name, step in (("kB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12)):
+        if bytes_per_second >= step:
+            unit, factor = name, step
+    return f"{bytes_per_second / factor:.4g} {unit}/s"
+
+
+def format_seconds(seconds: float, *, short: bool = False) -> str:
+    """A duration to three significant digits: `1.23 s`, `12.3 ms`, `45.6 µs`; `short` drops closing zeros."""
+    if seconds == 0 or not math.isfinite(seconds):
+        return f"{seconds:g} s"
+    for unit, factor in (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+        number = float(f"{seconds / factor:.3g}")
+        if abs(number) < 1000 or unit == "s":
+            break
+    if abs(number) >= 1000:
+        return f"{seconds:.0f} s"
+    digits = 2 - math.floor(math.log10(abs(number)))
+    printed = f"{number:.{max(digits, 0)}f}"
+    if short and "." in printed:
+        printed = printed.rstrip("0").rstrip(".")
+    return f"{printed} {unit}"
+
+
+def _split(text: str, name: str, kind: str, example: str) -> tuple[float, str]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{name} {text!r}: not {kind}", example)
+    number = float(match[1])
+    if number < 0:
+        raise UsageError(f"{name} {text}: must not be negative", example)
+    return number, match[2]
+
+
+def _unknown_unit(text: str, name: str, unit: str, known: str, example: str) -> UsageError:
+    what = f"the unit {unit!r} is none of {known}" if unit else "the unit is missing"
+    return UsageError(f"{name} {text}: {what}", example)
+
+
+def _bits_refused(text: str, name: str, bits_per_second: float, as_bytes: str) -> UsageError:
+    return UsageError(
+        f"{name} {text}: must be in bytes, not bits, per second",
+        f"{text.strip()} is {format_rate(bits_per_second / 8).replace(' ', '')} in bytes: give that, "
+        f"or {as_bytes} if you meant bytes.",
+    )

@@ -1,0 +1,53 @@
+"""What each training runtime can run: the facts the planner restricts its search by, and the exporters obey.
+
+Sources: torchgpipe (Kim et al., "torchgpipe", arXiv:2004.09910; version 0.0.7), FairScale 0.4.13 (its
+`nn.Pipe` is a fork of torchgpipe), DeepSpeed 0.19.8 (`runtime/pipe/schedule.py`: TrainSchedule is 1F1B;
+`PipeDataParallelTopology`: the same number of replicas on every stage).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import UsageError
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A training runtime.
+
+    `schedules` and `recompute` are the words of the plan file. `replicas`: "none", or "equal" where every
+    stage has the same number. `one_process`: one Python process launches the work of all stages, so that
+    their host times add up, and the devices must be those of one machine.
+    """
+
+    name: str
+    schedules: frozenset[str]
+    recompute: frozenset[str]
+    replicas: Literal["none", "equal"]
+    one_process: bool
+
+    def runs_replicas(self, replicas: Sequence[int]) -> bool:
+        """Whether the stages may have these numbers of replicas."""
+        return len(set(replicas)) == 1 and (self.replicas == "equal" or replicas[0] == 1)
+
+
+_GPIPE_RECOMPUTE = frozenset({"never", "always", "except_last"})
+
+RUNTIMES: dict[str, Runtime] = {
+    runtime.name: runtime
+    for runtime in (
+        Runtime("torchgpipe", frozenset({"gpipe"}), _GPIPE_RECOMPUTE, replicas="none", one_process=True),
+        Runtime("fairscale", frozenset({"gpipe"}), _GPIPE_RECOMPUTE, replicas="none", one_process=True),
+        Runtime("deepspeed", frozenset({"1f1b"}), frozenset({"never", "always"}), "equal", one_process=False),
+    )
+}
+
+
+def runtime_named(name: str) -> Runtime:
+    """The runtime of that name. Raises UsageError naming the known ones."""
+    if name not in RUNTIMES:
+        raise UsageError(f"unknown runtime {name!r}", f"Known runtimes: {', '.join(RUNTIMES)}.")
+    return RUNTIMES[name]

@@ -1,0 +1,62 @@
+"""What simpler tools would do, under the same costs and limits: a fixed partition with its best setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..cost_models.errors import InfeasibleError
+from ..cost_models.layer import Chain
+from .balance import balance
+from .search import Candidate, Space, score
+from .setting import Setting
+
+
+def even(chain: Chain, stages: int) -> list[int]:
+    """Layer counts as equal as the allowed cuts let them be. Raises InfeasibleError."""
+    return balance(np.ones(len(chain)), stages, cut_after=chain.cut_after)
+
+
+def by_parameters(chain: Chain, stages: int) -> list[int]:
+    """Layer counts with the least parameters in the largest stage, as DeepSpeed's `parameters` balances.
+
+    Raises InfeasibleError.
+    """
+    return balance(chain.parameter_bytes, stages, cut_after=chain.cut_after)
+
+
+PARTITIONS = {"even": even, "parameters": by_parameters}
+
+
+def fixed_partition(
+    space: Space, settings: Sequence[Setting], name: str, stages: int
+) -> tuple[Candidate | None, str]:
+    """The named partition into `stages` with its fastest setting that fits, or None and the reason."""
+    try:
+        counts = PARTITIONS[name](space.chain, stages)
+    except InfeasibleError as error:
+        return None, error.what
+    return best_setting(space, settings, counts)
+
+
+def best_setting(
+    space: Space, settings: Sequence[Setting], counts: Sequence[int]
+) -> tuple[Candidate | None, str]:
+    """A straight plan with these layer counts and its fastest setting that fits, or None and the reason."""
+    best: Candidate | None = None
+    for setting in settings:
+        instance = space.instance(setting)
+        places = list(instance.table.places)
+        ends = [places.index(end) for end in np.cumsum(counts).tolist()]
+        stages = len(ends)
+        fits = all(
+            instance.allowed(stages - stage, stages)[start, end]
+            for stage, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+        )
+        if not fits or (best is not None and instance.quick_bound(stages) >= best.step_seconds):
+            continue
+        step = float(score(instance, np.array([ends]))[0])
+        if best is None or step < best.step_seconds:
+            best = Candidate(setting, tuple(ends), step)
+    return best, "" if best else "does not fit"

@@ -1,0 +1,198 @@
+"""The problem to solve: a chain, a topology and the user's wishes, checked, and the plans left to search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..cost_models.errors import UsageError
+from ..cost_models.layer import Chain
+from ..cost_models.memory import OPTIMIZER_STATES, Recompute
+from ..cost_models.runtime import Runtime, runtime_named
+from ..cost_models.schedules import SCHEDULES
+from ..cost_models.topology import Topology
+from .search import Space
+from .setting import Setting, settings
+
+RECOMPUTES: tuple[Recompute, ...] = ("never", "except_last", "always")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asks for; None and "auto" leave it to the search."""
+
+    mini_batch: int | None = None
+    micro_batches: int | None = None
+    schedule: str = "auto"
+    recompute: str = "auto"
+    optimizer: str = "sgd"
+    runtime: str | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is asked, and the plans to search. Raises UsageError for wishes that cannot be."""
+
+    chain: Chain
+    topology: Topology
+    wishes: Wishes
+
+    def __post_init__(self) -> None:
+        _check_counts(self.chain, self.topology.gpus, self.wishes)
+        _check_words(self.wishes)
+        if not self.settings:
+            raise self._no_setting()
+
+    @property
+    def gpus(self) -> int:
+        """Devices that are offered."""
+        return self.topology.gpus
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The runtime that the plan is for, where one was named."""
+        return None if self.wishes.runtime is None else runtime_named(self.wishes.runtime)
+
+    @property
+    def mini_batch(self) -> int:
+        """Samples of a step: the wish, or the largest measured size times the GPUs."""
+        return self.wishes.mini_batch or self.chain.sizes[-1] * self.gpus
+
+    @property
+    def stage_counts(self) -> range:
+        """Stage counts of straight pipelines: 1 to the devices or to what the cuts allow."""
+        return range(1, min(self.gpus, self.chain.max_stages) + 1)
+
+    @cached_property
+    def space(self) -> Space:
+        """The plans under the limits, for the runtime."""
+        return Space(
+            chain=self.chain,
+            topology=self.topology,
+            optimizer=self.wishes.optimizer,
+            memory_limit=self.topology.device.memory_bytes,
+            past_largest=self.wishes.micro_batches is not None,
+            runtime=self.runtime,
+        )
+
+    @cached_property
+    def settings(self) -> list[Setting]:
+        """The settings that the wishes and the runtime leave."""
+        wished = self.wishes.schedule
+        return self.settings_for(self.runtime, tuple(SCHEDULES) if wished == "auto" else (wished,))
+
+    def settings_for(self, runtime: Runtime | None, schedules: Sequence[str]) -> list[Setting]:
+        """The settings with these schedules that `runtime` runs and the other wishes leave."""
+        allowed = tuple(s for s in schedules if runtime is None or s in runtime.schedules)
+        return settings(self.mini_batch, allowed, self.recomputes(runtime), self.sizes)
+
+    @cached_property
+    def freest_settings(self) -> list[Setting]:
+        """The settings that the runtime would run if schedule, recomputation and micro-batches were free."""
+        return Problem(
+            self.chain,
+            self.topology,
+            Wishes(self.mini_batch, None, "auto", "auto", self.wishes.optimizer, self.wishes.runtime),
+        ).settings
+
+    def recomputes(self, runtime: Runtime | None) -> tuple[Recompute, ...]:
+        """The ways to recompute that `runtime` knows and the wishes leave."""
+        wished = self.wishes.recompute
+        return tuple(
+            mode
+            for mode in RECOMPUTES
+            if wished in ("auto", mode) and (runtime is None or mode in runtime.recompute)
+        )
+
+    @property
+    def may_replicate(self) -> bool:
+        """Whether data parallelism may be the answer: not where a schedule was asked for by name."""
+        if self.wishes.schedule != "auto" or self.gpus == 1:
+            return False
+        return self.runtime is None or self.runtime.runs_replicas([self.gpus])
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Micro-batch sizes to search: those that divide the mini-batch and that the profile reaches."""
+        batch, measured = self.mini_batch, self.chain.sizes
+        if self.wishes.micro_batches is not None:
+            return [self._wished_size(self.wishes.micro_batches)]
+        sizes = [
+            s for s in range(1, min(batch, measured[-1]) + 1) if batch % s == 0 and self.chain.reaches(s)
+        ]
+        if not sizes:
+            raise UsageError(
+                f"--mini-batch {batch}: no micro-batch size that the profile reaches divides it "
+                f"(measured: {some(measured)})",
+                f"Use a multiple of {measured[-1]}, or measure more sizes with pplan profile.",
+            )
+        return sizes
+
+    def _wished_size(self, micro_batches: int) -> int:
+        batch = self.mini_batch
+        if batch % micro_batches:
+            raise UsageError(
+                f"--micro-batches {micro_batches}: a mini-batch of {batch} does not divide into so many",
+                f"Use a divisor of {batch}: {some([d for d in range(1, batch + 1) if batch % d == 0])}.",
+            )
+        self.chain.at(batch // micro_batches, past_largest=True)
+        return batch // micro_batches
+
+    def _no_setting(self) -> UsageError:
+        wishes, runtime = self.wishes, self.runtime
+        asked = f"--schedule {wishes.schedule}, --recompute {wishes.recompute.replace('_', '-')}"
+        if runtime is None:
+            return UsageError(
+                f"{asked} with {self.mini_batch // self.sizes[0]} micro-batch: there is no such plan",
+                "except-last needs two micro-batches or more: leave one of the options at auto.",
+            )
+        modes = ", ".join(sorted(mode.replace("_", "-") for mode in runtime.recompute))
+        return UsageError(
+            f"--runtime {runtime.name} does not run {asked}",
+            f"{runtime.name} runs {', '.join(sorted(runtime.schedules))} with recompute {modes}.",
+        )
+
+    def searched(self) -> str:
+        """The searched space in words."""
+        kinds = sorted({setting.schedule for setting in self.settings})
+        modes = [m.replace("_", " ") for m in RECOMPUTES if any(s.recompute == m for s in self.settings)]
+        counts = sorted({setting.micro_batches for setting in self.settings})
+        most = self.stage_counts[-1]
+        text = (
+            f"straight pipelines of {'1' if most == 1 else f'1 to {most}'} stages, {' and '.join(kinds)}, "
+            f"recompute {', '.join(modes)}, {some(counts)} micro-batches"
+        )
+        return text + (f"; data parallelism over {self.gpus} GPUs" if self.may_replicate else "")
+
+
+def some(values: Sequence[int]) -> str:
+    """The values in words, the first twelve and the last of many."""
+    shown = ", ".join(str(value) for value in values[:12])
+    return shown if len(values) <= 12 else f"{shown}, … {values[-1]}"
+
+
+def _check_counts(chain: Chain, gpus: int, wishes: Wishes) -> None:
+    if gpus > len(chain):
+        raise UsageError(
+            f"--gpus {gpus}: the model has {len(chain)} layers, and a stage needs at least one",
+            f"Use at most {len(chain)} GPUs (its allowed cuts make {chain.max_stages} stages).",
+        )
+    for option, value in (("--mini-batch", wishes.mini_batch), ("--micro-batches", wishes.micro_batches)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} {value}: must be at least 1", "Give a count of 1 or more.")
+
+
+def _check_words(wishes: Wishes) -> None:
+    for option, word, known in (
+        ("--schedule", wishes.schedule, ("auto", *SCHEDULES)),
+        ("--recompute", wishes.recompute, ("auto", *RECOMPUTES)),
+        ("--optimizer", wishes.optimizer, tuple(OPTIMIZER_STATES)),
+    ):
+        if word not in known:
+            raise UsageError(f"{option} {word!r}: not known", f"Use one of: {', '.join(known)}.")
+    if wishes.recompute == "except_last" and wishes.schedule == "1f1b":
+        raise UsageError(
+            "--recompute except-last with --schedule 1f1b: only GPipe's backward begins with the last one",
+            "Use --schedule gpipe, or --recompute always.",
+        )

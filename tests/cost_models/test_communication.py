@@ -1,0 +1,184 @@
+"""Transfers and all-reduces against the steps of a ring, DDP's buckets against torch's, and an event loop."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pplan.cost_models.communication import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    MIB,
+    all_reduce_seconds,
+    bucketed_all_reduce_end,
+    exposed_all_reduce_seconds,
+    gradient_buckets,
+    point_to_point_seconds,
+)
+from pplan.cost_models.topology import Device, Link, Topology
+
+INSIDE, BETWEEN = Link(8e9, 1e-3), Link(1e9, 2e-3)
+TOPOLOGY = Topology(Device("GPU", None), 8, 4, INSIDE, BETWEEN)
+PAIR = [0, 1]
+
+
+def test_a_transfer() -> None:
+    assert point_to_point_seconds(BETWEEN, 3e9) == pytest.approx(3.002)
+    assert point_to_point_seconds(BETWEEN, np.array([1e9, 2e9])).tolist() == pytest.approx([1.002, 2.002])
+
+
+def ring_by_steps(replicas: int, link: Link, size: float) -> float:
+    """Every device sends one chunk to the next: r - 1 steps to add up, r - 1 to hand around."""
+    now = 0.0
+    for _ in ("reduce-scatter", "all-gather"):
+        for _ in range(replicas - 1):
+            now += link.seconds(size / replicas)
+    return now
+
+
+@pytest.mark.parametrize(
+    ("devices", "link"),
+    [
+        ([0, 1], INSIDE),
+        ([0, 1, 2, 3], INSIDE),
+        ([5, 6, 7], INSIDE),
+        ([3, 4], BETWEEN),
+        (list(range(8)), BETWEEN),
+    ],
+)
+@pytest.mark.parametrize("size", [1.0, 1e6, 3e9])
+def test_an_all_reduce_is_a_ring(devices: list[int], link: Link, size: float) -> None:
+    assert all_reduce_seconds(TOPOLOGY, devices, size) == pytest.approx(
+        ring_by_steps(len(devices), link, size)
+    )
+
+
+def test_an_all_reduce_by_hand() -> None:
+    # Four devices, 8 GB at 8 GB/s: 2 x 3/4 of a second, and six steps of 1 ms.
+    assert all_reduce_seconds(TOPOLOGY, [0, 1, 2, 3], 8e9) == pytest.approx(1.506)
+
+
+def test_nothing_to_reduce_takes_no_time() -> None:
+    assert all_reduce_seconds(TOPOLOGY, [3], 8e9) == 0.0
+    assert all_reduce_seconds(TOPOLOGY, PAIR, 0.0) == 0.0
+    assert all_reduce_seconds(TOPOLOGY, PAIR, np.array([0.0, 8e9])).tolist() == pytest.approx([0.0, 1.002])
+
+
+def test_endless_bandwidth_leaves_the_latencies() -> None:
+    free = Topology(Device("GPU", None), 4, 4, Link(math.inf, 1e-3), BETWEEN)
+    assert all_reduce_seconds(free, range(4), 1e12) == pytest.approx(6e-3)
+
+
+def test_bucket_sizes_are_ddps() -> None:
+    assert (FIRST_BUCKET_BYTES, BUCKET_BYTES) == (1_048_576, 26_214_400)
+
+
+def test_buckets_by_hand() -> None:
+    # The first closes at 1 MiB or more, the others at 25 MiB or more, whatever the last gradient adds.
+    sizes = [0.5 * MIB, 0.5 * MIB, 20 * MIB, 4 * MIB, 400 * MIB, 30 * MIB, 1 * MIB]
+    assert gradient_buckets(sizes) == [(0, 2), (2, 5), (5, 6), (6, 7)]
+    assert gradient_buckets([]) == []
+    assert gradient_buckets([0.0, 0.0]) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_buckets_are_those_of_torch(seed: int) -> None:
+    torch = pytest.importorskip("torch")
+    numbers = (4.0 ** np.random.default_rng(seed).uniform(1, 12, size=60)).astype(int)
+    tensors = [torch.empty(int(number), device="meta") for number in numbers]
+    expected, _ = torch.distributed._compute_bucket_assignment_by_size(
+        tensors, [FIRST_BUCKET_BYTES, BUCKET_BYTES], [False] * len(tensors)
+    )
+    assert len(expected) > 2
+    buckets = gradient_buckets([4.0 * int(number) for number in numbers])
+    assert [list(range(*bucket)) for bucket in buckets] == expected
+
+
+def test_buckets_wait_for_their_gradients_and_for_each_other() -> None:
+    # Reducing 4 GB over two devices takes 0.502 s; a bucket waits for the one before and for its gradients.
+    end = bucketed_all_reduce_end([1.0, 1.1, 9.0], [4e9, 4e9, 4e9], TOPOLOGY, PAIR)
+    assert end == pytest.approx(9.502)
+    assert bucketed_all_reduce_end([1.0, 1.1], [4e9, 4e9], TOPOLOGY, PAIR) == pytest.approx(2.004)
+    assert bucketed_all_reduce_end([], [], TOPOLOGY, PAIR) == 0.0
+
+
+def test_exposed_seconds_by_hand() -> None:
+    # Backward: layer 2 ends at 1 s, layer 1 at 3 s, layer 0 at 3.5 s; each layer fills a bucket of 8 GB,
+    # which takes 1.002 s: 1 to 2.002, 3 to 4.002, 4.002 to 5.004.
+    assert exposed_all_reduce_seconds([0.5, 2.0, 1.0], [8e9, 8e9, 8e9], TOPOLOGY, PAIR) == pytest.approx(
+        1.504
+    )
+
+
+def test_small_gradients_share_the_last_bucket() -> None:
+    # 1 MiB closes the first bucket; the two other layers share the second, reduced at the end.
+    sizes = [100_000.0, 100_000.0, float(MIB)]
+    shared = all_reduce_seconds(TOPOLOGY, PAIR, 200_000.0)
+    assert exposed_all_reduce_seconds([1.0, 1.0, 1.0], sizes, TOPOLOGY, PAIR) == pytest.approx(shared)
+
+
+def test_first_layers_without_parameters_hide_the_reduction() -> None:
+    assert exposed_all_reduce_seconds([5.0, 1.0], [0.0, 8e9], TOPOLOGY, PAIR) == 0.0
+    # A bucket that is never filled is complete with its last gradient, before those layers too.
+    assert exposed_all_reduce_seconds([0.001, 1.0], [0.0, 8e5], TOPOLOGY, PAIR) == pytest.approx(0.0011)
+
+
+def test_nothing_is_exposed_without_replicas_or_parameters() -> None:
+    assert exposed_all_reduce_seconds([1.0, 1.0], [8e9, 8e9], TOPOLOGY, [0]) == 0.0
+    assert exposed_all_reduce_seconds([1.0, 1.0], [0.0, 0.0], TOPOLOGY, PAIR) == 0.0
+
+
+def by_event_loop(backward: list[float], parameters: list[float], devices: list[int]) -> float:
+    """DDP by its events: gradients arrive and fill buckets, and a queue reduces full ones in order."""
+    now, free, open_bucket, limit = 0.0, 0.0, [], float(FIRST_BUCKET_BYTES)
+    queue: list[tuple[float, float]] = []
+    for layer in reversed(range(len(backward))):
+        now += backward[layer]
+        if parameters[layer] == 0:
+            continue
+        open_bucket.append((now, parameters[layer]))
+        if sum(size for _, size in open_bucket) >= limit:
+            queue.append((now, sum(size for _, size in open_bucket)))
+            open_bucket, limit = [], float(BUCKET_BYTES)
+    if open_bucket:
+        queue.append((open_bucket[-1][0], sum(size for _, size in open_bucket)))
+    link = INSIDE if len({device // 4 for device in devices}) == 1 else BETWEEN
+    for ready, size in queue:
+        free = max(free, ready) + ring_by_steps(len(devices), link, size)
+    return max(0.0, free - now)
+
+
+CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""No verdict by elapsed time."""
+
+LAYERS = st.lists(
+    st.tuples(st.floats(0, 0.1), st.one_of(st.just(0), st.integers(1, 3 * MIB), st.integers(1, 60 * MIB))),
+    min_size=1,
+    max_size=40,
+)
+
+
+@CALM
+@given(LAYERS, st.sampled_from([[0, 1], [0, 1, 2, 3], [3, 4], [0, 2, 4, 6, 7]]))
+def test_exposed_seconds_are_those_of_an_event_loop(
+    layers: list[tuple[float, int]], devices: list[int]
+) -> None:
+    backward = [seconds for seconds, _ in layers]
+    parameters = [float(size) for _, size in layers]
+    exposed = exposed_all_reduce_seconds(backward, parameters, TOPOLOGY, devices)
+    assert exposed == pytest.approx(by_event_loop(backward, parameters, devices), abs=1e-12)
+
+
+@CALM
+@given(LAYERS)
+def test_exposed_seconds_lie_between_the_last_bucket_and_the_whole(layers: list[tuple[float, int]]) -> None:
+    backward = np.array([seconds for seconds, _ in layers])
+    parameters = np.array([float(size) for _, size in layers])
+    exposed = exposed_all_reduce_seconds(backward, parameters, TOPOLOGY, PAIR)
+    buckets = len(gradient_buckets(parameters[::-1]))
+    whole = float(parameters.sum()) / INSIDE.bandwidth_bytes_per_second + buckets * 2 * INSIDE.latency_seconds
+    assert max(0.0, whole - float(backward.sum())) - 1e-9 <= exposed <= whole + 1e-9

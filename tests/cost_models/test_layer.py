@@ -1,0 +1,81 @@
+"""Costs between, below and past the measured micro-batch sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.errors import UsageError
+from pplan.cost_models.layer import Chain, joined
+
+
+def chain(sizes: tuple[int, ...], seconds: list[list[float]], cut_after: list[bool] | None = None) -> Chain:
+    table = np.array(seconds, dtype=np.float64)
+    zeros = np.zeros_like(table)
+    return Chain(
+        names=tuple(f"layer{i}" for i in range(len(table))),
+        sizes=sizes,
+        parameter_bytes=np.zeros(len(table)),
+        buffer_bytes=np.zeros(len(table)),
+        cut_after=np.array(cut_after if cut_after is not None else [True] * (len(table) - 1) + [False]),
+        input_bytes_per_sample=3.0,
+        forward_seconds=table,
+        backward_seconds=2 * table,
+        output_bytes=zeros,
+        saved_bytes=zeros,
+        saved_input_bytes=zeros,
+        workspace_bytes=zeros,
+        forward_host_seconds=zeros,
+        backward_host_seconds=zeros,
+    )
+
+
+MEASURED = chain((2, 4, 16), [[10.0, 12.0, 36.0], [1.0, 5.0, 5.0]])
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (2, [10, 1]),
+        (4, [12, 5]),
+        (3, [11, 3]),
+        (10, [24, 5]),
+        (1, [9, 0.5]),  # the line through 2 and 4 gives 9 and -1; a half of the samples costs at least a half
+        (0.5, [8.5, 0.25]),
+    ],
+)
+def test_straight_lines(size: float, expected: list[float]) -> None:
+    costs = MEASURED.at(size)
+    assert costs.forward_seconds.tolist() == pytest.approx(expected)
+    assert costs.backward_seconds.tolist() == pytest.approx([2 * value for value in expected])
+    assert costs.input_bytes == 3 * size
+    assert bool(costs.outside) == (size < 2)
+
+
+def test_past_the_largest_only_when_asked() -> None:
+    with pytest.raises(UsageError, match=r"size 32 lies outside the measured sizes \(2, 4, 16\)") as caught:
+        MEASURED.at(32)
+    assert "--micro-batch-sizes 2,4,16,32" in caught.value.hint
+    costs = MEASURED.at(32, past_largest=True)
+    assert costs.forward_seconds.tolist() == pytest.approx([68, 5])
+    assert costs.outside == "micro-batch size 32 is past the largest measured (16): extrapolated"
+
+
+def test_one_measured_size_is_never_scaled() -> None:
+    single = chain((8,), [[1.0]])
+    assert single.reaches(8)
+    for size in (4, 16):
+        assert not single.reaches(size)
+        with pytest.raises(UsageError, match="outside the measured"):
+            single.at(size, past_largest=True)
+
+
+def test_sizes_below_one_sample_are_refused() -> None:
+    with pytest.raises(UsageError, match="must be above 0"):
+        MEASURED.at(0)
+
+
+def test_blocks_and_stages() -> None:
+    parted = chain((1,), [[1.0]] * 5, [True, False, False, True, False])
+    assert joined(parted) == (0, 1, 4, 5)
+    assert parted.max_stages == 3

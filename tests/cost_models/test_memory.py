@@ -1,0 +1,59 @@
+"""The ledger against terms worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.errors import UsageError
+from pplan.cost_models.memory import StageBytes, ledger, total
+
+STAGE = StageBytes(
+    parameters=1000.0,
+    buffers=10.0,
+    saved=200.0,
+    saved_input=30.0,
+    input=40.0,
+    received=40.0,
+    sent=50.0,
+    workspace=7.0,
+)
+
+
+def test_without_recomputation() -> None:
+    terms = ledger(STAGE, in_flight=4, recompute="never", optimizer="adam")
+    assert terms == {
+        "weights": 1010,
+        "gradients": 1000,
+        "optimizer": 2000,
+        "weight_versions": 0,
+        "activations": 4 * 230,
+        "stage_inputs": 0,
+        "communication": 90,
+        "workspace": 7,
+        "reserve": pytest.approx(0.05 * 5027),
+    }
+    assert total(terms) == pytest.approx(1.05 * 5027)
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last"])
+def test_recomputation_keeps_inputs_and_one_micro_batch(mode: str) -> None:
+    terms = ledger(STAGE, in_flight=4, recompute=mode, optimizer="momentum")
+    assert (terms["activations"], terms["stage_inputs"], terms["optimizer"]) == (230, 160, 1000)
+
+
+def test_replicas_hold_buckets_and_versions_hold_weights() -> None:
+    terms = ledger(STAGE, in_flight=1, recompute="never", optimizer="sgd", replicas=2, weight_versions=3)
+    assert (terms["communication"], terms["weight_versions"], terms["optimizer"]) == (1090, 2000, 0)
+
+
+def test_arrays_are_the_single_stages() -> None:
+    both = StageBytes(*(np.array([value, 2 * value]) for value in vars(STAGE).values()))
+    terms = ledger(both, in_flight=2, recompute="always", optimizer="adam")
+    single = ledger(STAGE, in_flight=2, recompute="always", optimizer="adam")
+    assert total(terms).tolist() == pytest.approx([total(single), 2 * total(single)])
+
+
+def test_unknown_optimizer() -> None:
+    with pytest.raises(UsageError, match="'lion' is unknown"):
+        ledger(STAGE, in_flight=1, recompute="never", optimizer="lion")

@@ -1,0 +1,57 @@
+"""Random chains and topologies for the planner's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Device, Link, Topology
+
+MakeChain = Callable[..., Chain]
+
+
+@pytest.fixture
+def make_chain() -> MakeChain:
+    """A function of (seed, layers, *, sizes, traffic, cuts): layers whose costs grow by lines with the
+    micro-batch size; `traffic` scales what crosses cuts, `cuts` is the share of allowed ones."""
+    return _chain
+
+
+def _chain(
+    seed: int, layers: int, *, sizes: tuple[int, ...] = (1, 2, 4), traffic: float = 1.0, cuts: float = 0.8
+) -> Chain:
+    rng = np.random.default_rng(seed)
+    per_sample = np.array(sizes, dtype=np.float64)
+
+    def line(slope: float, start: float = 0.0) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        return slope * rng.random((layers, 1)) * per_sample + start * rng.random((layers, 1))
+
+    return Chain(
+        names=tuple(f"layer{i}" for i in range(layers)),
+        sizes=sizes,
+        parameter_bytes=100 * rng.random(layers),
+        buffer_bytes=rng.random(layers),
+        cut_after=np.append(rng.random(layers - 1) < cuts, False),
+        input_bytes_per_sample=5.0,
+        forward_seconds=line(1, 0.3),
+        backward_seconds=line(2, 0.3),
+        output_bytes=traffic * line(50),
+        saved_bytes=line(100),
+        saved_input_bytes=line(20),
+        workspace_bytes=line(5),
+        forward_host_seconds=line(0, 0.3),
+        backward_host_seconds=line(0, 0.3),
+    )
+
+
+@pytest.fixture
+def make_topology() -> Callable[..., Topology]:
+    """A function of (gpus, *, per_node, memory, latency): 20 B/s inside a node, 5 B/s between."""
+
+    def make(gpus: int, *, per_node: int = 8, memory: int | None = None, latency: float = 0.0) -> Topology:
+        return Topology(Device("toy", memory), gpus, per_node, Link(20.0, latency), Link(5.0, 4 * latency))
+
+    return make

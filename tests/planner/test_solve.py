@@ -1,0 +1,221 @@
+"""From costs and wishes to a plan: the winner, its comparisons, alternatives, notes and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.communication import exposed_all_reduce_seconds
+from pplan.cost_models.errors import InfeasibleError, UsageError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Device, Link, Topology
+from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.problem import Wishes
+from pplan.planner.solve import solve
+
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
+REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
+
+
+def solved(chain: Chain, topology: Topology, **wishes: object) -> Plan:
+    return solve(chain, topology, Wishes(**wishes), model="toy", profile=REFERENCE)  # type: ignore[arg-type]
+
+
+def with_parameters(chain: Chain, size: float) -> Chain:
+    return replace(chain, parameter_bytes=np.full(len(chain), size))
+
+
+def test_data_parallelism_wins_where_weights_are_light(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain = with_parameters(make_chain(1, 6), 0.001)
+    plan = solved(chain, make_topology(3))
+    assert (plan.balance, plan.replicas, plan.stages[0].devices) == ([6], [3], [0, 1, 2])
+    assert (plan.mini_batch, plan.micro_batches, plan.micro_batch_size) == (12, 1, 12)
+    costs = chain.at(4)
+    exposed = exposed_all_reduce_seconds(
+        costs.backward_seconds, costs.parameter_bytes, make_topology(3), range(3)
+    )
+    step = costs.forward_seconds.sum() + costs.backward_seconds.sum() + exposed
+    assert plan.prediction.step_seconds == pytest.approx(step)
+    assert plan.prediction.exact
+    assert plan.prediction.gap == 0
+
+
+def test_a_pipeline_wins_where_weights_are_heavy(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    plan = solved(with_parameters(make_chain(1, 6, traffic=0.01), 1e6), make_topology(3))
+    assert len(plan.stages) == 3
+    assert plan.replicas == [1, 1, 1]
+    steps = {baseline.name: baseline.step_seconds for baseline in plan.baselines}
+    assert list(steps) == ["one-gpu", "data-parallel", "even", "parameters"]
+    assert all(step is not None and step >= plan.prediction.step_seconds for step in steps.values())
+    assert plan.prediction.lower_bound_seconds == pytest.approx(plan.prediction.step_seconds)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_named_schedule_keeps_the_answer_a_pipeline(
+    schedule: str, make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    plan = solved(with_parameters(make_chain(1, 6, traffic=0.01), 0.001), make_topology(3), schedule=schedule)
+    assert plan.schedule == schedule
+    assert max(plan.replicas) == 1
+    parallel = next(baseline for baseline in plan.baselines if baseline.name == "data-parallel")
+    assert parallel.step_seconds is not None
+    assert parallel.step_seconds < plan.prediction.step_seconds
+
+
+def test_alternatives_hold_the_best_of_each_schedule(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain, topology = make_chain(2, 7), make_topology(3)
+    plan = solved(chain, topology, mini_batch=8)
+    by_runtime = {tuple(other.runtimes): other for other in plan.alternatives}
+    gpipe, one_f_one_b = by_runtime["torchgpipe", "fairscale"], by_runtime["deepspeed",]
+    assert (gpipe.schedule, one_f_one_b.schedule) == ("gpipe", "1f1b")
+    free = replace(
+        chain, forward_host_seconds=0 * chain.forward_seconds, backward_host_seconds=0 * chain.forward_seconds
+    )
+    assert solved(chain, topology, mini_batch=8, schedule="1f1b").prediction.step_seconds == pytest.approx(
+        one_f_one_b.step_seconds
+    )
+    alone = solved(chain, topology, mini_batch=8, runtime="torchgpipe")
+    assert alone.prediction.step_seconds == pytest.approx(gpipe.step_seconds)
+    assert alone.balance == gpipe.balance
+    without_host = solved(free, topology, mini_batch=8, runtime="torchgpipe").prediction.step_seconds
+    assert without_host == pytest.approx(
+        solved(free, topology, mini_batch=8, schedule="gpipe").prediction.step_seconds
+    )
+
+
+def test_one_process_pays_for_all_launches(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    """Launches of 1 s a layer and direction, whatever the size: few micro-batches are then the answer."""
+    chain = make_chain(4, 4, traffic=0.01, cuts=1.0)
+    slow = replace(
+        chain,
+        forward_host_seconds=np.ones_like(chain.forward_seconds),
+        backward_host_seconds=np.ones_like(chain.forward_seconds),
+    )
+    plan = solved(slow, make_topology(4), mini_batch=16, runtime="torchgpipe")
+    free = solved(slow, make_topology(4), mini_batch=16, runtime="deepspeed", schedule="1f1b")
+    assert plan.prediction.step_seconds >= 8 * plan.micro_batches
+    assert plan.micro_batches < free.micro_batches
+
+
+def test_fewer_gpus_when_links_are_slow(make_chain: MakeChain) -> None:
+    topology = Topology(Device("toy", None), 3, 8, Link(1e-3, 10.0), Link(1e-3, 10.0))
+    plan = solved(with_parameters(make_chain(1, 6, cuts=1.0), 1e6), topology)
+    assert len(plan.stages) == 1
+    assert plan.replicas == [1]
+    whole = [other for other in plan.alternatives if "3 stages" in other.reason]
+    assert len(whole) == 1
+    assert len(whole[0].balance) == 3
+    assert whole[0].step_seconds > plan.prediction.step_seconds
+    assert plan.baselines[0].step_seconds == pytest.approx(plan.prediction.step_seconds)
+
+
+def test_ledger_and_stages_add_up(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    chain = make_chain(6, 9)
+    plan = solved(chain, make_topology(4, memory=4000), optimizer="adam")
+    assert [stage.first_layer for stage in plan.stages][0] == 0
+    assert plan.stages[-1].last_layer == 8
+    for before, after in zip(plan.stages, plan.stages[1:], strict=False):
+        assert after.first_layer == before.last_layer + 1
+        assert chain.cut_after[before.last_layer]
+    for stage in plan.stages:
+        assert stage.memory_bytes == sum(stage.memory.values()) <= 4000
+        assert stage.memory_limit_bytes == 4000
+        weights = chain.parameter_bytes[stage.first_layer : stage.last_layer + 1].sum()
+        assert stage.memory["optimizer"] == round(2 * weights)
+
+
+def test_notes_say_what_was_assumed(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    chain = make_chain(1, 6, sizes=(2, 4))
+    assert any(
+        "mini-batch 12: the largest measured size (4) times 3 GPUs" in n
+        for n in solved(chain, make_topology(3)).notes
+    )
+    large = solved(chain, make_topology(3), mini_batch=16, micro_batches=2)
+    assert "micro-batch size 8 is past the largest measured (4): extrapolated" in large.notes
+    small = solved(chain, make_topology(3), mini_batch=7)
+    assert small.micro_batch_size == 1
+    assert "micro-batch size 1 is below the smallest measured (2): extrapolated" in small.notes
+    few = solved(make_chain(1, 6, cuts=0.0), make_topology(3))
+    assert any("at most 1 stages, fewer than 3 GPUs" in note for note in few.notes)
+    assert next(b.reason for b in few.baselines if b.name == "even") is not None
+
+
+def test_an_infeasible_problem_names_the_stage_and_the_way_out(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain = make_chain(3, 8, cuts=1.0)
+    with pytest.raises(InfeasibleError) as caught:
+        solved(
+            chain,
+            make_topology(2, memory=400),
+            mini_batch=16,
+            micro_batches=4,
+            recompute="never",
+            optimizer="adam",
+        )
+    assert "no plan fits into 400 B a GPU" in caught.value.what
+    assert "of 2 (layer" in caught.value.what
+    assert "are missing" in caught.value.what
+    assert caught.value.exit_status == 3
+    for option in caught.value.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
+        if option.startswith("--gpus"):
+            assert solved(
+                chain,
+                make_topology(int(option.split()[1]), memory=400),
+                mini_batch=16,
+                micro_batches=4,
+                recompute="never",
+                optimizer="adam",
+            )
+        if option == "--optimizer sgd":
+            assert solved(
+                chain, make_topology(2, memory=400), mini_batch=16, micro_batches=4, recompute="never"
+            )
+    assert "--gpus" in caught.value.hint
+    assert "--memory" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"mini_batch": 0}, "--mini-batch 0: must be at least 1"),
+        ({"mini_batch": 64, "micro_batches": 0}, "--micro-batches 0: must be at least 1"),
+        ({"mini_batch": 64, "micro_batches": 5}, "--micro-batches 5: a mini-batch of 64 does not divide"),
+        ({"schedule": "chimera"}, "--schedule 'chimera': not known"),
+        ({"recompute": "sometimes"}, "--recompute 'sometimes': not known"),
+        ({"optimizer": "lion"}, "--optimizer 'lion': not known"),
+        ({"runtime": "megatron"}, "megatron"),
+        ({"recompute": "except_last", "schedule": "1f1b"}, "--recompute except-last with --schedule 1f1b"),
+        ({"runtime": "torchgpipe", "schedule": "1f1b"}, "--runtime torchgpipe does not run --schedule 1f1b"),
+        (
+            {"runtime": "deepspeed", "recompute": "except_last"},
+            "does not run --schedule auto, --recompute except-last",
+        ),
+        ({"recompute": "except_last", "mini_batch": 4, "micro_batches": 1}, "there is no such plan"),
+    ],
+)
+def test_impossible_wishes(
+    wishes: dict[str, object], message: str, make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        solved(make_chain(1, 5), make_topology(2), **wishes)
+    assert message in caught.value.what
+    assert caught.value.hint
+
+
+def test_more_gpus_than_layers(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    with pytest.raises(UsageError, match="--gpus 6: the model has 5 layers"):
+        solved(make_chain(1, 5), make_topology(6))
+
+
+def test_a_mini_batch_that_nothing_divides(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    with pytest.raises(UsageError, match="--mini-batch 12: no micro-batch size that the profile reaches"):
+        solved(make_chain(1, 5, sizes=(8,)), make_topology(2), mini_batch=12)
