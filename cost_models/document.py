@@ -144,7 +144,8 @@ def _parse_object(text: str, where: str, kind: str) -> dict[str, Any]:
     return content
 
 
-_KEYS = {"profile": "layers", "plan": "balance"}
+_KEYS = {"profile": "layers", "plan": "prediction", "file for a runtime": "step_seconds"}
+"""A key at the top of a file that only files of this kind have."""
 _VERBS = {"profile": "profile", "plan": "solve"}
 
 

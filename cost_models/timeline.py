@@ -46,6 +46,7 @@ class PipelineCosts:
 
     def candidate(self, index: int) -> PipelineCosts:
         """The costs of one of many candidates."""
+
         def pick(values: Any) -> Any:
             return None if values is None else values[..., index]
 

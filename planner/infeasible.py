@@ -42,7 +42,11 @@ def no_plan_fits(
     limit = int(space.memory_limit or 0)
     names, places = space.chain.names, space.table(tightest.setting.micro_batch_size).places
     first, last = names[places[tightest.start]], names[places[tightest.end] - 1]
-    terms = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in tightest.ledger.items() if amount)
+    terms = ", ".join(
+        f"{name.replace('_', ' ')} {format_bytes(amount)}"
+        for name, amount in tightest.ledger.items()
+        if amount
+    )
     what = (
         f"no plan fits into {format_bytes(limit)} a GPU: at the least, stage {tightest.stage} of "
         f"{tightest.stages} ({first} to {last}; {tightest.setting}) needs "

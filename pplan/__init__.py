@@ -85,6 +85,7 @@ def solve(
 
     Raises UsageError, FileError (the topology), InfeasibleError (no plan fits).
     """
+    from .cli.provenance import made_by
     from .cost_models.document import sha256
     from .cost_models.topology import ProfiledDevice, make_topology
     from .planner.plan_file import ProfileReference
@@ -108,11 +109,12 @@ def solve(
         dtype=profile.dtype,
         device_name=profile.device_name or profile.device,
     )
-    wishes = Wishes(mini_batch, micro_batches, schedule, recompute, optimizer, runtime)
+    wishes = Wishes(mini_batch, micro_batches, schedule, recompute.replace("-", "_"), optimizer, runtime)
     remarks = [*profile.remarks(machine.device.name), *profile.notes]
-    return solve_chain(
+    plan = solve_chain(
         profile.chain(), machine, wishes, model=profile.model, profile=reference, notes=remarks
     )
+    return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=profile.made_by)})
 
 
 def profile(

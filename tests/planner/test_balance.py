@@ -25,7 +25,7 @@ def brute_force(costs: Floats, cut_costs: Floats, stages: int, allowed: npt.NDAr
 
 
 def instance(seed: int) -> tuple[Floats, Floats, npt.NDArray[np.bool_], int]:
-    """Costs (small integers for odd seeds, so that ties and zeros come up), cut costs, allowed cuts, stages."""
+    """Costs (small integers for odd seeds: ties and zeros come up), cut costs, allowed cuts, stages."""
     rng = np.random.default_rng(seed)
     layers = int(rng.integers(1, 11))
     draw = (lambda n: rng.integers(0, 6, n).astype(np.float64)) if seed % 2 else rng.random
@@ -59,7 +59,7 @@ def test_with_costs_at_cuts(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(300))
 def test_table_under_a_memory_limit(seed: int) -> None:
-    """Stage k keeps stages - k micro-batches, as 1F1B does, so that a place fits one stage and not another."""
+    """Stage k keeps stages - k micro-batches, as 1F1B does: what fits one stage may not fit another."""
     rng = np.random.default_rng(seed)
     layers = int(rng.integers(1, 9))
     stages = int(rng.integers(1, layers + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -120,7 +121,7 @@ def test_fewer_gpus_when_links_are_slow(make_chain: MakeChain) -> None:
 def test_ledger_and_stages_add_up(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain = make_chain(6, 9)
     plan = solved(chain, make_topology(4, memory=4000), optimizer="adam")
-    assert [stage.first_layer for stage in plan.stages][0] == 0
+    assert plan.stages[0].first_layer == 0
     assert plan.stages[-1].last_layer == 8
     for before, after in zip(plan.stages, plan.stages[1:], strict=False):
         assert after.first_layer == before.last_layer + 1
@@ -151,36 +152,30 @@ def test_notes_say_what_was_assumed(make_chain: MakeChain, make_topology: MakeTo
 def test_an_infeasible_problem_names_the_stage_and_the_way_out(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
-    chain = make_chain(3, 8, cuts=1.0)
-    with pytest.raises(InfeasibleError) as caught:
-        solved(
-            chain,
-            make_topology(2, memory=400),
-            mini_batch=16,
-            micro_batches=4,
-            recompute="never",
-            optimizer="adam",
-        )
-    assert "no plan fits into 400 B a GPU" in caught.value.what
-    assert "of 2 (layer" in caught.value.what
-    assert "are missing" in caught.value.what
-    assert caught.value.exit_status == 3
-    for option in caught.value.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
-        if option.startswith("--gpus"):
-            assert solved(
-                chain,
-                make_topology(int(option.split()[1]), memory=400),
-                mini_batch=16,
-                micro_batches=4,
-                recompute="never",
-                optimizer="adam",
-            )
-        if option == "--optimizer sgd":
-            assert solved(
-                chain, make_topology(2, memory=400), mini_batch=16, micro_batches=4, recompute="never"
-            )
-    assert "--gpus" in caught.value.hint
-    assert "--memory" in caught.value.hint
+    chain = with_parameters(make_chain(3, 8, cuts=1.0), 100)
+    chain = replace(chain, saved_bytes=chain.saved_bytes / 10)
+    fixed = {"mini_batch": 16, "micro_batches": 4, "recompute": "never"}
+    seen = set()
+    for memory in (400, 1000, 1500, 1800):
+        with pytest.raises(InfeasibleError) as caught:
+            solved(chain, make_topology(2, memory=memory), **fixed, optimizer="adam")
+        assert "a GPU: at the least, stage" in caught.value.what
+        assert "of 2 (layer" in caught.value.what
+        assert "are missing" in caught.value.what
+        assert caught.value.exit_status == 3
+        for way in caught.value.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
+            option, value = way.split()[:2]
+            seen.add(option)
+            if option == "--gpus":
+                assert solved(chain, make_topology(int(value), memory=memory), **fixed, optimizer="adam")
+            elif option == "--optimizer":
+                assert solved(chain, make_topology(2, memory=memory), **fixed, optimizer=value)
+            elif option == "--memory":
+                enough = math.ceil(float(value.removesuffix("GiB")) * 2**30)
+                assert solved(chain, make_topology(2, memory=enough), **fixed, optimizer="adam")
+            else:
+                assert solved(chain, make_topology(2, memory=memory), mini_batch=16, optimizer="adam")
+    assert seen >= {"--gpus", "--memory", "--optimizer"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""`pplan export`: hands a plan to a training runtime, in that runtime's own words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .options import AsJson, Force, Output, word
+from .streams import remark, result
+
+if TYPE_CHECKING:
+    from ..runtimes.exported import Exported
+
+RuntimeName = Annotated[
+    str, typer.Argument(metavar="RUNTIME", help="torchgpipe, fairscale or deepspeed.", show_default=False)
+]
+PlanFile = Annotated[
+    Path | None, typer.Argument(metavar="PLAN", help="A plan; else the newest here.", show_default=False)
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="cuda|cpu",
+        help="Where the stages will stand; cpu is for trying the file out.",
+        parser=word("--device", ("cuda", "cpu")),
+    ),
+]
+
+
+def export_command(
+    runtime: RuntimeName,
+    plan_file: PlanFile = None,
+    device: Device = "cuda",
+    output: Output = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a plan for a training runtime: torchgpipe, fairscale or deepspeed."""
+    from ..cost_models.document import MadeBy
+    from ..cost_models.runtime import runtime_named
+    from ..planner.plan_file import Plan
+    from ..runtimes.export import export
+    from .newest import named_or_newest
+    from .output import chosen_target, file_stem
+    from .provenance import command_line, made_by
+
+    name = runtime_named(runtime).name
+    plan = Plan.load(named_or_newest(plan_file, ("plan",)))
+    target = chosen_target(output, f"{file_stem(plan.model)}.{name}.json", force=force)
+    target.check()
+    origin = made_by(MadeBy(), command=command_line(), measured=plan.made_by)
+    document, about = export(name, plan, device=device, made_by=origin)
+    if about:
+        remark(about)
+    target.write(document, as_json=as_json, show=lambda: _show(document, target.path))
+
+
+def _show(document: Exported, path: Path) -> None:
+    """Prints what the runtime is given, and the lines that a training script needs."""
+    from ..cost_models.quantities import format_seconds
+
+    content = document.model_dump(exclude={"schema_version", "layers_sha256", "made_by", "config", "runtime"})
+    for key, value in content.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        if key == "step_seconds":
+            key, shown = "predicted step", format_seconds(value)
+        result(f"{key.replace('_', ' ')}: {shown}\n")
+    name = document.runtime
+    loss = ", loss_function" if name == "deepspeed" else ""
+    build = f"{name}.build(Path({str(path)!r}), pplan.sequential(model, example_input){loss})"
+    result(
+        "\nIn the training script, after `import pplan` and `from pathlib import Path`:\n"
+        f"    from pplan.runtimes import {name}\n"
+        f"    model = {build}\n"
+    )

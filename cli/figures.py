@@ -1,0 +1,31 @@
+"""Numbers without a unit as the tables print them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def percent(share: float) -> str:
+    """`0.0612` as `6.1 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def three_digits(value: float) -> str:
+    """A number with three digits that count, never in powers of ten below a million."""
+    size = abs(value)
+    if size < 9.995:
+        return f"{value:.2f}"
+    if size < 99.95:
+        return f"{value:.1f}"
+    return f"{value:.0f}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`[0, 1, 2, 5]` as `0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,0 +1,144 @@
+"""`pplan profile`: measures a model layer by layer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .options import AsJson, Force, Output, shape, sizes, whole_number
+from .streams import console, watched
+
+if TYPE_CHECKING:
+    from ..profiler.profile_file import Profile
+    from ..profiler.sweep import Progress
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A torchvision model, or package.module:factory.", show_default=False
+    ),
+]
+Input = Annotated[
+    str | None,
+    typer.Option("--input", metavar="3x224x224", help="Shape of one sample, without the batch."),
+]
+Classes = Annotated[
+    int | None,
+    typer.Option(
+        "--classes",
+        parser=whole_number("--classes", at_least=1),
+        metavar="N",
+        help="How many classes a torchvision model tells apart.",
+    ),
+]
+MicroBatchSizes = Annotated[
+    str | None,
+    typer.Option(
+        "--micro-batch-sizes",
+        metavar="1,2,4,8",
+        help="Samples of a micro-batch to measure at; else powers of two.",
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option("--dtype", metavar="float32", help="Or float16, bfloat16, float64: of weights and input."),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", metavar="cpu|cuda|cuda:N", help="Where to measure; else CUDA where there is one."
+    ),
+]
+Budget = Annotated[
+    str, typer.Option("--budget", metavar="60s", help="How long to measure, over all sizes together.")
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        "--seed",
+        parser=whole_number("--seed", at_least=0),
+        metavar="N",
+        help="Of the random weights and inputs.",
+    ),
+]
+
+
+def profile_command(
+    model: ModelName,
+    input_shape: Input = None,
+    classes: Classes = None,
+    micro_batch_sizes: MicroBatchSizes = None,
+    dtype: Dtype = "float32",
+    device: Device = None,
+    budget: Budget = "60s",
+    seed: Seed = 0,
+    output: Output = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model layer by layer, forward and backward, at several micro-batch sizes."""
+    from .. import profile as measure
+    from ..cost_models.errors import UsageError
+    from ..cost_models.quantities import parse_seconds
+    from .output import chosen_target, file_stem
+    from .provenance import command_line, made_by
+
+    sample = None if input_shape is None else shape(input_shape, "--input")
+    wanted = None if micro_batch_sizes is None else sizes(micro_batch_sizes, "--micro-batch-sizes")
+    budget_seconds = parse_seconds(budget, name="--budget")
+    if budget_seconds == 0:
+        raise UsageError(f"--budget {budget}: must be above 0", "For example: --budget 60s")
+    target = chosen_target(output, f"{file_stem(model)}.profile.json", force=force)
+    target.check()
+    with _progress() as progress:
+        profile = measure(
+            model,
+            input_shape=sample,
+            classes=classes,
+            micro_batch_sizes=wanted,
+            dtype=dtype,
+            device=device,
+            budget_seconds=budget_seconds,
+            seed=seed,
+            progress=progress,
+        )
+    if output is None:
+        target = chosen_target(None, f"{file_stem(profile.model)}.profile.json", force=force)
+    profile = profile.model_copy(update={"made_by": made_by(profile.made_by, command=command_line())})
+    target.write(profile, as_json=as_json, show=lambda: _show(profile))
+
+
+def _show(profile: Profile) -> None:
+    from .profile_tables import print_profile
+
+    print_profile(profile, console())
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Progress], None] | None]:
+    """A bar on standard error with the layer in hand; None where nobody watches."""
+    if not watched():
+        yield None
+        return
+    from rich import progress as rich_progress
+    from rich.console import Console
+
+    columns = (
+        rich_progress.BarColumn(),
+        rich_progress.TaskProgressColumn(),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TextColumn("{task.description}", markup=False),
+    )
+    with rich_progress.Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task("loading the model", total=1.0)
+
+        def tell(now: Progress) -> None:
+            layer = f", {now.layer}" if now.layer else ""
+            text = f"micro-batch size {now.micro_batch_size}: {now.doing}{layer}"
+            bar.update(task, description=text, completed=now.fraction)
+
+        yield tell

@@ -1,0 +1,63 @@
+"""`pplan show`: a profile or a plan, in tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..planner.plan_file import Plan
+    from ..profiler.profile_file import Profile
+
+
+def show_command(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FILE", help="A profile or a plan; else the newest of them here.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the file's JSON.")] = False,
+) -> None:
+    """Show a profile or a plan in tables."""
+    from ..cost_models.document import read_text
+    from ..profiler.profile_file import Profile
+    from .newest import named_or_newest
+    from .streams import console, result
+
+    path = named_or_newest(file, ("profile", "plan"))
+    text = read_text(path, "profile or plan")
+    document = _parse_either(text, path)
+    if as_json:
+        result(text)
+    elif isinstance(document, Profile):
+        from .profile_tables import print_profile
+
+        print_profile(document, console())
+    else:
+        from .plan_tables import print_ledger, print_plan
+
+        screen = console()
+        print_plan(document, screen)
+        print_ledger(document, screen)
+
+
+def _parse_either(text: str, path: Path) -> Profile | Plan:
+    """A profile or a plan, told apart by their keys (by the name where the file is damaged)."""
+    from ..planner.plan_file import Plan
+    from ..profiler.profile_file import Profile
+
+    if _is_plan(text, path):
+        return Plan.parse(text, str(path))
+    return Profile.parse(text, str(path))
+
+
+def _is_plan(text: str, path: Path) -> bool:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return path.name.endswith(".plan.json")
+    return isinstance(content, dict) and "balance" in content and "layers" not in content

@@ -1,0 +1,77 @@
+"""A wrong command line, in our two lines: what is wrong, and the nearest that is right.
+
+typer 0.27 and newer carry their own copy of click and older ones import it, so the errors are told by what
+they offer, not by their classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from ..cost_models.errors import UsageError
+
+
+def is_usage_error(error: Exception) -> bool:
+    """Whether typer refused the command line."""
+    return isinstance(error, typer.Abort) or hasattr(error, "format_message")
+
+
+def explain_usage(error: Exception, app: typer.Typer, given: Sequence[str]) -> UsageError:
+    """The refusal of the arguments `given`, with the nearest options or verbs."""
+    if isinstance(error, typer.Abort):
+        return UsageError("aborted", "Nothing was done.")
+    refusal: Any = error
+    message = str(refusal.format_message()).rstrip(".")
+    verb = next((word for word in given if word in _commands(app)), "")
+    path, where = (f"pplan {verb}", f"{verb}: ") if verb else ("pplan", "")
+    if message.startswith("No such command"):
+        unknown = message.split("'")[1]
+        return UsageError(f"no such verb: {unknown}", _near_verb(unknown, app))
+    hint = f"See {path} --help"
+    if hasattr(refusal, "possibilities"):
+        message = f"no such option: {refusal.option_name}"
+        hint = _near_option(refusal.option_name, verb, app) or hint
+    elif message.startswith("Missing") and getattr(refusal, "param", None) is not None:
+        hint = f"Give it: {path} {_form(refusal.param)}. {hint}"
+    return UsageError(f"{where}{message[:1].lower()}{message[1:]}", hint)
+
+
+def _near_verb(verb: str, app: typer.Typer) -> str:
+    verbs = list(_commands(app))
+    near = difflib.get_close_matches(verb, verbs, n=2, cutoff=0.5)
+    guess = f"Did you mean {' or '.join(near)}? " if near else ""
+    return f"{guess}The verbs are: {', '.join(verbs)}."
+
+
+def _near_option(option: str, verb: str, app: typer.Typer) -> str:
+    root: Any = typer.main.get_command(app)
+    commands = _commands(app)
+    own = _option_names(commands.get(verb, root))
+    if verb and option in _option_names(root):
+        return f"{option} stands before the verb: pplan {option} {verb} ..."
+    starts = [name for name in own if name.startswith(option)]
+    near = starts or difflib.get_close_matches(option, own, n=3, cutoff=0.6)
+    if near:
+        return f"Did you mean {' or '.join(near)}? See {f'pplan {verb}'.rstrip()} --help"
+    others = [name for name, command in commands.items() if option in _option_names(command)]
+    return f"It is an option of: {', '.join(f'pplan {name}' for name in others)}." if others else ""
+
+
+def _form(parameter: Any) -> str:
+    """An option or argument as it is written: `--gpus N`."""
+    option = next((name for name in parameter.opts if name.startswith("--")), "")
+    return f"{option} {parameter.metavar or ''}".strip()
+
+
+def _commands(app: typer.Typer) -> dict[str, Any]:
+    group: Any = typer.main.get_command(app)
+    return dict(group.commands)
+
+
+def _option_names(command: Any) -> list[str]:
+    names = [name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)]
+    return [name for name in (*names, "--help") if name.startswith("-")]

@@ -1,0 +1,40 @@
+"""The export of a plan to a runtime, by its name."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..cost_models.document import MadeBy
+from ..cost_models.runtime import runtime_named
+from ..planner.plan_file import Plan
+from . import deepspeed, fairscale, torchgpipe
+from .exported import Exported
+
+
+class Exporter(Protocol):
+    """Writes a plan in one runtime's words; see `export`."""
+
+    def __call__(self, plan: Plan, *, device: str, made_by: MadeBy) -> tuple[Exported, str | None]: ...
+
+
+EXPORTERS: dict[str, Exporter] = {
+    "torchgpipe": torchgpipe.export,
+    "fairscale": fairscale.export,
+    "deepspeed": deepspeed.export,
+}
+
+
+def export(
+    runtime: str, plan: Plan, *, device: str = "cuda", made_by: MadeBy | None = None
+) -> tuple[Exported, str | None]:
+    """The document `runtime` is to be given for `plan`, and a remark where it is not the plan itself.
+
+    A runtime is never given what it does not run: where the plan's schedule, replicas or recomputation are
+    not for it, the document holds the best of the plan's alternatives that is, and the remark, a sentence for
+    standard error, says which, its step time and why. `device` "cpu" puts all stages on the CPU, so that the
+    file can be tried without a GPU (DeepSpeed is told its devices when it is launched).
+
+    Raises UsageError (unknown runtime or device), ExportError (nothing in the plan is for this runtime).
+    """
+    exporter = EXPORTERS[runtime_named(runtime).name]
+    return exporter(plan, device=device, made_by=made_by or MadeBy())

@@ -1,0 +1,67 @@
+"""What torchgpipe's GPipe takes, and FairScale's Pipe, which is a fork of it: the same arguments."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ..cost_models.document import MadeBy
+from ..cost_models.errors import UsageError
+from ..cost_models.runtime import runtime_named
+from ..planner.plan_file import Plan
+from .choice import Choice, choose
+from .exported import Count, Exported, layers_hash
+
+Checkpoint = Literal["never", "always", "except_last"]
+
+
+class PipeExport(Exported):
+    """`balance`, `devices`, `chunks` and `checkpoint` are the constructor's arguments, under its own names.
+
+    `chunks` times `micro_batch_size` is `mini_batch`: a mini-batch of that many samples is cut into that many
+    equal micro-batches (other sizes are not: `torch.chunk` makes 3, 3, 3 and 1 of 10 samples and 4 chunks).
+    """
+
+    balance: Annotated[list[Count], Field(min_length=1)]
+    """Layers of each stage."""
+    devices: list[str]
+    """By stage."""
+    chunks: Count
+    """Micro-batches."""
+    checkpoint: Checkpoint
+    """Which micro-batches are recomputed."""
+    made_by: MadeBy = MadeBy()
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of the constructor."""
+        return self.model_dump(include={"balance", "devices", "chunks", "checkpoint"})
+
+
+def fields(plan: Plan, runtime: str, device: str) -> tuple[dict[str, Any], str | None]:
+    """The fields of a PipeExport but `made_by`, for the plan or its best alternative, and the remark on it.
+
+    `device` is "cuda" (stage by stage the plan's devices) or "cpu" (all stages on it, to try the file out).
+    Raises UsageError for another device, ExportError.
+    """
+    choice, remark = choose(plan, runtime_named(runtime))
+    return {
+        "runtime": runtime,
+        "model": plan.model,
+        "layers_sha256": layers_hash(plan),
+        "mini_batch": choice.micro_batches * choice.micro_batch_size,
+        "micro_batch_size": choice.micro_batch_size,
+        "step_seconds": choice.step_seconds,
+        "balance": list(choice.balance),
+        "devices": _devices(choice, device),
+        "chunks": choice.micro_batches,
+        "checkpoint": choice.recompute,
+    }, remark
+
+
+def _devices(choice: Choice, device: str) -> list[str]:
+    if device == "cpu":
+        return ["cpu"] * len(choice.balance)
+    if device == "cuda":
+        return [f"cuda:{number}" for number in choice.devices]
+    raise UsageError(f"device {device!r} cannot be exported for", "Use cuda, or cpu to try without a GPU.")

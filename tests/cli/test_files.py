@@ -1,0 +1,153 @@
+"""`pplan show` and `pplan export`: the files they take, name, refuse and write."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pplan
+from pplan.planner.plan_file import Plan
+from pplan.profiler.profile_file import Profile
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def files(here: Path, profile: Profile, plan: Plan) -> Path:
+    """Two profiles and a plan; toy's are the newest."""
+    for age, (name, document) in enumerate(
+        {"toy.plan.json": plan, "toy.profile.json": profile, "old.profile.json": profile}.items()
+    ):
+        document.save(here / name, force=False)
+        os.utime(here / name, (1e9 - age, 1e9 - age))
+    return here
+
+
+def test_show_takes_the_newest_of_either(run: Run, files: Path) -> None:
+    ran = run("show")
+    assert (ran.status, ran.lines) == (0, ["Using toy.plan.json (newest profile or plan here)"])
+    assert ran.out.startswith("A pipeline of 3 stages")
+    assert "Memory of one device, stages 0 to 2" in ran.out
+    os.utime(files / "toy.profile.json", (1e9 + 5, 1e9 + 5))
+    assert run("show").out.startswith("toy on cuda:0")
+
+
+@pytest.mark.parametrize("name", ["toy.plan.json", "toy.profile.json"])
+def test_show_json_is_exactly_the_file(run: Run, files: Path, name: str) -> None:
+    ran = run("show", name, "--json")
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out == (files / name).read_text()
+
+
+def test_show_tells_a_plan_by_its_keys_not_its_name(run: Run, files: Path) -> None:
+    (files / "toy.plan.json").rename(files / "misnamed.profile.json")
+    assert run("show", "misnamed.profile.json").out.startswith("A pipeline of 3 stages")
+
+
+@pytest.mark.parametrize(
+    ("verb", "makes"),
+    [
+        (["show"], "pplan profile vgg19"),
+        (["solve", "--gpus", "2"], "pplan profile vgg19"),
+        (["export", "torchgpipe"], "pplan solve --gpus 8"),
+    ],
+)
+def test_no_file_here(run: Run, verb: list[str], makes: str) -> None:
+    ran = run(*verb)
+    assert ran.status == 2
+    assert ran.lines[0].startswith("pplan: no p")
+    assert makes in ran.lines[1]
+
+
+@pytest.mark.parametrize("verb", [["show"], ["solve", "--gpus", "2"], ["export", "torchgpipe"]])
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (None, "no such"),
+        (b"", "not a whole JSON file"),
+        (b'{"schema": 1, "layers": [', "not a whole JSON file"),
+        (b"\xff\xfe\x00", "not a text file"),
+        (b"[1, 2]", "not a p"),
+        (b'{"hello": "world"}', "not a p"),
+        (b'{"schema": 99, "layers": [], "prediction": []}', "schema is 99"),
+        (b'{"schema": 1, "layers": 7, "prediction": 7}', "model: Field required"),
+    ],
+)
+def test_files_that_are_refused(
+    run: Run, here: Path, verb: list[str], content: bytes | None, what: str
+) -> None:
+    if content is not None:
+        (here / "bad.json").write_bytes(content)
+    at = 1 if verb[0] == "solve" else len(verb)
+    ran = run(*verb[:at], "bad.json", *verb[at:])
+    assert ran.status == 2
+    assert ran.out == ""
+    assert len(ran.lines) == 2
+    assert ran.lines[0].startswith("pplan: bad.json: ")
+    assert what in ran.lines[0]
+    assert {path.name for path in here.iterdir()} <= {"bad.json"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["export", "torchgpipe", "toy.profile.json"], "this is a profile, a plan is needed here"),
+        (["solve", "toy.plan.json", "--gpus", "2"], "this is a plan, a profile is needed here"),
+    ],
+)
+def test_one_kind_of_file_for_the_other(run: Run, files: Path, arguments: list[str], what: str) -> None:
+    assert files
+    ran = run(*arguments)
+    assert ran.status == 2
+    assert ran.lines[0].endswith(what)
+
+
+def test_a_folder_is_not_a_file(run: Run, here: Path) -> None:
+    (here / "folder").mkdir()
+    ran = run("show", "folder")
+    assert ran.status == 2
+    assert ran.lines[0].startswith("pplan: folder: cannot be read: ")
+
+
+def test_export_says_what_it_took_instead(run: Run, files: Path) -> None:
+    ran = run("export", "torchgpipe")
+    assert ran.status == 0, ran.err
+    assert ran.lines[0] == "Using toy.plan.json (newest plan here)"
+    assert "torchgpipe cannot run the plan itself" in ran.lines[1]
+    assert ran.lines[2:] == ["Wrote toy.torchgpipe.json"]
+    assert "balance: 1, 1, 1, 1, 2, 2, 2, 2" in ran.out
+    script = [line.strip() for line in ran.out.splitlines() if line.startswith("    ")]
+    assert script[0] == "from pplan.runtimes import torchgpipe"
+    assert "torchgpipe.build(Path('toy.torchgpipe.json'), pplan.sequential(model" in script[1]
+    content = json.loads((files / "toy.torchgpipe.json").read_text())
+    assert content["balance"] == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert content["made_by"]["command"] == "pplan export torchgpipe"
+    assert content["made_by"]["pplan"] == pplan.__version__
+
+
+def test_export_to_the_cpu_as_json(run: Run, files: Path) -> None:
+    ran = run("export", "fairscale", "toy.plan.json", "--device", "cpu", "-o", "f.json", "--json")
+    assert ran.status == 0, ran.err
+    assert ran.out == (files / "f.json").read_text()
+    assert json.loads(ran.out)["devices"] == ["cpu"] * 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["torchgpip"], "unknown runtime 'torchgpip'"),
+        (["torchgpipe", "--device", "tpu"], "--device tpu: is not one of cuda, cpu"),
+        (["deepspeed", "toy.plan.json"], "deepspeed cannot run this plan of toy"),
+    ],
+)
+def test_exports_that_are_refused(run: Run, files: Path, arguments: list[str], what: str) -> None:
+    before = set(files.iterdir())
+    ran = run("export", *arguments)
+    assert ran.status == 2
+    assert ran.lines[-2].startswith(f"pplan: {what}")
+    assert set(files.iterdir()) == before

@@ -1,0 +1,181 @@
+"""`pplan solve`: what its options become, and what it writes and prints; the solver is stood in for."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pplan
+from pplan.cost_models.document import sha256
+from pplan.planner.plan_file import Plan
+from pplan.profiler.profile_file import Profile
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def asked(here: Path, profile: Profile, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `pplan.solve` was asked for; it answers with the plan by hand."""
+    profile.save(here / "toy.profile.json", force=False)
+    seen: dict[str, Any] = {}
+
+    def solve(profile: Profile, **wishes: Any) -> Plan:
+        seen.update(wishes, profile=profile)
+        return plan.model_copy(update={"made_by": type(plan.made_by)()})
+
+    monkeypatch.setattr(pplan, "solve", solve)
+    return seen
+
+
+def test_defaults(run: Run, here: Path, asked: dict[str, Any], profile: Profile) -> None:
+    ran = run("solve", "--gpus", "8")
+    assert ran.status == 0, ran.err
+    assert asked.pop("profile") == profile
+    assert asked == {
+        "gpus": 8,
+        "gpus_per_node": None,
+        "gpu": None,
+        "memory_bytes": None,
+        "bandwidth": None,
+        "latency": None,
+        "topology": None,
+        "runtime": None,
+        "mini_batch": None,
+        "micro_batches": None,
+        "schedule": "auto",
+        "recompute": "auto",
+        "optimizer": "sgd",
+        "profile_file": "toy.profile.json",
+        "profile_sha256": sha256((here / "toy.profile.json").read_text()),
+    }
+
+
+def test_every_option_arrives_in_si_units(run: Run, asked: dict[str, Any]) -> None:
+    options = (
+        "--gpus 16 --gpus-per-node 8 --gpu A100-40GB --memory 16GiB --bandwidth 300GB/s,25GB/s "
+        "--latency 5us,20us --topology two.toml --runtime torchgpipe --mini-batch 256 --micro-batches 32 "
+        "--schedule 1f1b --recompute except-last --optimizer adam"
+    )
+    ran = run("solve", "toy.profile.json", *options.split())
+    assert ran.status == 0, ran.err
+    assert asked["latency"] == pytest.approx((5e-6, 20e-6))
+    wanted = {
+        "gpus": 16,
+        "gpus_per_node": 8,
+        "gpu": "A100-40GB",
+        "memory_bytes": 16 * 2**30,
+        "bandwidth": (300e9, 25e9),
+        "topology": Path("two.toml"),
+        "runtime": "torchgpipe",
+        "mini_batch": 256,
+        "micro_batches": 32,
+        "schedule": "1f1b",
+        "recompute": "except_last",
+        "optimizer": "adam",
+    }
+    assert {key: asked[key] for key in wanted} == wanted
+
+
+def test_writes_the_plan_with_its_origin(
+    run: Run, here: Path, asked: dict[str, Any], profile: Profile
+) -> None:
+    ran = run("solve", "--gpus", "8")
+    assert asked
+    assert ran.out.startswith("A pipeline of 3 stages over 6 GPUs is the fastest: ")
+    assert ran.lines == ["Using toy.profile.json (newest profile here)", "Wrote toy.plan.json"]
+    made_by = Plan.load(here / "toy.plan.json").made_by
+    assert made_by.command == "pplan solve --gpus 8"
+    assert (made_by.torch, made_by.cuda) == (profile.made_by.torch, profile.made_by.cuda)
+    assert made_by.pplan == pplan.__version__
+    assert made_by.time > "2026"
+
+
+def test_json_is_exactly_the_file(run: Run, here: Path, asked: dict[str, Any]) -> None:
+    ran = run("solve", "--gpus", "8", "--json", "-o", "my.json")
+    assert asked
+    assert ran.out == (here / "my.json").read_text()
+    assert json.loads(ran.out)["balance"] == [4, 5, 3]
+    assert ran.lines[-1] == "Wrote my.json"
+
+
+def test_default_output_is_replaced_but_not_a_named_one(run: Run, here: Path, asked: dict[str, Any]) -> None:
+    (here / "toy.plan.json").write_text("old")
+    assert run("solve", "--gpus", "8").status == 0
+    assert (here / "toy.plan.json").read_text() != "old"
+    asked.clear()
+    (here / "my.json").write_text("old")
+    ran = run("solve", "--gpus", "8", "-o", "my.json")
+    assert ran.status == 2
+    assert ran.lines[-2] == "pplan: my.json exists already"
+    assert "--force" in ran.lines[-1]
+    assert not asked, "the search ran although its result could not be kept"
+    assert run("solve", "--gpus", "8", "-o", "my.json", "--force").status == 0
+    assert (here / "my.json").read_text() != "old"
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ("--gpus 0", "--gpus 0: must be at least 1"),
+        ("--gpus -1", "--gpus -1: must be at least 1"),
+        ("--gpus many", "--gpus many: is not a whole number"),
+        ("--gpus 2.5", "--gpus 2.5: is not a whole number"),
+        ("--gpus 2 --mini-batch 0", "--mini-batch 0: must be at least 1"),
+        ("--gpus 2 --micro-batches some", "--micro-batches some: is neither a whole number nor auto"),
+        ("--gpus 2 --micro-batches 0", "--micro-batches 0: must be at least 1"),
+        ("--gpus 2 --schedule 1f2b", "--schedule 1f2b: is not one of gpipe, 1f1b, auto"),
+        ("--gpus 2 --recompute sometimes", "--recompute sometimes: is not one of never, always, except-last"),
+        ("--gpus 2 --optimizer adamw", "--optimizer adamw: is not one of sgd, momentum, adam"),
+        ("--gpus 2 --runtime pipedream", "unknown runtime 'pipedream'"),
+        ("--gpus 2 --memory 16", "--memory 16: the unit is missing"),
+        ("--gpus 2 --bandwidth 25Gb/s", "--bandwidth 25Gb/s: must be in bytes, not bits, per second"),
+        ("--gpus 2 --bandwidth 1GB/s,2GB/s,3GB/s", "--bandwidth 1GB/s,2GB/s,3GB/s: has 3 values"),
+        ("--gpus 2 --latency soon", "--latency 'soon': not a duration"),
+    ],
+)
+def test_bad_values(run: Run, here: Path, asked: dict[str, Any], options: str, what: str) -> None:
+    ran = run("solve", *options.split())
+    assert ran.status == 2
+    assert ran.out == ""
+    assert ran.lines[-2].startswith(f"pplan: {what}")
+    assert ran.lines[-1].startswith("  ")
+    assert not asked
+    assert not (here / "toy.plan.json").exists()
+
+
+def test_a_disk_that_fills_keeps_what_was_printed(
+    run: Run, here: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "toy.plan.json").write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    ran = run("solve", "--gpus", "8")
+    assert asked
+    assert ran.status == 2
+    assert ran.out.startswith("A pipeline of 3 stages")
+    assert ran.lines[-2] == "pplan: toy.plan.json: cannot be written: No space left on device"
+    assert (here / "toy.plan.json").read_text() == "old"
+    assert sorted(path.name for path in here.iterdir()) == ["toy.plan.json", "toy.profile.json"]
+
+
+def test_says_what_it_wrote_although_the_reader_has_gone(
+    run: Run, here: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("pplan.cli.plan_tables.print_plan", gone)
+    ran = run("solve", "--gpus", "8")
+    assert asked
+    assert (ran.status, ran.out) == (0, "")
+    assert ran.lines[-1] == "Wrote toy.plan.json"
+    assert (here / "toy.plan.json").exists()

@@ -1,0 +1,84 @@
+"""Plans made by hand, and a small model shaped like VGG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from pplan.planner.plan_file import Plan
+
+MakePlan = Callable[..., Plan]
+
+
+@pytest.fixture
+def make_plan() -> MakePlan:
+    """A plan of these layers a stage on devices 0, 1, ...; any key of the file may be given."""
+
+    def make(
+        balance: Sequence[int],
+        *,
+        micro_batches: int = 2,
+        micro_batch_size: int = 2,
+        replicas: Sequence[int] | None = None,
+        limit: int | None = None,
+        step_seconds: float = 0.5,
+        dtype: str = "float32",
+        **keys: Any,
+    ) -> Plan:
+        stages, layer, device = [], 0, 0
+        for layers, copies in zip(balance, replicas or [1] * len(balance), strict=True):
+            stages.append(
+                {
+                    "first_layer": layer,
+                    "last_layer": layer + layers - 1,
+                    "replicas": copies,
+                    "devices": list(range(device, device + copies)),
+                    "forward_seconds": 0.1,
+                    "backward_seconds": 0.2,
+                    "memory_bytes": 100,
+                    "memory_limit_bytes": limit,
+                }
+            )
+            layer, device = layer + layers, device + copies
+        content = {
+            "schema": 1,
+            "model": "small",
+            "balance": list(balance),
+            "mini_batch": micro_batches * micro_batch_size,
+            "micro_batches": micro_batches,
+            "micro_batch_size": micro_batch_size,
+            "schedule": "gpipe",
+            "stages": stages,
+            "prediction": {
+                "step_seconds": step_seconds,
+                "samples_per_second": 8.0,
+                "bubble": 0.1,
+                "lower_bound_seconds": step_seconds,
+                "gap": 0.0,
+                "exact": True,
+            },
+            "profile": {"file": "small.profile.json", "sha256": "0" * 64, "dtype": dtype},
+        }
+        return Plan.model_validate(content | keys)
+
+    return make
+
+
+@pytest.fixture
+def alternative() -> Callable[..., dict[str, Any]]:
+    """An alternative of a plan, as in the file; any key may be given."""
+
+    def make(**keys: Any) -> dict[str, Any]:
+        return {
+            "runtimes": ["torchgpipe", "fairscale"],
+            "balance": [4, 6],
+            "schedule": "gpipe",
+            "micro_batches": 4,
+            "micro_batch_size": 1,
+            "recompute": "never",
+            "step_seconds": 0.6,
+        } | keys
+
+    return make

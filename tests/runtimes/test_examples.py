@@ -1,0 +1,46 @@
+"""The training scripts of the README: short, and running."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pplan.planner.plan_file import Plan
+from pplan.runtimes.export import export
+
+MakePlan = Callable[..., Plan]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = ["train_deepspeed.py", "train_fairscale.py", "train_torchgpipe.py"]
+
+
+def test_every_script_is_tested() -> None:
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fewer_than_thirty_lines(name: str) -> None:
+    assert 0 < len((EXAMPLES / name).read_text().splitlines()) < 30
+
+
+@pytest.mark.parametrize("runtime", ["torchgpipe", "fairscale"])
+def test_the_script_trains(make_plan: MakePlan, tmp_path: Path, runtime: str) -> None:
+    """On 32 x 32 pixels, on the CPU. FairScale's must also come to its end."""
+    plan = make_plan([19, 27], micro_batches=2, micro_batch_size=1, recompute="except_last", model="vgg19")
+    export(runtime, plan, device="cpu")[0].save(tmp_path / f"vgg19.{runtime}.json", force=False)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"train_{runtime}.py"), f"vgg19.{runtime}.json", "32"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = re.findall(r"^step (\d): loss (\d+\.\d+)$", done.stdout, flags=re.MULTILINE)
+    assert [step for step, _ in steps] == ["0", "1", "2"]
+    assert len({loss for _, loss in steps}) > 1

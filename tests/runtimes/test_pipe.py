@@ -1,0 +1,202 @@
+"""torchgpipe and FairScale, really run on the CPU with exported files, against the model trained plainly."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from pplan.cost_models.errors import ExportError, MachineError
+from pplan.planner.plan_file import Plan
+from pplan.runtimes import fairscale, torchgpipe
+from pplan.runtimes.export import export
+
+MakePlan = Callable[..., Plan]
+STEPS = 2
+BUILDERS: dict[str, Callable[[Path, nn.Sequential], Any]] = {
+    "torchgpipe": torchgpipe.build,
+    "fairscale": fairscale.build,
+}
+
+
+@dataclass
+class Training:
+    """Losses of the steps, and the gradients of the last one by the parameter's place."""
+
+    losses: list[float]
+    gradients: list[Tensor]
+
+
+def train(
+    model: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], batch: tuple[Tensor, Tensor]
+) -> Training:
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(batch[0]), batch[1])
+        torch.autograd.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    assert len(gradients) == len(parameters)
+    return Training(losses, gradients)
+
+
+def assert_same(run: Training, plain: Training, tolerance: float) -> None:
+    assert run.losses == pytest.approx(plain.losses, rel=tolerance)
+    assert len(run.gradients) == len(plain.gradients) > 0
+    for gradient, expected in zip(run.gradients, plain.gradients, strict=True):
+        assert expected.norm() > 0
+        assert (gradient - expected).norm() <= tolerance * expected.norm()
+
+
+def small_model() -> nn.Sequential:
+    """Ten layers in the manner of VGG, in float64. In-place layers follow a convolution."""
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, 32),
+        nn.ReLU(inplace=True),
+        nn.Linear(32, 10),
+    ).double()
+
+
+def small_batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(4, 3, 8, 8, dtype=torch.float64), torch.randint(10, (4,))
+
+
+@pytest.fixture(params=["torchgpipe", "fairscale"])
+def runtime(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A runtime that is installed. FairScale's threads must be gone when the interpreter ends."""
+    yield str(request.param)
+    gc.collect()
+
+
+def construct(runtime: str, model: nn.Sequential, arguments: dict[str, Any]) -> Any:
+    """The runtime's own class, called as a user's script does."""
+    if runtime == "torchgpipe":
+        from torchgpipe import GPipe
+
+        return GPipe(model, **arguments)
+    from fairscale.nn import Pipe
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fairscale.nn.Pipe has been upstreamed", DeprecationWarning)
+        return Pipe(model, **arguments)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
+def test_training_is_the_plain_models(
+    make_plan: MakePlan, tmp_path: Path, runtime: str, recompute: str, chunks: int
+) -> None:
+    plan = make_plan([2, 5, 3], micro_batches=chunks, micro_batch_size=4 // chunks, recompute=recompute)
+    path = tmp_path / f"small.{runtime}.json"
+    export(runtime, plan, device="cpu")[0].save(path, force=False)
+    written = json.loads(path.read_text())
+    arguments = {key: written[key] for key in ("balance", "devices", "chunks", "checkpoint")}
+
+    plain, model = small_model(), small_model()
+    fed: list[int] = []
+    model[0].register_forward_hook(lambda _module, inputs, _output: fed.append(len(inputs[0])))
+    pipe = construct(runtime, model, arguments)
+    run = train(pipe, list(pipe.parameters()), small_batch())
+    balance = [len(part) for part in pipe.partitions]
+    del pipe  # before anything can fail: a living Pipe would keep the interpreter from ending
+
+    assert balance == [2, 5, 3]
+    again = {"never": 0, "always": chunks, "except_last": chunks - 1}[recompute]
+    assert fed == [4 // chunks] * STEPS * (chunks + again)
+    assert_same(run, train(plain, list(plain.parameters()), small_batch()), tolerance=1e-12)
+
+
+@pytest.fixture(scope="module")
+def vgg11() -> tuple[nn.Sequential, dict[str, Tensor], tuple[Tensor, Tensor], Training]:
+    """torchvision's VGG-11 as the profiler cuts it, its first weights, a batch, and its plain training."""
+    from torchvision.models import vgg11
+
+    from pplan.profiler.sequential import sequential
+
+    torch.manual_seed(3)
+    model = vgg11(num_classes=10, dropout=0.0)
+    batch = torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
+    layers = sequential(model, batch[0][:1])
+    start = {name: value.clone() for name, value in layers.state_dict().items()}
+    return layers, start, batch, train(model, list(model.parameters()), batch)
+
+
+def test_torchvisions_vgg11(
+    make_plan: MakePlan,
+    tmp_path: Path,
+    runtime: str,
+    vgg11: tuple[nn.Sequential, dict[str, Tensor], tuple[Tensor, Tensor], Training],
+) -> None:
+    layers, start, batch, plain = vgg11
+    layers.load_state_dict(start)
+    assert len(layers) == 30
+    cut = next(i for i in range(12, 30) if not getattr(layers[i], "inplace", False))
+    plan = make_plan([cut, 30 - cut], micro_batches=2, micro_batch_size=2, recompute="except_last")
+    path = tmp_path / f"vgg11.{runtime}.json"
+    export(runtime, plan, device="cpu")[0].save(path, force=False)
+    pipe = BUILDERS[runtime](path, layers)
+    run = train(pipe, list(pipe.parameters()), batch)
+    balance = [len(part) for part in pipe.partitions]
+    del pipe
+    assert balance == [cut, 30 - cut]
+    assert_same(run, plain, tolerance=1e-5)
+
+
+def test_another_models_layers_are_refused(make_plan: MakePlan) -> None:
+    document, _ = export("torchgpipe", make_plan([4, 7], model="vgg11"), device="cpu")
+    assert isinstance(document, torchgpipe.TorchgpipeExport)
+    with pytest.raises(ExportError, match="for vgg11 with 11 layers, the model has 10"):
+        torchgpipe.build(document, small_model())
+
+
+def test_other_layer_names_are_refused(make_plan: MakePlan) -> None:
+    names = [f"layers.{i}" for i in range(10)]
+    document, _ = export("torchgpipe", make_plan([4, 6], layer_names=names), device="cpu")
+    assert isinstance(document, torchgpipe.TorchgpipeExport)
+    assert len(torchgpipe.build(document, small_model(), layer_names=names)) == 10
+    with pytest.raises(ExportError, match=r"for small, .* \(blocks.0 to layers.9\)"):
+        torchgpipe.build(document, small_model(), layer_names=["blocks.0", *names[1:]])
+
+
+def test_a_missing_package_names_its_extra(
+    make_plan: MakePlan, tmp_path: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"small.{runtime}.json"
+    export(runtime, make_plan([4, 6]), device="cpu")[0].save(path, force=False)
+    for module in ("torchgpipe", "fairscale", "fairscale.nn"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MachineError) as caught:
+        BUILDERS[runtime](path, small_model())
+    assert f'pip install "pplan[{runtime}]"' in caught.value.hint
+
+
+def test_the_chunks_are_those_torch_makes(make_plan: MakePlan) -> None:
+    """The count in the file is what torch.chunk makes of a mini-batch, for every way to cut 24 samples."""
+    for chunks, size in [(1, 24), (2, 12), (3, 8), (4, 6), (8, 3), (24, 1)]:
+        document, _ = export("torchgpipe", make_plan([4, 6], micro_batches=chunks, micro_batch_size=size))
+        assert isinstance(document, torchgpipe.TorchgpipeExport)
+        parts = torch.empty(document.mini_batch).chunk(document.chunks)
+        assert [len(part) for part in parts] == [document.micro_batch_size] * document.chunks
+    assert len(torch.empty(9).chunk(4)) == 3  # why other counts are not written
