@@ -321,10 +321,10 @@ def test_exporting_imports_no_torch(make_plan: MakePlan) -> None:
 
 @pytest.mark.parametrize("balance", [[3, 1], [2, 2]])
 def test_one_process_takes_the_alternative_that_counts_its_launches(
-    make_plan: MakePlan, make_alternative: MakeAlternative, balance: list[int]
+    make_plan: MakePlan, alternative: MakeAlternative, balance: list[int]
 ) -> None:
     """A GPipe plan for any runtime gives way to torchgpipe's own; one with the same cuts takes its step."""
-    own = make_alternative(runtimes=["torchgpipe"], balance=[2, 2], micro_batch_size=2, step_seconds=0.75)
+    own = alternative(runtimes=["torchgpipe"], balance=[2, 2], micro_batch_size=2, step_seconds=0.75)
     plan = make_plan(balance, micro_batches=4, micro_batch_size=2, schedule="gpipe", alternatives=[own])
     document, remark = export("torchgpipe", plan)
     assert document.step_seconds == 0.75

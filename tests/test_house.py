@@ -1,0 +1,151 @@
+"""The house rules: imports run one way, what knows no torch loads none, and every folder is packaged."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("cost_models", "profiler", "planner", "runtimes", "cli")
+MAY_IMPORT = {
+    "cost_models": set[str](),
+    "profiler": {"cost_models"},
+    "planner": {"cost_models"},
+    "runtimes": {"cost_models", "profiler", "planner"},
+    "cli": {"cost_models", "profiler", "planner", "runtimes"},
+}
+FROM_RUNTIMES = {"planner": {"planner.plan_file"}}
+"""What a room may take of another, where that is not all of it."""
+TORCH = {"torch", "torchvision", "torchgpipe", "fairscale", "deepspeed"}
+NO_TORCH = [
+    *(ROOT / "cost_models").rglob("*.py"),
+    *(ROOT / "planner").rglob("*.py"),
+    *(ROOT / "cli").rglob("*.py"),
+    ROOT / "profiler/__init__.py",
+    ROOT / "profiler/profile_file.py",
+]
+
+
+def sources(room: str) -> list[Path]:
+    return sorted((ROOT / room).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[tuple[str, bool]]:
+    """Absolute names of the modules a file imports, pplan's own without `pplan.`, and whether at its top
+    level (else inside a function or for type checkers only)."""
+    tree = ast.parse(path.read_text())
+    package = path.relative_to(ROOT).parts[:-1]
+    top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield name.name, id(node) in top
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield module.removeprefix("pplan."), id(node) in top
+            for name in node.names:
+                yield f"{module}.{name.name}".removeprefix("pplan.").lstrip("."), id(node) in top
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_run_one_way(room: str) -> None:
+    files = sources(room)
+    assert files
+    for path in files:
+        for module, _ in imported(path):
+            other = module.split(".")[0]
+            if other in ROOMS and other != room:
+                assert other in MAY_IMPORT[room], f"{path} imports {module}"
+                allowed = FROM_RUNTIMES.get(other) if room == "runtimes" else None
+                if allowed and module != other:
+                    assert any(module.startswith(name) for name in allowed), f"{path} imports {module}"
+
+
+def test_torch_is_imported_in_the_profiler_and_the_runtimes_only() -> None:
+    for path in NO_TORCH:
+        for module, _ in imported(path):
+            assert module.split(".")[0] not in TORCH, f"{path} imports {module}"
+    for path in sources("runtimes"):
+        for module, top in imported(path):
+            assert not (top and module.split(".")[0] in TORCH), f"{path} imports {module} at its top"
+    assert any(module == "torch" for path in sources("profiler") for module, _ in imported(path))
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """An environment in which torch and what needs it cannot be imported."""
+    for name in TORCH:
+        (tmp_path / f"{name}.py").write_text(
+            f"raise ModuleNotFoundError('{name} is not to be imported here')\n"
+        )
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+def test_planner_and_cost_models_pass_their_tests_without_torch(without_torch: dict[str, str]) -> None:
+    chosen = ["tests/cost_models", "tests/planner"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-cov", *chosen],
+        cwd=ROOT,
+        env=without_torch,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+    assert " passed" in ran.stdout
+
+
+def test_every_folder_is_packaged() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {"pplan"} | {
+        "pplan." + ".".join(init.parent.relative_to(ROOT).parts)
+        for room in ROOMS
+        for init in (ROOT / room).rglob("__init__.py")
+    }
+    assert set(settings["packages"]) == folders
+    with_code = {
+        "pplan." + ".".join(path.parent.relative_to(ROOT).parts) for room in ROOMS for path in sources(room)
+    }
+    assert with_code <= folders
+    links = {path.name for path in (ROOT / "typings/pplan").iterdir()}
+    assert links == {"__init__.py", *ROOMS}
+    assert not list(ROOT.rglob("profile.py")), "profile.py would shadow the standard library's"
+
+
+def test_the_wheel_holds_everything(tmp_path: Path) -> None:
+    """Built from a copy of the sources, unpacked elsewhere, and imported from there."""
+    copy = tmp_path / "sources"
+    left_out = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "__pycache__", "typings")
+    shutil.copytree(ROOT, copy, ignore=left_out)
+    pip = [sys.executable, "-m", "pip"]
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    built = subprocess.run([*pip, "wheel", *options, str(copy)], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr[-2000:]
+    (wheel,) = tmp_path.glob("pplan-*.whl")
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    modules = [
+        ".".join(("pplan", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        for room in ROOMS
+        for path in sources(room)
+    ]
+    check = f"""
+import importlib, pathlib, sys
+sys.path.insert(0, {str(site)!r})
+for name in {modules!r}:
+    module = importlib.import_module(name)
+    assert pathlib.Path(module.__file__).is_relative_to({str(site)!r}), module.__file__
+for name in ("pplan", *{[f"pplan.{room}" for room in ROOMS]!r}):
+    folder = pathlib.Path(importlib.import_module(name).__file__).parent
+    assert (folder / "py.typed").exists(), name
+"""
+    subprocess.run([sys.executable, "-c", check], cwd=tmp_path, check=True)
