@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from ..cost_models.document import Document, MadeBy, Record
+from ..cost_models.document import Document, MadeBy, Record, sha256
 from ..cost_models.layer import Chain
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -119,12 +119,31 @@ class Profile(Document):
         """The measured sizes, ascending."""
         return sorted({cost.micro_batch_size for cost in self.layers[0].costs})
 
+    @property
+    def layers_sha256(self) -> str:
+        """SHA-256 of the layer names, one a line: whether a plan is for these layers."""
+        return sha256("\n".join(layer.name for layer in self.layers))
+
+    def remarks(self, device: str) -> list[str]:
+        """What somebody should know who plans for `device` with these seconds."""
+        made = []
+        if self.device_name and device != self.device_name:
+            made.append(
+                f"the layers' seconds are those of {self.device_name}: for {device}, profile the model on one"
+            )
+        elif self.device == "cpu":
+            made.append("the layers' seconds are those of this CPU: for a GPU, profile the model on one")
+        if self.estimated:
+            made.append("the profile is an estimate, not a measurement")
+        return made
+
     def chain(self) -> Chain:
         """The layers as the cost models take them."""
 
         def table(key: str) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
             return np.array(
-                [[getattr(cost, key) or 0.0 for cost in layer.costs] for layer in self.layers], dtype=np.float64
+                [[getattr(cost, key) or 0.0 for cost in layer.costs] for layer in self.layers],
+                dtype=np.float64,
             )
 
         return Chain(

@@ -1,0 +1,103 @@
+"""The machine that measures: its devices, dtypes, memory and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from ..cost_models.document import MadeBy
+from ..cost_models.errors import MachineError, UsageError
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Raises UsageError with the names there are."""
+    if name not in DTYPES:
+        raise UsageError(f"dtype {name!r} is not known", f"Use one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def device_named(name: str | None) -> torch.device:
+    """`cpu`, `cuda` or `cuda:N`; by default CUDA where there is a device.
+
+    Raises UsageError for another name, MachineError for a device that is not here.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if match is None:
+        raise UsageError(f"device {name!r} is not known", f"Use one of {_available()}.")
+    if name == "cpu":
+        return torch.device("cpu")
+    index = int(match[1] or 0)
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise MachineError(
+            f"device {name!r} is not here: torch {torch.__version__} finds "
+            f"{torch.cuda.device_count() if torch.cuda.is_available() else 0} CUDA devices",
+            f"Use one of {_available()}.",
+        )
+    return torch.device("cuda", index)
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    found = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def device_memory_bytes(device: torch.device) -> int | None:
+    """None for a CPU, whose memory is not its own."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def free_host_bytes() -> int | None:
+    """Memory that the kernel would still give, within the control group's limit; None where it is unknown.
+
+    Linux hands out more than it has and ends the process later, so that a CPU allocation seldom fails.
+    """
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", _text("/proc/meminfo"), re.MULTILINE)
+    if found is None:
+        return None
+    limit, used = (_text(f"/sys/fs/cgroup/memory.{key}").strip() for key in ("max", "current"))
+    free = int(found[1]) * 1024
+    return min(free, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else free
+
+
+def versions() -> MadeBy:
+    """Versions of pplan, Python, torch, CUDA and the driver, and the time; the caller adds the command."""
+    driver = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]*)", _text("/proc/driver/nvidia/version"))
+    return MadeBy(
+        pplan=importlib.metadata.version("pplan"),
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        driver=driver[1] if driver else None,
+    )
+
+
+def _available() -> str:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

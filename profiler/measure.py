@@ -1,0 +1,181 @@
+"""A model becomes a profile: the sweep over micro-batch sizes, and what it found put into the file's form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from ..cost_models.errors import UsageError
+from .clocks import Clock, CpuClock, CudaClock
+from .layers import chain_of, copied
+from .machine import device_memory_bytes, device_name, device_named, dtype_named, versions
+from .models import LoadedModel, from_module, seeded
+from .profile_file import LayerMeasurement, Profile, ProfiledLayer, WholeMeasurement
+from .sweep import Progress, SizeRun, Subject, Sweep
+
+CLOSES = 0.05
+"""How far the closing ratio may be from 1 before the profile says so."""
+
+
+def profile_model(
+    model: LoadedModel | tuple[nn.Module, Tensor],
+    *,
+    micro_batch_sizes: Sequence[int] | None = None,
+    dtype: str = "float32",
+    device: str | None = None,
+    budget_seconds: float = 60.0,
+    rounds: int | None = None,
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+    clock: Clock | None = None,
+) -> Profile:
+    """Measures every layer of `model`, and the whole model, at several micro-batch sizes.
+
+    `model`: loaded, or a module and an example input, shape (batch, ...). It is measured on a copy, in the
+    mode (training or not) it is in. `micro_batch_sizes`: those, or by default 1, 2, 4, ... as far as
+    `budget_seconds` and memory reach. `rounds`: so many timed passes at each size instead of a budget.
+
+    Raises UsageError, ModelError, MachineError.
+    """
+    loaded = model if isinstance(model, LoadedModel) else from_module(*model, seed=seed)
+    sizes = _checked(micro_batch_sizes, budget_seconds, rounds)
+    subject = _subject(loaded, sizes[0] if sizes else 1, dtype, device, seed, clock)
+    sweep = Sweep(subject, sizes, budget_seconds, rounds, progress)
+    with seeded(seed), torch.enable_grad(), _on(subject.device):
+        sweep.measure()
+    return _profile(subject, sweep, dtype)
+
+
+def _checked(
+    sizes: Sequence[int] | None, budget_seconds: float, rounds: int | None
+) -> tuple[int, ...] | None:
+    if not budget_seconds > 0 or budget_seconds == float("inf"):
+        raise UsageError(f"budget {budget_seconds:g} s: must be above 0", "Give seconds, as in --budget 60s.")
+    if rounds is not None and rounds < 1:
+        raise UsageError(f"rounds {rounds}: must be at least 1", "Measure once at least.")
+    if sizes is None:
+        return None
+    if not sizes or min(sizes) < 1:
+        raise UsageError(
+            f"micro-batch sizes {', '.join(map(str, sizes)) or '(none)'}: each must be at least 1",
+            "Give whole numbers, as in --micro-batch-sizes 1,2,4,8.",
+        )
+    return tuple(sorted(set(sizes)))
+
+
+def _subject(
+    loaded: LoadedModel, smallest: int, dtype: str, device: str | None, seed: int, clock: Clock | None
+) -> Subject:
+    kind, place = dtype_named(dtype), device_named(device)
+    copy = copied(loaded.module, loaded.name).to(place, kind)
+    for parameter in copy.parameters():
+        parameter.grad = None
+    example = loaded.example_input_for(smallest)
+    if example.dtype.is_floating_point:
+        example = example.to(kind)
+    clock = clock or (CudaClock(place) if place.type == "cuda" else CpuClock())
+    chain = chain_of(copy, example, name=loaded.name)
+    return Subject(dataclasses.replace(loaded, module=copy), chain, place, kind, clock, seed)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one, for its events; nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _profile(subject: Subject, sweep: Sweep, dtype: str) -> Profile:
+    loaded, chain, device = subject.loaded, subject.chain, subject.device
+    whole = [_whole(run) for run in sweep.runs]
+    one = loaded.example_input_for(1)
+    item = subject.dtype.itemsize if one.dtype.is_floating_point else one.dtype.itemsize
+    costs = [_costs(run) for run in sweep.runs]
+    return Profile(
+        model=loaded.name,
+        device=device.type,
+        device_name=device_name(device),
+        device_memory_bytes=device_memory_bytes(device),
+        dtype=dtype,
+        input_shape=list(loaded.input_shape),
+        input_bytes_per_sample=one.numel() * item,
+        classes=loaded.classes,
+        seed=subject.seed,
+        threads=torch.get_num_threads() if device.type == "cpu" else None,
+        layers=[
+            ProfiledLayer(
+                name=layer.name,
+                kind=layer.kind,
+                parameter_bytes=layer.parameter_bytes,
+                buffer_bytes=layer.buffer_bytes,
+                cut_after=layer.cut_reason is None,
+                cut_reason=layer.cut_reason,
+                costs=[of_size[index] for of_size in costs],
+            )
+            for index, layer in enumerate(chain.layers)
+        ],
+        edges=list(chain.graph.edges),
+        whole=whole,
+        unmeasured=sweep.unmeasured,
+        notes=[*_notes(subject, sweep), *(note for each in whole for note in _closing_note(each))],
+        made_by=versions(),
+    )
+
+
+def _costs(run: SizeRun) -> list[LayerMeasurement]:
+    """Of every layer."""
+    rounds = run.rounds
+    forward, backward, spreads = rounds.medians("forward"), rounds.medians("backward"), rounds.spreads()
+    forward_host, backward_host = rounds.host_medians("forward"), rounds.host_medians("backward")
+    return [
+        LayerMeasurement(
+            micro_batch_size=run.size,
+            forward_seconds=float(forward[index]),
+            backward_seconds=float(backward[index]),
+            output_bytes=run.saved.output_bytes[index],
+            saved_bytes=run.saved.saved_bytes[index],
+            saved_input_bytes=run.saved.saved_input_bytes[index],
+            workspace_bytes=run.workspace_bytes[index],
+            spread=float(spreads[index]),
+            forward_host_seconds=forward_host[index],
+            backward_host_seconds=backward_host[index],
+        )
+        for index in range(len(spreads))
+    ]
+
+
+def _whole(run: SizeRun) -> WholeMeasurement:
+    forward, backward = run.rounds.whole_medians()
+    own_forward = float(run.rounds.medians("forward").sum())
+    own_backward = float(run.rounds.medians("backward").sum())
+    return WholeMeasurement(
+        micro_batch_size=run.size,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        closing_ratio=(own_forward + own_backward) / (forward + backward),
+        forward_closing_ratio=own_forward / forward,
+        backward_closing_ratio=own_backward / backward,
+        spread=run.rounds.whole_spread(),
+        rounds=len(run.rounds),
+    )
+
+
+def _notes(subject: Subject, sweep: Sweep) -> list[str]:
+    notes = list(sweep.notes)
+    if not subject.loaded.module.training:
+        notes.append("the model is in evaluation mode and was measured so")
+    for left in sweep.unmeasured:
+        size = left.micro_batch_size
+        notes.append(f"micro-batch size {size} was not measured ({left.reason}): {left.detail}")
+    return notes
+
+
+def _closing_note(whole: WholeMeasurement) -> list[str]:
+    if abs(whole.closing_ratio - 1) <= CLOSES:
+        return []
+    return [
+        f"micro-batch size {whole.micro_batch_size}: the layers add up to {whole.closing_ratio:.3f} of the "
+        f"whole model's time, more than {CLOSES:.0%} off; measure again on a quiet machine"
+    ]

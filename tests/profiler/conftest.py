@@ -1,0 +1,104 @@
+"""A clock that only the layers move, and layers that take the time they are told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+
+class FakeClock:
+    """Device and host seconds, moved by `advance` only; copies of a model keep the same clock."""
+
+    def __init__(self, *, has_host: bool = False) -> None:
+        self.has_host = has_host
+        self.device = 0.0
+        self.host = 0.0
+        self.settled = 0
+
+    def __deepcopy__(self, memo: object) -> FakeClock:
+        return self
+
+    def advance(self, device: float, host: float) -> None:
+        self.device += device
+        self.host += host
+
+    def stamp(self) -> tuple[float, float]:
+        return self.device, self.host
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def seconds(self, start: tuple[float, float], end: tuple[float, float]) -> float:
+        return end[0] - start[0]
+
+    def host_seconds(self, start: tuple[float, float], end: tuple[float, float]) -> float:
+        return end[1] - start[1]
+
+    def now(self) -> float:
+        return self.device
+
+
+class Takes(nn.Module):
+    """Multiplies by a weight, and takes `forward_of(batch)` and `backward_of(batch)` seconds for it."""
+
+    def __init__(
+        self, clock: FakeClock, forward_of: Callable[[int], float], backward_of: Callable[[int], float]
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.clock, self.forward_of, self.backward_of = clock, forward_of, backward_of
+
+    def forward(self, given: Tensor) -> Tensor:
+        seconds = self.forward_of(len(given))
+        self.clock.advance(seconds, seconds / 4)
+        output: Tensor = _Multiply.apply(given, self.weight, self)
+        return output
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, layer: Takes) -> Tensor:
+        ctx.save_for_backward(given, weight)
+        ctx.layer = layer
+        return given * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        given, weight = ctx.saved_tensors
+        seconds = ctx.layer.backward_of(len(given))
+        ctx.layer.clock.advance(seconds, seconds / 4)
+        return gradient * weight, (gradient * given).sum().reshape(1), None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of one small operation that wait for each other are slow where other processes run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def device_clock() -> FakeClock:
+    """As on CUDA: the host's time is another one."""
+    return FakeClock(has_host=True)
+
+
+@pytest.fixture
+def takes() -> Callable[..., Takes]:
+    """`takes(clock, forward, backward)`: a layer of so many seconds a sample."""
+
+    def make(clock: FakeClock, forward: float, backward: float) -> Takes:
+        return Takes(clock, lambda batch: forward * batch, lambda batch: backward * batch)
+
+    return make

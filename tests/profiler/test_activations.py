@@ -1,0 +1,139 @@
+"""Saved bytes against a published figure, hand counts, and stages run by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from pplan.profiler.activations import SavedBytes, Workspace
+from pplan.profiler.layers import Layer, chain_of
+from pplan.profiler.timing import OutputGradients, run_layers
+
+
+def counted(model: nn.Module, layers: tuple[Layer, ...], given: Tensor) -> SavedBytes:
+    saved = SavedBytes(model, len(layers))
+    with saved.hooks():
+        run_layers(layers, given, OutputGradients(0), saved)
+    return saved
+
+
+def count(model: nn.Module, given: Tensor) -> SavedBytes:
+    return counted(model, chain_of(model, given).layers, given)
+
+
+def test_vgg19_saves_what_is_known_of_it() -> None:
+    with torch.device("meta"):
+        model = torchvision.models.vgg19()
+    saved = count(model, torch.empty(32, 3, 224, 224, device="meta"))
+    assert sum(saved.saved_bytes) / 2**20 == pytest.approx(2397.9, abs=0.05)
+    first = 32 * 64 * 224 * 224 * 4
+    assert saved.output_bytes[:3] == [first] * 3
+    assert saved.saved_bytes[:3] == [32 * 3 * 224 * 224 * 4, first, 0]
+    assert saved.saved_input_bytes[:3] == [0, 0, first]
+
+
+def test_small_chain_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 2), nn.Sigmoid())
+    saved = count(model, torch.ones(2, 4))
+    # The first Linear's input; ReLU's result, a view of which is the second Linear's input; Sigmoid's result.
+    assert saved.saved_bytes == [32, 64, 0, 0, 16]
+    assert saved.saved_input_bytes == [0, 0, 64, 64, 0]
+    assert saved.output_bytes == [64, 64, 64, 16, 16]
+
+
+def test_weights_and_views_of_them_are_not_counted() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.factor: Tensor
+            self.register_buffer("factor", torch.ones(4))
+
+        def forward(self, given: Tensor) -> Tensor:
+            result: Tensor = (given @ self.weight.t()[:, :2]) * self.factor[:2]
+            return result
+
+    assert count(nn.Sequential(nn.Linear(4, 4), Views()), torch.ones(3, 4)).saved_bytes == [48, 48]
+
+
+def convolutions() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 4, 3),
+        nn.Sigmoid(),
+        nn.Conv2d(4, 4, 1),
+        nn.GELU(),
+        nn.Dropout(0.4),
+        nn.Flatten(),
+        nn.Linear(4 * 9, 7),
+        nn.Tanh(),
+        nn.Linear(7, 2),
+        nn.Softplus(),
+    )
+
+
+def test_a_stage_run_by_itself_saves_its_layers_and_its_input() -> None:
+    model = convolutions()
+    given = torch.randn(2, 3, 10, 10)
+    layers = chain_of(model, given).layers
+    saved = counted(model, layers, given)
+    value: Any = given
+    tried = 0
+    for start in range(1, len(layers)):
+        value = layers[start - 1].module(value).detach()
+        if layers[start - 1].cut_reason is None:
+            alone = counted(model, layers[start:], value.clone().requires_grad_())
+            expected = sum(saved.saved_bytes[start:]) + saved.saved_input_bytes[start]
+            assert sum(alone.saved_bytes) == expected, layers[start].name
+            tried += 1
+    assert tried == 12
+    assert sum(bytes_ > 0 for bytes_ in saved.saved_input_bytes) == 3
+
+
+def test_counting_does_not_change_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3), nn.Tanh()).double()
+    given = torch.randn(5, 4, dtype=torch.float64)
+    count(model, given)
+    ours = [p.grad for p in model.parameters()]
+    output = model(given)
+    start = OutputGradients(0).of(output)[1]
+    theirs = torch.autograd.grad(output, list(model.parameters()), start)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None)
+    assert None not in ours
+
+
+def test_workspace_is_the_peak_above_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    # (held now, peak since the last restart), in the order of the questions.
+    held = iter([100, 150, 150, 190, 190, 200, 200, 170, 170, 90])
+    peaks = iter([180, 190, 260, 230])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: device and next(held))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: device and next(peaks))
+    watcher = Workspace(2, torch.device("cuda"))
+    watcher.before(0, None)
+    watcher.after(0, None)  # 180 - 150
+    watcher.before(1, None)
+    watcher.after(1, None)  # 190 - 190
+    watcher.backward_starts()
+    watcher.gradient(0, torch.ones(1))  # of layer 1: 260 - 200
+    watcher.backward_ends()  # of layer 0: 230 - 200
+    assert watcher.bytes == [30, 60]
+
+
+@pytest.mark.gpu
+def test_workspace_on_a_device() -> None:
+    model = convolutions().cuda()
+    given = torch.randn(8, 3, 10, 10, device="cuda")
+    layers = chain_of(model, given).layers
+    watcher = Workspace(len(layers), torch.device("cuda"))
+    run_layers(layers, given.clone(), OutputGradients(0), watcher)
+    assert min(watcher.bytes) >= 0
+    assert max(watcher.bytes) > 0

@@ -1,0 +1,287 @@
+"""Models as chains: which layers, which cuts, and what stops a model from being one."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pplan.cost_models.errors import ModelError
+from pplan.profiler.layers import LayerChain, chain_of
+
+
+def run(chain: LayerChain, value: Tensor) -> Tensor:
+    for layer in chain.layers:
+        value = layer.module(value)
+    return value
+
+
+@pytest.fixture(scope="module")
+def vgg19() -> LayerChain:
+    with torch.device("meta"):
+        model = torchvision.models.vgg19()
+    return chain_of(model, torch.empty(2, 3, 32, 32, device="meta"))
+
+
+def test_vgg19_has_46_layers(vgg19: LayerChain) -> None:
+    names = [layer.name for layer in vgg19.layers]
+    assert names == [
+        *(f"features.{i}" for i in range(37)),
+        "avgpool",
+        "flatten",
+        *(f"classifier.{i}" for i in range(7)),
+    ]
+    assert [layer.kind for layer in vgg19.layers][:3] == ["Conv2d", "ReLU", "Conv2d"]
+    assert list(vgg19.graph.edges) == list(itertools.pairwise(names))
+    assert sum(layer.parameter_bytes for layer in vgg19.layers) == 4 * 143_667_240
+
+
+def test_vgg19_is_not_cut_before_in_place_relus(vgg19: LayerChain) -> None:
+    refused = {layer.name: layer.cut_reason for layer in vgg19.layers if layer.cut_reason}
+    convolutions = [layer.name for layer in vgg19.layers if layer.kind == "Conv2d"]
+    assert list(refused) == [*convolutions, "classifier.0", "classifier.3"]
+    assert len(refused) == 18
+    assert set(refused.values()) == {"in-place ReLU follows"}
+
+
+def test_resnet50_is_cut_where_one_tensor_passes() -> None:
+    with torch.device("meta"):
+        model = torchvision.models.resnet50()
+    chain = chain_of(model, torch.empty(2, 3, 64, 64, device="meta"))
+    assert len(chain) == 39
+    names = [layer.name for layer in chain.layers]
+    assert names[:6] == ["conv1", "bn1", "relu", "maxpool", "layer1.0", "layer1.0.relu"]
+    assert {layer.kind for layer in chain.layers if layer.path is None} == {"Bottleneck", "flatten"}
+    reasons = {layer.name: layer.cut_reason for layer in chain.layers}
+    assert reasons["layer1.0"] == "in-place ReLU follows"
+    assert reasons["layer1.0.relu"] is None
+    ours = [p for layer in chain.layers for p in layer.parameters]
+    assert {id(p) for p in ours} == {id(p) for p in model.parameters()}
+    assert len(ours) == len(list(model.parameters()))
+
+
+def test_nested_sequentials_are_taken_apart_and_others_are_not() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential())
+    hooked = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    hooked.register_forward_hook(lambda *seen: None)  # noqa: ARG005
+    model = nn.Sequential(block, nn.MultiheadAttention(4, 1).out_proj, hooked)
+    names = [layer.name for layer in chain_of(model, torch.ones(1, 4)).layers]
+    assert names == ["0.0", "0.1.0", "0.1.1", "1", "2"]
+
+
+class Overwrites(nn.Module):
+    """Changes a view of what came two layers before."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        return given[:1].add_(1) * 2
+
+
+def test_in_place_through_views_forbids_every_cut_it_reaches() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0), Overwrites(), nn.Flatten(0), nn.Hardtanh())
+    reasons = [layer.cut_reason for layer in chain_of(model, torch.ones(2, 4)).layers]
+    assert reasons == ["in-place Overwrites 2 overwrites it", "in-place Overwrites follows", None, None, None]
+
+
+def test_no_cut_between_users_of_one_weight() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    chain = chain_of(model, torch.ones(1, 4))
+    reason = "0 and 2 share 0.weight"
+    assert [layer.cut_reason for layer in chain.layers] == [reason, reason, None, None]
+    assert [layer.parameter_bytes for layer in chain.layers] == [80, 0, 16, 80]
+
+
+def test_no_cut_between_uses_of_one_batch_norm() -> None:
+    norm = nn.BatchNorm1d(4, affine=False)
+    model = nn.Sequential(norm, nn.Linear(4, 4), norm, nn.Tanh())
+    reasons = [layer.cut_reason for layer in chain_of(model, torch.ones(2, 4)).layers]
+    assert reasons[0] is not None
+    assert "share 0.running_mean" in reasons[0]
+    assert reasons[1] == reasons[0]
+    assert reasons[2] is None
+
+
+class Reuses(nn.Module):
+    """One activation used twice, a weight of its own, a size, a functional, a buffer, a default argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.activation = nn.ReLU()
+        self.scale = nn.Parameter(torch.full((6,), 1.5))
+        self.register_buffer("shift", torch.arange(6.0), persistent=False)
+
+    def forward(self, given: Tensor, offset: float = 0.5, mask: Tensor | None = None) -> Tensor:
+        value = given.view(given.size(0), -1)
+        value = self.activation(self.first(value))
+        if mask is not None:
+            value = value * mask
+        value = self.activation(value * self.scale + self.shift)
+        result: Tensor = self.second(F.dropout(value, 0.5, self.training)) + offset
+        return result
+
+
+def test_a_traced_model_keeps_its_meaning() -> None:
+    model = Reuses()
+    given = torch.randn(3, 2, 3)
+    chain = chain_of(model, given)
+    assert [layer.name for layer in chain.layers] == [
+        "view",
+        "first",
+        "activation",
+        "mul",
+        "add",
+        "activation_1",
+        "dropout",
+        "second",
+        "add_1",
+    ]
+    assert all(layer.cut_reason is None for layer in chain.layers)
+    torch.manual_seed(1)
+    expected = model(given)
+    torch.manual_seed(1)
+    assert torch.equal(run(chain, given), expected)
+    assert {id(p) for layer in chain.layers for p in layer.parameters} == {id(p) for p in model.parameters()}
+    assert chain.layers[4].buffers == (model.shift,)
+
+
+class Branches(nn.Module):
+    """Values that are no tensors, constants made on the way, and two branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.table = torch.arange(4.0)
+
+    def forward(self, given: Tensor) -> Tensor:
+        left, right = given.chunk(2, dim=1)
+        both = self.inner(left) + right * self.table + torch.ones(4)
+        return torch.tanh(both).clamp(min=0)
+
+
+def test_tuples_and_constants_do_not_cross_cuts() -> None:
+    model = Branches()
+    given = torch.randn(2, 8)
+    chain = chain_of(model, given)
+    assert [layer.name for layer in chain.layers][-2:] == ["tanh", "clamp"]
+    assert torch.equal(run(chain, given), model(given))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 2)])
+
+    def forward(self, given: Tensor) -> dict[str, Tensor]:
+        value = torch.tanh(self.body(given))
+        return {"one": self.heads[0](value), "two": self.heads[1](value)}
+
+
+def test_the_last_layer_may_return_several_tensors() -> None:
+    model = Pair()
+    given = torch.randn(2, 4)
+    chain = chain_of(model, given)
+    assert [layer.name for layer in chain.layers] == ["body", "tanh", "heads"]
+    result: object = run(chain, given)
+    assert isinstance(result, dict)
+    assert torch.equal(result["two"], model(given)["two"])
+
+
+def test_the_model_is_untouched() -> None:
+    model = torchvision.models.resnet18(num_classes=2)
+    before = copy.deepcopy(model.state_dict())
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    chain_of(model, torch.randn(2, 3, 32, 32))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Counts(nn.Module):
+    """Only runs for real: its result depends on values."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        return given * given.sum().item()
+
+
+def test_layers_that_the_meta_device_cannot_run_are_run_for_real() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Counts(), nn.ReLU(inplace=True))
+    reasons = [layer.cut_reason for layer in chain_of(model, torch.ones(1, 2)).layers]
+    assert reasons == [None, "in-place ReLU follows", None]
+
+
+def test_batch_norm_on_one_value_a_channel_is_tried_with_two_samples() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    assert len(chain_of(model, torch.ones(1, 2))) == 2
+
+
+class Decides(nn.Module):
+    def forward(self, given: Tensor) -> Tensor:
+        if given.sum() > 0:
+            return given
+        return -given
+
+
+def test_an_untraceable_model_is_told_its_line() -> None:
+    with pytest.raises(ModelError) as caught:
+        chain_of(Decides(), torch.ones(1, 2))
+    assert "test_layers.py" in caught.value.what
+    assert "if given.sum() > 0:" in caught.value.what
+    assert "nn.Sequential" in caught.value.hint
+
+
+class Two(nn.Module):
+    def forward(self, given: Tensor, other: Tensor) -> Tensor:
+        return given + other
+
+
+class Nothing(nn.Module):
+    def forward(self, given: Tensor) -> Tensor:  # noqa: ARG002
+        return torch.ones(1)
+
+
+class Splits(nn.Module):
+    def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        return given, given
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Two(), "more than one input: given, other"),
+        (Nothing(), "does not depend on its input"),
+        (nn.Sequential(), "has no layers"),
+        (nn.Sequential(Splits(), nn.Identity(), nn.Identity()), "layer 0 hands more than one tensor"),
+    ],
+)
+def test_models_that_are_no_chain(model: nn.Module, expected: str) -> None:
+    with pytest.raises(ModelError, match=expected) as caught:
+        chain_of(model, torch.ones(1, 2))
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 64, 64), (1, 3, 16, 16), (1, 3)])
+def test_a_wrong_input_shape_names_layer_shape_and_option(shape: tuple[int, ...]) -> None:
+    with torch.device("meta"):
+        model = torchvision.models.vgg11()
+    with pytest.raises(ModelError) as caught:
+        chain_of(model, torch.empty(shape, device="meta"))
+    assert "layer features." in caught.value.what
+    assert "input of shape 1x" in caught.value.what
+    assert "--input 3x224x224" in caught.value.hint
+
+
+def test_a_failing_layer_of_the_users_is_told_its_line() -> None:
+    class Fails(nn.Module):
+        def forward(self, given: Tensor) -> Tensor:
+            raise KeyError(f"gone at {given.dim()}")
+
+    with pytest.raises(ModelError, match=r"layer 1 \(Fails\) failed on .* 1x2 .*KeyError.*test_layers.py"):
+        chain_of(nn.Sequential(nn.Linear(2, 2), Fails()), torch.ones(1, 2))

@@ -1,0 +1,185 @@
+"""Real models measured for real, and everything a profile must hold."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from pplan.cost_models.errors import MachineError, ModelError, UsageError
+from pplan.profiler.measure import profile_model
+from pplan.profiler.models import from_module, load_model
+from pplan.profiler.profile_file import Profile
+
+
+class SmallVgg(nn.Module):
+    """VGG-11 with a classifier of 64 units: its own takes most of the time and 500 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = torchvision.models.vgg.make_layers(torchvision.models.vgg.cfgs["A"])
+        self.classifier = nn.Sequential(
+            nn.Linear(512, 64),
+            nn.ReLU(True),
+            nn.Dropout(),
+            nn.Linear(64, 64),
+            nn.ReLU(True),
+            nn.Linear(64, 10),
+        )
+
+    def forward(self, given: Tensor) -> Tensor:
+        result: Tensor = self.classifier(torch.flatten(self.features(given), 1))
+        return result
+
+
+@pytest.fixture(scope="module")
+def vgg11() -> Profile:
+    loaded = dataclasses.replace(from_module(SmallVgg(), torch.randn(1, 3, 32, 32)), classes=10)
+    return profile_model(loaded, micro_batch_sizes=[1, 2], rounds=2, device="cpu", seed=3)
+
+
+def test_a_real_profile_is_complete(vgg11: Profile) -> None:
+    assert (vgg11.model, vgg11.device, vgg11.dtype, vgg11.classes) == ("SmallVgg", "cpu", "float32", 10)
+    assert (vgg11.input_shape, vgg11.input_bytes_per_sample) == ([3, 32, 32], 3 * 32 * 32 * 4)
+    assert (vgg11.seed, vgg11.threads, vgg11.device_memory_bytes) == (3, torch.get_num_threads(), None)
+    assert vgg11.device_name
+    assert len(vgg11.layers) == 21 + 1 + 6
+    assert vgg11.micro_batch_sizes == [1, 2]
+    assert [whole.micro_batch_size for whole in vgg11.whole] == [1, 2]
+    assert len(vgg11.edges) == len(vgg11.layers) - 1
+    assert vgg11.made_by.torch == torch.__version__
+    assert vgg11.made_by.pplan
+    for layer in vgg11.layers:
+        for cost in layer.costs:
+            assert cost.forward_seconds > 0
+            assert cost.backward_seconds > 0 or layer.kind == "flatten"
+            assert cost.output_bytes > 0
+    assert sum(not layer.cut_after for layer in vgg11.layers) == 8 + 2
+
+
+def test_the_closing_ratios_are_those_of_the_figures(vgg11: Profile) -> None:
+    for index, whole in enumerate(vgg11.whole):
+        forward = sum(layer.costs[index].forward_seconds for layer in vgg11.layers)
+        backward = sum(layer.costs[index].backward_seconds for layer in vgg11.layers)
+        assert whole.forward_closing_ratio == pytest.approx(forward / whole.forward_seconds)
+        assert whole.backward_closing_ratio == pytest.approx(backward / whole.backward_seconds)
+        both = whole.forward_seconds + whole.backward_seconds
+        assert whole.closing_ratio == pytest.approx((forward + backward) / both)
+        noted = any(f"micro-batch size {whole.micro_batch_size}: the layers" in n for n in vgg11.notes)
+        assert noted == (abs(whole.closing_ratio - 1) > 0.05)
+
+
+def test_it_survives_the_file_and_becomes_a_chain(vgg11: Profile) -> None:
+    again = Profile.parse(vgg11.to_json(), "here")
+    assert again == vgg11
+    chain = again.chain()
+    assert chain.sizes == (1, 2)
+    assert chain.parameter_bytes.sum() == sum(p.nbytes for p in SmallVgg().parameters())
+
+
+def test_the_model_is_untouched() -> None:
+    model = torchvision.models.resnet18(num_classes=3)
+    model.layer1.eval()
+    before = copy.deepcopy(model.state_dict())
+    training = [module.training for module in model.modules()]
+    given = torch.randn(2, 3, 32, 32)
+    state = torch.get_rng_state()
+    profile = profile_model((model, given), micro_batch_sizes=[2], rounds=1, device="cpu", dtype="float64")
+    assert profile.dtype == "float64"
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == training
+    assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
+
+
+def test_the_model_counts_in_the_dtype_asked_for() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    for dtype, item in (("float64", 8), ("float32", 4)):
+        profile = profile_model((model, torch.ones(2, 4)), dtype=dtype, device="cpu", rounds=1)
+        assert profile.layers[0].parameter_bytes == 20 * item
+        assert profile.layers[1].buffer_bytes == 8 * item + 8
+        assert profile.input_bytes_per_sample == 4 * item
+
+
+def test_whole_numbers_stay_whole() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, 2))
+    given = torch.tensor([[1, 2, 9]])
+    profile = profile_model((model, given), micro_batch_sizes=[3], rounds=1, dtype="float64", device="cpu")
+    assert profile.input_bytes_per_sample == 3 * 8
+    assert profile.layers[0].costs[0].output_bytes == 3 * 3 * 4 * 8
+
+
+def test_evaluation_mode_is_said() -> None:
+    profile = profile_model((nn.Linear(4, 4).eval(), torch.ones(1, 4)), rounds=1, device="cpu")
+    assert any("evaluation mode" in note for note in profile.notes)
+
+
+def test_an_off_closing_ratio_is_noted(clock: Any, takes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = clock.stamp
+
+    def costly() -> Any:
+        # Stamps of 1 s: one falls into each layer's forward and backward, and one into each of the whole's.
+        mark = plain()
+        clock.advance(1.0, 0.0)
+        return mark
+
+    monkeypatch.setattr(clock, "stamp", costly)
+    model = nn.Sequential(takes(clock, 1, 2), takes(clock, 3, 4))
+    profile = profile_model(
+        (model, torch.ones(1, 4)), micro_batch_sizes=[1], rounds=1, device="cpu", clock=clock
+    )
+    assert profile.whole[0].forward_closing_ratio == pytest.approx(6 / 5)
+    assert profile.whole[0].backward_closing_ratio == pytest.approx(8 / 7)
+    assert profile.whole[0].closing_ratio == pytest.approx(14 / 12)
+    assert any("1.167" in note for note in profile.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "expected"),
+    [
+        ({"dtype": "int8"}, UsageError, "dtype 'int8'"),
+        ({"device": "tpu"}, UsageError, "device 'tpu'"),
+        ({"device": "cuda:99"}, MachineError, "device 'cuda:99' is not here"),
+        ({"budget_seconds": 0.0}, UsageError, "budget 0 s"),
+        ({"budget_seconds": float("nan")}, UsageError, "budget nan s"),
+        ({"micro_batch_sizes": []}, UsageError, r"\(none\)"),
+        ({"micro_batch_sizes": [4, 0]}, UsageError, "micro-batch sizes 4, 0"),
+        ({"rounds": 0}, UsageError, "rounds 0"),
+    ],
+)
+def test_what_cannot_be_asked_for(options: dict[str, Any], error: type[Exception], expected: str) -> None:
+    with pytest.raises(error, match=expected):
+        profile_model((nn.Linear(4, 4), torch.ones(1, 4)), **options)
+
+
+def test_a_frozen_model_is_refused() -> None:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(ModelError, match="needs no gradient"):
+        profile_model((model, torch.ones(1, 4)), micro_batch_sizes=[1], device="cpu")
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    model.stream = (number for number in range(3))  # type: ignore[assignment]
+    with pytest.raises(ModelError, match=r"Linear cannot be copied: TypeError"):
+        profile_model((model, torch.ones(1, 4)), device="cpu")
+
+
+@pytest.mark.gpu
+def test_a_profile_on_a_device() -> None:
+    loaded = load_model("vgg11", classes=10, input_shape=(3, 32, 32))
+    profile = profile_model(loaded, micro_batch_sizes=[1, 8], rounds=3, device="cuda")
+    assert profile.device == "cuda"
+    assert profile.device_memory_bytes == torch.cuda.get_device_properties(0).total_memory
+    assert all(
+        cost.forward_host_seconds is not None and cost.forward_host_seconds > 0
+        for layer in profile.layers
+        for cost in layer.costs
+    )
+    assert sum(layer.costs[1].workspace_bytes for layer in profile.layers) > 0

@@ -1,0 +1,172 @@
+"""Names and factories: what becomes a model, and what each wrong one is told."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from pplan.cost_models.errors import ModelError, UsageError
+from pplan.profiler.models import from_module, load_model, parse_shape
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Writes a module of its own in the working directory; returns its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+
+    def write(text: str) -> str:
+        name = f"users_model_{next(_numbers)}"
+        (tmp_path / f"{name}.py").write_text("import torch\nfrom torch import nn\n" + text, encoding="utf-8")
+        return name
+
+    return write
+
+
+def test_torchvision_model_is_the_one_torch_builds_under_the_seed() -> None:
+    loaded = load_model("squeezenet1_1", classes=7, seed=3)
+    torch.manual_seed(3)
+    same = torchvision.models.squeezenet1_1(weights=None, num_classes=7)
+    assert [p.shape for p in loaded.module.parameters()] == [p.shape for p in same.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(loaded.module.parameters(), same.parameters(), strict=True))
+    assert (loaded.name, loaded.classes, loaded.input_shape) == ("squeezenet1_1", 7, (3, 224, 224))
+    assert loaded.module.training
+
+
+def test_loading_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    load_model("squeezenet1_1", seed=5).example_input_for(2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("inception_v3", (3, 299, 299)), ("efficientnet_b2", (3, 288, 288)), ("r3d_18", (3, 16, 112, 112))],
+)
+def test_default_input_is_the_models_own(name: str, shape: tuple[int, ...]) -> None:
+    assert load_model(name, classes=2).input_shape == shape
+
+
+def test_example_inputs_repeat_and_have_the_shape_asked_for() -> None:
+    loaded = load_model("squeezenet1_1", input_shape=(3, 64, 48))
+    assert loaded.example_input_for(5).shape == (5, 3, 64, 48)
+    assert torch.equal(loaded.example_input_for(5), loaded.example_input_for(5))
+
+
+def test_unknown_model_names_the_nearest() -> None:
+    with pytest.raises(ModelError) as caught:
+        load_model("vgg91")
+    assert "'vgg91'" in caught.value.what
+    assert "vgg19" in caught.value.hint
+
+
+def test_factory_with_a_module(factory: Callable[[str], str]) -> None:
+    name = factory("def build():\n    return nn.Linear(4, 2)\n")
+    loaded = load_model(f"{name}:build", input_shape=(4,), seed=9)
+    torch.manual_seed(9)
+    assert torch.equal(loaded.module.weight, nn.Linear(4, 2).weight)  # type: ignore[arg-type]
+    assert loaded.input_shape == (4,)
+
+
+def test_factory_with_an_example_input(factory: Callable[[str], str]) -> None:
+    name = factory(
+        "def build():\n    return nn.Embedding(9, 2), torch.tensor([[1, 2, 3], [4, 5, 6]])\n",
+    )
+    loaded = load_model(f"{name}:build")
+    assert loaded.input_shape == (3,)
+    assert loaded.example_input_for(3).tolist() == [[1, 2, 3], [4, 5, 6], [1, 2, 3]]
+    assert loaded.example_input_for(1).dtype == torch.int64
+
+
+def test_a_name_may_lead_into_a_class_or_to_a_module_itself(factory: Callable[[str], str]) -> None:
+    name = factory(
+        "class Models:\n    @staticmethod\n    def small():\n        return nn.Linear(1, 1)\n"
+        "ready = nn.ReLU()\n"
+    )
+    assert isinstance(load_model(f"{name}:Models.small").module, nn.Linear)
+    assert isinstance(load_model(f"{name}:ready").module, nn.ReLU)
+
+
+@pytest.mark.parametrize(
+    ("body", "attribute", "expected"),
+    [
+        ("def build():\n    return 3\n", "build", "returned an object of type int"),
+        ("def build():\n    return None\n", "build", "returned None"),
+        ("def build():\n    return nn.ReLU(), 1, 2\n", "build", "returned a tuple of ReLU, int, int"),
+        ("def build():\n    return nn.ReLU(), 'x'\n", "build", "example input is an object of type str"),
+        ("def build():\n    return nn.ReLU(), torch.ones(())\n", "build", "holds no sample"),
+        ("build = 3\n", "build", "which cannot be called"),
+        ("def builds():\n    return nn.ReLU()\n", "build", "has no 'build'"),
+        ("def build(width):\n    return nn.ReLU()\n", "build", "missing 1 required positional argument"),
+    ],
+)
+def test_wrong_factories(factory: Callable[[str], str], body: str, attribute: str, expected: str) -> None:
+    name = factory(body)
+    with pytest.raises(ModelError, match=expected) as caught:
+        load_model(f"{name}:{attribute}")
+    assert caught.value.hint
+
+
+def test_a_factory_that_raises_is_told_its_own_line(factory: Callable[[str], str]) -> None:
+    name = factory("def inner():\n    return nn.Linear('a', 2)\ndef build():\n    return inner()\n")
+    with pytest.raises(ModelError) as caught:
+        load_model(f"{name}:build")
+    assert f"{name}.py:4, in inner: return nn.Linear('a', 2)" in caught.value.what
+    assert "TypeError" in caught.value.what
+
+
+def test_a_module_that_raises_or_does_not_parse(factory: Callable[[str], str]) -> None:
+    raising = factory("x = 1\nraise ValueError('not today')\n")
+    with pytest.raises(ModelError, match=r"ValueError: not today .*py:4"):
+        load_model(f"{raising}:build")
+    broken = factory("def build(:\n    pass\n")
+    with pytest.raises(ModelError, match=rf"SyntaxError.*{broken}.py:3: def build\(:"):
+        load_model(f"{broken}:build")
+    leaving = factory("raise SystemExit(4)\n")
+    with pytest.raises(ModelError, match="SystemExit: 4"):
+        load_model(f"{leaving}:build")
+
+
+def test_a_missing_module_and_a_module_that_misses_one(factory: Callable[[str], str]) -> None:
+    with pytest.raises(ModelError, match="there is no module 'surely_not_here'"):
+        load_model("surely_not_here.models:build")
+    name = factory("import surely_not_here\n")
+    with pytest.raises(ModelError, match=f"importing {name} failed: ModuleNotFoundError"):
+        load_model(f"{name}:build")
+
+
+@pytest.mark.parametrize("name", [":build", "module:"])
+def test_half_a_name(name: str) -> None:
+    with pytest.raises(ModelError, match="around the colon"):
+        load_model(name)
+
+
+def test_classes_are_not_for_factories() -> None:
+    with pytest.raises(UsageError, match="--classes 10"):
+        load_model("a:b", classes=10)
+
+
+def test_parse_shape() -> None:
+    assert parse_shape("3x224X112") == (3, 224, 112)
+    for wrong in ("", "3x", "3x-1", "0", "3,4", "axb"):
+        with pytest.raises(UsageError, match="input shape"):
+            parse_shape(wrong)
+
+
+def test_from_module_checks_what_it_gets() -> None:
+    loaded = from_module(nn.Linear(3, 1), torch.ones(2, 3, dtype=torch.float64))
+    assert (loaded.name, loaded.input_shape, loaded.dtype) == ("Linear", (3,), torch.float64)
+    with pytest.raises(ModelError, match="the model is a int"):
+        from_module(3, torch.ones(1))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="holds no sample"):
+        from_module(nn.ReLU(), Tensor(0, 3))
