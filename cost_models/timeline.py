@@ -174,8 +174,10 @@ def simulate(actions: Sequence[Sequence[Action]], costs: PipelineCosts) -> Timel
 
 def step_seconds(schedule: str, costs: PipelineCosts) -> Array:
     """Step seconds of many candidates side by side, shape (candidates,): the costs' last axis."""
-    stages, micro_batches = costs.forward.shape[:2]
+    stages, micro_batches, candidates = costs.forward.shape
     order = _schedule_order(schedule, stages, micro_batches)
+    if candidates == 1:
+        return np.array([max(_run(order, _as_lists(costs.candidate(0)), max, None))])
     ends = _run(order, costs, np.maximum, None)
     latest: Array = np.max(np.broadcast_arrays(*ends), axis=0)
     return latest

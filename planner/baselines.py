@@ -9,6 +9,7 @@ import numpy as np
 from ..cost_models.errors import InfeasibleError
 from ..cost_models.layer import Chain
 from .balance import balance
+from .bound import Ends, Instance, bound_of
 from .search import Candidate, Space, score
 from .setting import Setting
 
@@ -54,9 +55,16 @@ def best_setting(
             instance.allowed(stages - stage, stages)[start, end]
             for stage, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
         )
-        if not fits or (best is not None and instance.quick_bound(stages) >= best.step_seconds):
+        plan = np.array([ends])
+        if not fits or (best is not None and _bound(instance, plan) >= best.step_seconds):
             continue
-        step = float(score(instance, np.array([ends]))[0])
+        step = float(score(instance, plan)[0])
         if best is None or step < best.step_seconds:
             best = Candidate(setting, tuple(ends), step)
     return best, "" if best else "does not fit"
+
+
+def _bound(instance: Instance, plan: Ends) -> float:
+    """The bound on one whole plan, the cheap one first: (1, stages) places."""
+    stages = plan.shape[1]
+    return max(instance.quick_bound(stages), float(bound_of(instance, stages).finished(plan)[0]))

@@ -35,6 +35,7 @@ stage back, each with the smallest sum of cuts that may follow it: still below e
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,6 @@ class OneFOneBBound:
     def __init__(self, instance: Instance, stages: int) -> None:
         self.instance, self.stages = instance, stages
         self._left = instance.table.forward[:, -1] + instance.usual_backward[:, -1]
-        self._rows = self._suffix_rows()
 
     def root(self) -> float:
         """A bound on every plan of so many stages; inf where memory allows none."""
@@ -160,7 +160,8 @@ class OneFOneBBound:
             trip = trip + own_f + own_b
         return np.maximum(bound, self.instance.launches)
 
-    def _suffix_rows(self) -> list[tuple[Floats, Floats]]:
+    @cached_property
+    def _rows(self) -> list[tuple[Floats, Floats]]:
         """For stage 0, 1, ... starting at each place: the bound from its first start to its last end, and the
         smallest sum of c from its own cut on."""
         f, b = self.instance.table.forward, self.instance.usual_backward
@@ -215,7 +216,6 @@ class GPipeBound:
         self._forwards, self._backwards = setting.micro_batches - 1, setting.micro_batches - 1 - uneven
         self._fixed = float(table.forward[0, -1] + instance.usual_backward[0, -1])
         self._fixed += float(table.backward[-2, -1]) if uneven else 0.0
-        self._rows = self._suffix_rows()
 
     def root(self) -> float:
         """A bound on every plan of so many stages; inf where memory allows none."""
@@ -248,15 +248,14 @@ class GPipeBound:
 
     def finished(self, ends: Ends) -> Floats:
         """(plans,): the bound of whole plans. ends: (plans, stages)."""
-        state, bound = self.start(), np.zeros(len(ends))
-        state = {name: np.broadcast_to(values, (len(ends),)) for name, values in state.items()}
-        rows = np.arange(len(ends))
+        starts = np.concatenate([np.zeros((len(ends), 1), dtype=np.int64), ends[:, :-1]], axis=1)
+        f, b, both, cuts = (np.zeros(len(ends)) for _ in range(4))
         for stage in range(self.stages):
-            table, known = self.extend(stage, state)
-            bound = table[rows, ends[:, stage]]
-            state = {name: values[rows, ends[:, stage]] for name, values in known.items()}
-            state["place"] = ends[:, stage]
-        return bound
+            costs = self._stage(stage, starts[:, stage])
+            own_f, own_b, own_both = (table[np.arange(len(ends)), ends[:, stage]] for table in costs[:3])
+            f, b, both = np.maximum(f, own_f), np.maximum(b, own_b), np.maximum(both, own_both)
+            cuts = cuts + costs[3][ends[:, stage]]
+        return np.maximum(self._total(f, b, both, cuts), self.instance.launches)
 
     def _total(
         self, f: Floats | float, b: Floats | float, both: Floats | float, cuts: Floats | float
@@ -273,7 +272,8 @@ class GPipeBound:
         o = self.instance.occupancy(stage)
         return np.maximum(f, o), np.maximum(b, o), np.maximum(f + b, 2 * o), self.instance.transfer(stage)
 
-    def _suffix_rows(self) -> list[dict[str, Floats]]:
+    @cached_property
+    def _rows(self) -> list[dict[str, Floats]]:
         """For stage 0, 1, ... starting at each place: the smallest each quantity can be from there on."""
         nothing = np.full(self.instance.last_place + 1, np.inf)
         nothing[-1] = 0.0

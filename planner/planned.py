@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -13,26 +12,10 @@ from .data_parallel import DataParallel
 from .data_parallel import costs as data_parallel_costs
 from .plan_file import PlannedStage
 from .search import Candidate, Space, pipeline_costs
-from .setting import Setting
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A scored plan: seconds of a step, idle share of its stages."""
-
-    setting: Setting
-    stages: list[PlannedStage]
-    step_seconds: float
-    bubble: float
-
-    @property
-    def balance(self) -> list[int]:
-        """Layers of each stage."""
-        return [stage.last_layer - stage.first_layer + 1 for stage in self.stages]
-
-
-def planned_pipeline(space: Space, plan: Candidate) -> Planned:
-    """A straight pipeline, stage s on device s."""
+def pipeline_stages(space: Space, plan: Candidate) -> list[PlannedStage]:
+    """The stages of a straight pipeline, stage s on device s."""
     instance, setting, stages = space.instance(plan.setting), plan.setting, len(plan.ends)
     schedule = schedule_named(setting.schedule)
     made = []
@@ -51,17 +34,23 @@ def planned_pipeline(space: Space, plan: Candidate) -> Planned:
                 memory=ledger,
             )
         )
-    costs = pipeline_costs(instance, np.array([plan.ends])).candidate(0)
-    timeline = simulate(schedule.actions(stages, setting.micro_batches), costs)
-    return Planned(setting, made, plan.step_seconds, timeline.bubble)
+    return made
 
 
-def planned_data_parallel(space: Space, plan: DataParallel) -> Planned:
-    """One stage on all devices."""
+def pipeline_bubble(space: Space, plan: Candidate) -> float:
+    """Idle share of the stages of a straight pipeline."""
+    setting = plan.setting
+    costs = pipeline_costs(space.instance(setting), np.array([plan.ends])).candidate(0)
+    actions = schedule_named(setting.schedule).actions(len(plan.ends), setting.micro_batches)
+    return simulate(actions, costs).bubble
+
+
+def data_parallel_stage(space: Space, plan: DataParallel) -> PlannedStage:
+    """The one stage, on all devices."""
     setting, table = plan.setting, space.table(plan.setting.micro_batch_size / plan.replicas)
     ledger = table.stage_ledger(0, table.blocks, 1, setting.recompute, space.optimizer, plan.replicas)
     costs = data_parallel_costs(space, plan)
-    stage = PlannedStage(
+    return PlannedStage(
         first_layer=0,
         last_layer=len(space.chain) - 1,
         replicas=plan.replicas,
@@ -72,5 +61,9 @@ def planned_data_parallel(space: Space, plan: DataParallel) -> Planned:
         memory_limit_bytes=space.topology.device.memory_bytes,
         memory=ledger,
     )
-    timeline = simulate(schedule_named(setting.schedule).actions(1, setting.micro_batches), costs)
-    return Planned(setting, [stage], plan.step_seconds, timeline.bubble)
+
+
+def data_parallel_bubble(space: Space, plan: DataParallel) -> float:
+    """Idle share of the devices: what of the all-reduce nothing hides."""
+    actions = schedule_named(plan.setting.schedule).actions(1, plan.setting.micro_batches)
+    return simulate(actions, data_parallel_costs(space, plan)).bubble

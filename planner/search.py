@@ -132,7 +132,8 @@ def _with_last(usual: Floats, last: Floats) -> Floats:
 
 def score(instance: Instance, ends: Ends) -> Floats:
     """Simulated step seconds of many plans. ends: (plans, stages), places."""
-    return step_seconds(instance.setting.schedule, pipeline_costs(instance, ends))
+    costs = pipeline_costs(instance, ends)
+    return step_seconds(instance.setting.schedule, costs)
 
 
 def search(space: Space, settings: Sequence[Setting], stage_counts: Iterable[int]) -> Found:
@@ -186,33 +187,33 @@ class _Subproblem:
         if max(self.quick_bound, 0.0) >= limit or self.bound.root() >= limit or np.isinf(self.bound.root()):
             return best
         beam, _ = self._unfinished(limit, BEAM)
-        candidates = np.concatenate([beam, self._balanced()])
-        steps = score(self.instance, candidates)
-        first = int(steps.argmin())
-        if steps[first] >= limit:
-            return best
-        return self._candidate(candidates[first], steps[first])
+        return self._fastest(np.concatenate([beam, self._balanced()]), limit) or best
 
     def solve(self, limit: float) -> Candidate | None:
         """The fastest plan below `limit`, by branch and bound; None where there is none."""
         if self.quick_bound >= limit or self.bound.root() >= limit:
             return None
         plans, self.proven = self._unfinished(limit, max(BEAM, WIDTH // (self.instance.last_place + 1)))
+        return self._fastest(plans, limit)
+
+    def _fastest(self, plans: Ends, limit: float) -> Candidate | None:
+        """The fastest of these plans, where it is faster than `limit`; those whose bounds are lowest are
+        simulated first, and more and more side by side."""
         bounds = self.bound.finished(plans)
         order = np.argsort(bounds, kind="stable")
         plans, bounds = plans[order], bounds[order]
         best: Candidate | None = None
         allowance = SIMULATIONS // (2 * self.stages * self.instance.setting.micro_batches)
-        for start in range(0, len(plans), BATCH):
-            if bounds[start] >= limit * (1 - TIE if best else 1):
-                break
+        start, batch = 0, 1
+        while start < len(plans) and bounds[start] < limit * (1 - TIE if best else 1):
             if start >= allowance:
                 self.proven = min(self.proven, float(bounds[start]))
                 break
-            steps = score(self.instance, plans[start : start + BATCH])
+            steps = score(self.instance, plans[start : start + batch])
             first = int(steps.argmin())
             if steps[first] < limit:
                 best, limit = self._candidate(plans[start + first], steps[first]), float(steps[first])
+            start, batch = start + batch, min(8 * batch, BATCH)
         return best
 
     def _candidate(self, ends: Ends, step: float) -> Candidate:

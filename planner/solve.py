@@ -12,11 +12,11 @@ from ..cost_models.topology import Topology
 from .baselines import PARTITIONS, fixed_partition
 from .data_parallel import DataParallel, data_parallel
 from .infeasible import no_plan_fits
-from .plan_file import Alternative, Baseline, Plan, Prediction, ProfileReference
-from .planned import Planned, planned_data_parallel, planned_pipeline
+from .plan_file import Alternative, Baseline, Plan, PlannedStage, Prediction, ProfileReference
+from .planned import data_parallel_bubble, data_parallel_stage, pipeline_bubble, pipeline_stages
 from .problem import Problem, Wishes
 from .search import TIE, Candidate, Found, search
-from .setting import settings
+from .setting import Setting, settings
 
 
 def solve(
@@ -42,7 +42,7 @@ def solve(
     best, others = _best(problem, found, replicated)
     return Plan(
         model=model,
-        balance=best.balance,
+        balance=[stage.last_layer - stage.first_layer + 1 for stage in best.stages],
         mini_batch=problem.mini_batch,
         micro_batches=best.setting.micro_batches,
         micro_batch_size=best.setting.micro_batch_size,
@@ -64,6 +64,16 @@ def solve(
 
 
 @dataclass(frozen=True)
+class _Best:
+    """The plan that won."""
+
+    setting: Setting
+    stages: list[PlannedStage]
+    step_seconds: float
+    bubble: float
+
+
+@dataclass(frozen=True)
 class _Replicated:
     """Data parallelism over all devices, or why there is none."""
 
@@ -78,19 +88,21 @@ def _replicated(problem: Problem) -> _Replicated:
     return _Replicated(*data_parallel(problem.space, problem.gpus, problem.mini_batch, recomputes, count))
 
 
-def _best(problem: Problem, found: Found, replicated: _Replicated) -> tuple[Planned, list[float]]:
+def _best(problem: Problem, found: Found, replicated: _Replicated) -> tuple[_Best, list[float]]:
     """The best plan of the space, and the steps of the plans in it that are no straight pipelines."""
-    straight, parallel = found.best, replicated.plan if problem.may_replicate else None
-    if parallel is not None and (
-        straight is None or parallel.step_seconds < straight.step_seconds * (1 - TIE)
-    ):
-        return planned_data_parallel(problem.space, parallel), [parallel.step_seconds]
+    space, straight = problem.space, found.best
+    parallel = replicated.plan if problem.may_replicate else None
+    others = [parallel.step_seconds] if parallel else []
+    if parallel and (straight is None or parallel.step_seconds < straight.step_seconds * (1 - TIE)):
+        stages, bubble = [data_parallel_stage(space, parallel)], data_parallel_bubble(space, parallel)
+        return _Best(parallel.setting, stages, parallel.step_seconds, bubble), others
     if straight is None:
-        raise no_plan_fits(problem.space, problem.settings, problem.freest_settings, problem.stage_counts)
-    return planned_pipeline(problem.space, straight), [parallel.step_seconds] if parallel else []
+        raise no_plan_fits(space, problem.settings, problem.freest_settings, problem.stage_counts)
+    stages, bubble = pipeline_stages(space, straight), pipeline_bubble(space, straight)
+    return _Best(straight.setting, stages, straight.step_seconds, bubble), others
 
 
-def _prediction(best: Planned, found: Found, others: Sequence[float]) -> Prediction:
+def _prediction(best: _Best, found: Found, others: Sequence[float]) -> Prediction:
     step, samples = best.step_seconds, best.setting.mini_batch
     bound = min(found.bound_seconds, *others, step)
     return Prediction(
@@ -160,25 +172,26 @@ def _kinds() -> list[list[str]]:
 def _alternative(problem: Problem, found: Found, runtimes: list[str], reason: str) -> list[Alternative]:
     if found.best is None:
         return []
-    plan = planned_pipeline(problem.space, found.best)
+    setting, step = found.best.setting, found.best.step_seconds
+    stages = pipeline_stages(problem.space, found.best)
     return [
         Alternative(
             runtimes=runtimes,
-            balance=plan.balance,
-            schedule=plan.setting.schedule,
-            micro_batches=plan.setting.micro_batches,
-            micro_batch_size=plan.setting.micro_batch_size,
-            recompute=plan.setting.recompute,
-            step_seconds=plan.step_seconds,
-            samples_per_second=problem.mini_batch / plan.step_seconds,
-            memory_bytes=[stage.memory_bytes for stage in plan.stages],
+            balance=[stage.last_layer - stage.first_layer + 1 for stage in stages],
+            schedule=setting.schedule,
+            micro_batches=setting.micro_batches,
+            micro_batch_size=setting.micro_batch_size,
+            recompute=setting.recompute,
+            step_seconds=step,
+            samples_per_second=problem.mini_batch / step,
+            memory_bytes=[stage.memory_bytes for stage in stages],
             exact=found.exact,
             reason=reason,
         )
     ]
 
 
-def _notes(problem: Problem, best: Planned) -> list[str]:
+def _notes(problem: Problem, best: _Best) -> list[str]:
     chain, gpus = problem.chain, problem.gpus
     notes = []
     if problem.wishes.mini_batch is None:
