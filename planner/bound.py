@@ -23,8 +23,10 @@ and so, for 1F1B, from the first start to the last end on stage s, the largest o
 
 GPipe's forwards and backwards are two flow shops of identical jobs (links are machines, latencies lags),
 whose spans are known exactly: sum of f and c plus (M - 1) times the largest f or o; the same for b. Under
-`except_last` the first backward job is shorter; then sum of b and c plus (M - 2) times the largest b or o,
-plus the shorter job on the last stage, is a path and so a bound.
+`except_last` the first backward job is shorter (b', without the recomputation), and two paths are bounds: it
+on the last stage, then the second job through all of them: sum of b and c plus (M - 2) times the largest b or
+o, plus b' of the last stage; or it as far as the largest stage, where all others pass: sum of b' and c plus
+(M - 1) times the largest b or o.
 
 Where one process drives all stages, the step is at least all launches in turn.
 
@@ -210,12 +212,8 @@ class GPipeBound:
 
     def __init__(self, instance: Instance, stages: int) -> None:
         self.instance, self.stages = instance, stages
-        setting = instance.setting
-        table = instance.table
-        uneven = setting.recompute == "except_last"
-        self._forwards, self._backwards = setting.micro_batches - 1, setting.micro_batches - 1 - uneven
-        self._fixed = float(table.forward[0, -1] + instance.usual_backward[0, -1])
-        self._fixed += float(table.backward[-2, -1]) if uneven else 0.0
+        self._followers = instance.setting.micro_batches - 1
+        self._paths = self._known_paths()
 
     def root(self) -> float:
         """A bound on every plan of so many stages; inf where memory allows none."""
@@ -257,13 +255,26 @@ class GPipeBound:
             cuts = cuts + costs[3][ends[:, stage]]
         return np.maximum(self._total(f, b, both, cuts), self.instance.launches)
 
+    def _known_paths(self) -> list[tuple[float, int]]:
+        """Paths through both flow shops: their seconds besides cuts and largest stages, and how many times
+        they take the largest backward."""
+        table, usual = self.instance.table, float(self.instance.usual_backward[0, -1])
+        forward, backward = float(table.forward[0, -1]), float(table.backward[0, -1])
+        if self.instance.setting.recompute != "except_last":
+            return [(forward + usual, self._followers)]
+        on_last = forward + usual + float(table.backward[-2, -1])
+        return [(on_last, self._followers - 1), (forward + backward, self._followers)]
+
     def _total(
         self, f: Floats | float, b: Floats | float, both: Floats | float, cuts: Floats | float
     ) -> Floats:
         """The bound from the largest f, b and f + b of a stage (or 2 o of a cut), and the sum of c."""
-        apart = _times(self._forwards, f) + _times(self._backwards, b)
-        together = _times(self._backwards, both) + _times(self._forwards - self._backwards, f)
-        return np.asarray(self._fixed + 2 * cuts + np.maximum(apart, together))
+        totals = []
+        for seconds, count in self._paths:
+            apart = _times(self._followers, f) + _times(count, b)
+            together = _times(count, both) + _times(self._followers - count, f)
+            totals.append(seconds + 2 * cuts + np.maximum(apart, together))
+        return np.asarray(np.max(totals, axis=0))
 
     def _stage(self, stage: int, start: Ends | slice) -> tuple[Floats, Floats, Floats, Floats]:
         f, b = self.instance.table.forward[start], self.instance.usual_backward[start]

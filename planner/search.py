@@ -36,7 +36,7 @@ BEAM = 32
 WIDTH = 2_000_000
 """Entries of the table of unfinished plans x next places that are looked at side by side."""
 BATCH = 128
-SIMULATIONS = 400_000_000
+SIMULATIONS = 60_000_000
 """Candidates x actions that a subproblem may simulate."""
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -82,9 +82,16 @@ def _subject(
     return Subject(dataclasses.replace(loaded, module=copy), chain, place, kind, clock, seed)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
     """Makes a CUDA device the current one, for its events; nothing for a CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        # Gives autograd's thread a CUDA context: a backward that begins with cuBLAS would warn of none.
+        torch.autograd.backward([torch.ones(1, device=device, requires_grad=True).exp()])
+        yield
 
 
 def _profile(subject: Subject, sweep: Sweep, dtype: str) -> Profile:

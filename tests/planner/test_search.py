@@ -197,6 +197,18 @@ def test_a_narrow_search_still_proves_its_bound(
     assert inexact > 0
 
 
+@pytest.mark.parametrize("micro_batches", [2, 4, 8])
+def test_one_heavy_layer_leaves_no_gap(
+    micro_batches: int, make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """Many cuts are then almost equally fast; the bounds must part them, those of `except_last` too."""
+    chain = make_chain(8, 28, traffic=0.001, cuts=1.0)
+    heavy = np.where(np.arange(28) == 23, 40.0, 1.0)[:, None]
+    chain = Chain(**{**vars(chain), "backward_seconds": chain.backward_seconds * heavy})
+    every = settings(8, ("1f1b", "gpipe"), ("never", "except_last", "always"), [8 // micro_batches])
+    assert search(Space(chain, make_topology(8), "sgd", None), every, range(1, 9)).exact
+
+
 def test_ties_take_the_fewest_stages_and_the_first_setting(
     make_topology: MakeTopology, make_chain: MakeChain
 ) -> None:
