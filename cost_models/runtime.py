@@ -28,20 +28,38 @@ class Runtime:
     recompute: frozenset[str]
     replicas: Literal["none", "equal"]
     one_process: bool
+    trains_every_stage: bool
+    """Whether a stage without parameters is refused."""
 
     def runs_replicas(self, replicas: Sequence[int]) -> bool:
         """Whether the stages may have these numbers of replicas."""
         return len(set(replicas)) == 1 and (self.replicas == "equal" or replicas[0] == 1)
 
 
-_GPIPE_RECOMPUTE = frozenset({"never", "always", "except_last"})
+def _one_process_gpipe(name: str) -> Runtime:
+    return Runtime(
+        name,
+        frozenset({"gpipe"}),
+        frozenset({"never", "always", "except_last"}),
+        replicas="none",
+        one_process=True,
+        trains_every_stage=False,
+    )
+
 
 RUNTIMES: dict[str, Runtime] = {
     runtime.name: runtime
     for runtime in (
-        Runtime("torchgpipe", frozenset({"gpipe"}), _GPIPE_RECOMPUTE, replicas="none", one_process=True),
-        Runtime("fairscale", frozenset({"gpipe"}), _GPIPE_RECOMPUTE, replicas="none", one_process=True),
-        Runtime("deepspeed", frozenset({"1f1b"}), frozenset({"never", "always"}), "equal", one_process=False),
+        _one_process_gpipe("torchgpipe"),
+        _one_process_gpipe("fairscale"),
+        Runtime(
+            "deepspeed",
+            frozenset({"1f1b"}),
+            frozenset({"never", "always"}),
+            replicas="equal",
+            one_process=False,
+            trains_every_stage=True,
+        ),
     )
 }
 

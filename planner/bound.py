@@ -65,6 +65,8 @@ class Instance:
     optimizer: str
     memory_limit: float | None = None
     single_process: bool = False
+    trains_every_stage: bool = False
+    """Whether a stage without parameters is refused."""
     _memory: dict[int, npt.NDArray[np.bool_]] = field(default_factory=dict)
 
     @property
@@ -90,17 +92,23 @@ class Instance:
         return self.occupancy(boundary) + self.links[boundary].latency_seconds
 
     def allowed(self, remaining: int, stages: int) -> npt.NDArray[np.bool_]:
-        """Which stages may be the one with `remaining` stages from it to the end, by memory."""
+        """Which stages may be the one with `remaining` stages from it to the end."""
         if self.memory_limit is None:
-            return self.table.valid
+            return self.usable
         setting = self.setting
         in_flight = schedule_named(setting.schedule).in_flight(
             stages - remaining, stages, setting.micro_batches
         )
         if in_flight not in self._memory:
             needed = self.table.memory(in_flight, setting.recompute, self.optimizer)
-            self._memory[in_flight] = self.table.valid & (needed <= self.memory_limit)
+            self._memory[in_flight] = self.usable & (needed <= self.memory_limit)
         return self._memory[in_flight]
+
+    @cached_property
+    def usable(self) -> npt.NDArray[np.bool_]:
+        """Which stages may be, whatever the memory."""
+        trained = np.asarray(self.table.stage_bytes.parameters) > 0
+        return self.table.valid & trained if self.trains_every_stage else self.table.valid
 
     @property
     def launches(self) -> float:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..cost_models.errors import InfeasibleError
+from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.quantities import format_bytes
 from ..cost_models.schedules import schedule_named
 from .balance import balance_table
+from .problem import Problem
 from .search import Space
 from .setting import Setting
 
@@ -28,18 +30,10 @@ class Tightest:
     ledger: dict[str, int]
 
 
-def least_memory(space: Space, settings: Sequence[Setting], stage_counts: Iterable[int]) -> Tightest:
-    """The straight plan whose largest stage is smallest."""
-    plans = [_tightest(space, setting, stages) for stages in stage_counts for setting in settings]
-    return min(plans, key=lambda plan: plan.memory_bytes)
-
-
-def no_plan_fits(
-    space: Space, settings: Sequence[Setting], freer_settings: Sequence[Setting], stage_counts: Sequence[int]
-) -> InfeasibleError:
-    """The error for a space without a plan that fits; `freer_settings` are those the wishes left out."""
-    tightest = least_memory(space, settings, stage_counts)
-    limit = int(space.memory_limit or 0)
+def no_plan_fits(problem: Problem) -> InfeasibleError:
+    """The error for a problem without a plan that fits."""
+    tightest = least_memory(problem)
+    space, limit = problem.space, int(problem.space.memory_limit or 0)
     names, places = space.chain.names, space.table(tightest.setting.micro_batch_size).places
     first, last = names[places[tightest.start]], names[places[tightest.end] - 1]
     terms = ", ".join(
@@ -53,39 +47,61 @@ def no_plan_fits(
         f"{format_bytes(tightest.memory_bytes)} ({terms}); "
         f"{format_bytes(tightest.memory_bytes - limit)} are missing"
     )
-    changes = list(_changes(space, settings, freer_settings, stage_counts, limit))
-    changes.append(f"--memory {tightest.memory_bytes / 2**30 + 0.005:.2f}GiB a GPU")
+    changes = [*_changes(problem), f"--memory {tightest.memory_bytes / 2**30 + 0.005:.2f}GiB a GPU"]
     return InfeasibleError(what, "What would fit: " + "; or ".join(changes) + ".")
 
 
-def _changes(
-    space: Space,
-    settings: Sequence[Setting],
-    freer_settings: Sequence[Setting],
-    stage_counts: Sequence[int],
-    limit: int,
-) -> Iterator[str]:
+def least_memory(problem: Problem) -> Tightest:
+    """The straight plan whose largest stage is smallest."""
+    plans = [
+        _tightest(problem.space, setting, stages)
+        for stages in problem.stage_counts
+        for setting in problem.settings
+    ]
+    return min((plan for plan in plans if plan), key=lambda plan: plan.memory_bytes)
+
+
+def _changes(problem: Problem) -> Iterator[str]:
     """Single changes that make a plan fit, the cheapest for the user first."""
-    freer = least_memory(space, freer_settings, stage_counts)
-    if freer.memory_bytes <= limit:
-        yield f"{freer.setting} (leave --micro-batches, --schedule and --recompute at auto)"
-    if space.optimizer != "sgd":
-        plain = least_memory(replace(space, optimizer="sgd"), settings, stage_counts)
-        if plain.memory_bytes <= limit:
+    limit, wishes = int(problem.space.memory_limit or 0), problem.wishes
+    with suppress(UsageError):
+        freer = least_memory(problem.freest)
+        if freer.memory_bytes <= limit:
+            yield f"{freer.setting} (leave --micro-batches, --schedule and --recompute at auto)"
+    if wishes.optimizer != "sgd":
+        plain = Problem(problem.chain, problem.topology, replace(wishes, optimizer="sgd"))
+        if least_memory(plain).memory_bytes <= limit:
             yield "--optimizer sgd"
-    for stages in range(max(stage_counts) + 1, min(space.chain.max_stages, 4 * max(stage_counts)) + 1):
-        wider = replace(space, topology=replace(space.topology, gpus=stages))
-        if least_memory(wider, settings, [stages]).memory_bytes <= limit:
-            yield f"--gpus {stages}"
-            return
+    more = _more_gpus(problem, limit)
+    if more is not None:
+        # Without a wish the mini-batch grows with the GPUs, and so may what a stage holds.
+        yield f"--gpus {more} --mini-batch {problem.mini_batch}"
 
 
-def _tightest(space: Space, setting: Setting, stages: int) -> Tightest:
-    table = space.table(setting.micro_batch_size)
-    schedule = schedule_named(setting.schedule)
+def _more_gpus(problem: Problem, limit: int) -> int | None:
+    """The fewest GPUs above those offered, at most four times as many, with which a plan fits."""
+    fixed = replace(problem.wishes, mini_batch=problem.mini_batch)
+    for gpus in range(problem.gpus + 1, min(problem.chain.max_stages, 4 * problem.gpus) + 1):
+        wider = Problem(problem.chain, replace(problem.topology, gpus=gpus), fixed)
+        plans = [_tightest(wider.space, setting, wider.stage_counts[-1]) for setting in wider.settings]
+        if any(plan is not None and plan.memory_bytes <= limit for plan in plans):
+            return gpus
+    return None
+
+
+def _tightest(space: Space, setting: Setting, stages: int) -> Tightest | None:
+    """The plan of so many stages that needs least; None where no such plan is allowed whatever the memory."""
+    instance, schedule = space.instance(setting), schedule_named(setting.schedule)
+    table = instance.table
     held = [schedule.in_flight(stage, stages, setting.micro_batches) for stage in range(stages)]
-    needs = {count: table.memory(count, setting.recompute, space.optimizer) for count in set(held)}
-    ends = balance_table(lambda stage: needs[held[stage]], stages)
+    needs = {
+        count: np.where(instance.usable, table.memory(count, setting.recompute, space.optimizer), np.inf)
+        for count in set(held)
+    }
+    try:
+        ends = balance_table(lambda stage: needs[held[stage]], stages)
+    except InfeasibleError:
+        return None
     starts = [0, *ends[:-1]]
     bytes_by_stage = [float(needs[held[s]][starts[s], ends[s]]) for s in range(stages)]
     stage = int(np.argmax(bytes_by_stage))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..cost_models.errors import UsageError
@@ -61,8 +61,14 @@ class Problem:
 
     @property
     def stage_counts(self) -> range:
-        """Stage counts of straight pipelines: 1 to the devices or to what the cuts allow."""
-        return range(1, min(self.gpus, self.chain.max_stages) + 1)
+        """Stage counts of straight pipelines, for the runtime."""
+        return self.stage_counts_for(self.runtime)
+
+    def stage_counts_for(self, runtime: Runtime | None) -> range:
+        """1 to the devices or to what the cuts allow; one process reaches the devices of one node."""
+        per_node = self.topology.gpus_per_node
+        reached = min(self.gpus, per_node) if runtime is not None and runtime.one_process else self.gpus
+        return range(1, min(reached, self.chain.max_stages) + 1)
 
     @cached_property
     def space(self) -> Space:
@@ -87,14 +93,24 @@ class Problem:
         allowed = tuple(s for s in schedules if runtime is None or s in runtime.schedules)
         return settings(self.mini_batch, allowed, self.recomputes(runtime), self.sizes)
 
+    @property
+    def freest(self) -> Problem:
+        """The same with schedule, recomputation and micro-batches left to the search.
+
+        Raises UsageError where the profile reaches no micro-batch size that divides the mini-batch.
+        """
+        free = Wishes(self.mini_batch, optimizer=self.wishes.optimizer, runtime=self.wishes.runtime)
+        return Problem(self.chain, self.topology, free)
+
     @cached_property
-    def freest_settings(self) -> list[Setting]:
-        """The settings that the runtime would run if schedule, recomputation and micro-batches were free."""
-        return Problem(
-            self.chain,
-            self.topology,
-            Wishes(self.mini_batch, None, "auto", "auto", self.wishes.optimizer, self.wishes.runtime),
-        ).settings
+    def accumulating(self) -> Problem:
+        """What one GPU, or each of many, may do by accumulating gradients, whatever the wishes; where the
+        profile reaches no other micro-batch size, with the wished one."""
+        free = Wishes(self.mini_batch, schedule="1f1b", optimizer=self.wishes.optimizer)
+        try:
+            return Problem(self.chain, self.topology, free)
+        except UsageError:
+            return Problem(self.chain, self.topology, replace(free, micro_batches=self.wishes.micro_batches))
 
     def recomputes(self, runtime: Runtime | None) -> tuple[Recompute, ...]:
         """The ways to recompute that `runtime` knows and the wishes leave."""
@@ -144,7 +160,7 @@ class Problem:
         asked = f"--schedule {wishes.schedule}, --recompute {wishes.recompute.replace('_', '-')}"
         if runtime is None:
             return UsageError(
-                f"{asked} with {self.mini_batch // self.sizes[0]} micro-batch: there is no such plan",
+                f"{asked} with 1 micro-batch: there is no such plan",
                 "except-last needs two micro-batches or more: leave one of the options at auto.",
             )
         modes = ", ".join(sorted(mode.replace("_", "-") for mode in runtime.recompute))
@@ -160,10 +176,16 @@ class Problem:
         counts = sorted({setting.micro_batches for setting in self.settings})
         most = self.stage_counts[-1]
         text = (
-            f"straight pipelines of {'1' if most == 1 else f'1 to {most}'} stages, {' and '.join(kinds)}, "
+            f"straight pipelines of {'1 stage' if most == 1 else f'1 to {most} stages'}, "
+            f"{' and '.join(kinds)}, "
             f"recompute {', '.join(modes)}, {some(counts)} micro-batches"
         )
         return text + (f"; data parallelism over {self.gpus} GPUs" if self.may_replicate else "")
+
+
+def counted(count: int, word: str) -> str:
+    """`1 stage`, `2 stages`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def some(values: Sequence[int]) -> str:
@@ -175,8 +197,9 @@ def some(values: Sequence[int]) -> str:
 def _check_counts(chain: Chain, gpus: int, wishes: Wishes) -> None:
     if gpus > len(chain):
         raise UsageError(
-            f"--gpus {gpus}: the model has {len(chain)} layers, and a stage needs at least one",
-            f"Use at most {len(chain)} GPUs (its allowed cuts make {chain.max_stages} stages).",
+            f"--gpus {gpus}: the model has {counted(len(chain), 'layer')}, and a stage needs at least one",
+            f"Use at most {counted(len(chain), 'GPU')} (its allowed cuts make "
+            f"{counted(chain.max_stages, 'stage')}).",
         )
     for option, value in (("--mini-batch", wishes.mini_batch), ("--micro-batches", wishes.micro_batches)):
         if value is not None and value < 1:

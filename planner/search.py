@@ -6,9 +6,9 @@ Every subproblem (a setting and a stage count) has a proven bound. Two passes ov
 2. Branch and bound, a stage at a time for all unfinished plans at once, keeps each whose bound lies below the
    best plan known; the whole plans that are left are simulated, the lowest bounds first.
 
-Where the number of unfinished plans passes a fixed width, those with the highest bounds are put aside, and
-the smallest of their bounds limits what is proven. Nothing depends on the clock: the same input always gives
-the same answer.
+Where the number of unfinished plans passes a fixed width, those with the highest bounds are put aside; where
+the work that a search may spend is done, the rest stays unscored. The smallest of their bounds then limits
+what is proven. Work is counted, not timed: the same input always gives the same answer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ TIE = 1e-9
 """Plans closer than this share of a step are equal; bounds closer than this exclude."""
 
 BEAM = 32
-WIDTH = 2_000_000
+WIDTH = 500_000
 """Entries of the table of unfinished plans x next places that are looked at side by side."""
 BATCH = 128
-SIMULATIONS = 60_000_000
-"""Candidates x actions that a subproblem may simulate."""
+WORK = 4e8
+"""What a search may spend on proving that its best plan is the best there is, see `_Work`."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Space:
             optimizer=self.optimizer,
             memory_limit=self.memory_limit,
             single_process=self.runtime is not None and self.runtime.one_process,
+            trains_every_stage=self.runtime is not None and self.runtime.trains_every_stage,
         )
 
 
@@ -141,17 +142,18 @@ def search(space: Space, settings: Sequence[Setting], stage_counts: Iterable[int
 
     Among plans within `TIE` of each other: the fewest stages, then the setting that stands first.
     """
-    counts = sorted(set(stage_counts))
-    problems = [_Subproblem(space.instance(setting), stages) for stages in counts for setting in settings]
-    best: Candidate | None = None
+    counts, work = sorted(set(stage_counts)), _Work(WORK)
+    problems = [_Subproblem(space.instance(s), stages, work) for stages in counts for s in settings]
+    seed: Candidate | None = None
     for problem in sorted(problems, key=lambda p: p.quick_bound):
-        best = problem.seed(best)
-    limit = best.step_seconds * (1 + TIE) if best else np.inf
-    best = None
+        seed = problem.seed(seed)
+    limit = seed.step_seconds * (1 + TIE) if seed else np.inf
+    best: Candidate | None = None
     for problem in problems:
         found = problem.solve(limit)
         if found is not None:
             best, limit = found, found.step_seconds
+    best = best or seed
     proven = min((problem.proven for problem in problems), default=np.inf)
     root = min((problem.root_if_known for problem in problems), default=np.inf)
     step = best.step_seconds if best else np.inf
@@ -159,11 +161,26 @@ def search(space: Space, settings: Sequence[Setting], stage_counts: Iterable[int
     return Found(best, step if exact else proven, min(root, step), exact)
 
 
+class _Work:
+    """What may still be spent, in nanoseconds or so: counted from the sizes of tables, never timed."""
+
+    def __init__(self, amount: float) -> None:
+        self.left = amount
+
+    def extend(self, entries: int) -> None:
+        """Bounds were computed for so many unfinished plans and next places."""
+        self.left -= 20_000 + 100 * entries
+
+    def simulate(self, plans: int, actions: int) -> None:
+        """So many plans of so many actions were simulated side by side."""
+        self.left -= actions * (500 if plans == 1 else 3_000 + 25 * plans)
+
+
 class _Subproblem:
     """The plans of one setting with one number of stages."""
 
-    def __init__(self, instance: Instance, stages: int) -> None:
-        self.instance, self.stages = instance, stages
+    def __init__(self, instance: Instance, stages: int, work: _Work) -> None:
+        self.instance, self.stages, self.work = instance, stages, work
         self.quick_bound = instance.quick_bound(stages)
         self.proven = np.inf
         """A bound on the plans that were not scored, where some may be faster than the best known."""
@@ -184,37 +201,42 @@ class _Subproblem:
     def seed(self, best: Candidate | None) -> Candidate | None:
         """A good plan, where one faster than `best` is possible; else `best`."""
         limit = best.step_seconds if best else np.inf
-        if max(self.quick_bound, 0.0) >= limit or self.bound.root() >= limit or np.isinf(self.bound.root()):
+        if self.quick_bound >= limit or self.bound.root() >= limit or np.isinf(self.bound.root()):
             return best
         beam, _ = self._unfinished(limit, BEAM)
-        return self._fastest(np.concatenate([beam, self._balanced()]), limit) or best
+        found, _ = self._fastest(np.concatenate([beam, self._balanced()]), limit)
+        return found or best
 
     def solve(self, limit: float) -> Candidate | None:
         """The fastest plan below `limit`, by branch and bound; None where there is none."""
         if self.quick_bound >= limit or self.bound.root() >= limit:
             return None
-        plans, self.proven = self._unfinished(limit, max(BEAM, WIDTH // (self.instance.last_place + 1)))
-        return self._fastest(plans, limit)
+        if self.work.left <= 0:
+            self.proven = self.bound.root()
+            return None
+        plans, aside = self._unfinished(limit, max(BEAM, WIDTH // (self.instance.last_place + 1)))
+        best, left = self._fastest(plans, limit)
+        self.proven = min(aside, left)
+        return best
 
-    def _fastest(self, plans: Ends, limit: float) -> Candidate | None:
-        """The fastest of these plans, where it is faster than `limit`; those whose bounds are lowest are
-        simulated first, and more and more side by side."""
+    def _fastest(self, plans: Ends, limit: float) -> tuple[Candidate | None, float]:
+        """The fastest of these plans, where it is faster than `limit`, and the least bound of those that the
+        work did not reach (inf: none). The lowest bounds are simulated first, more and more side by side."""
         bounds = self.bound.finished(plans)
         order = np.argsort(bounds, kind="stable")
         plans, bounds = plans[order], bounds[order]
         best: Candidate | None = None
-        allowance = SIMULATIONS // (2 * self.stages * self.instance.setting.micro_batches)
         start, batch = 0, 1
         while start < len(plans) and bounds[start] < limit * (1 - TIE if best else 1):
-            if start >= allowance:
-                self.proven = min(self.proven, float(bounds[start]))
-                break
+            if start and self.work.left <= 0:
+                return best, float(bounds[start])
             steps = score(self.instance, plans[start : start + batch])
+            self.work.simulate(len(steps), 2 * self.stages * self.instance.setting.micro_batches)
             first = int(steps.argmin())
             if steps[first] < limit:
                 best, limit = self._candidate(plans[start + first], steps[first]), float(steps[first])
             start, batch = start + batch, min(8 * batch, BATCH)
-        return best
+        return best, np.inf
 
     def _candidate(self, ends: Ends, step: float) -> Candidate:
         return Candidate(self.instance.setting, tuple(int(end) for end in ends), float(step))
@@ -227,6 +249,7 @@ class _Subproblem:
         aside = np.inf
         for stage in range(self.stages):
             table, states = self.bound.extend(stage, state)
+            self.work.extend(table.size)
             if stage == self.stages - 1:
                 table[:, :-1] = np.inf
             parents, places = np.nonzero(table < limit)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
 
 from ..cost_models.layer import Chain
 from ..cost_models.runtime import RUNTIMES, Runtime
@@ -14,9 +17,9 @@ from .data_parallel import DataParallel, data_parallel
 from .infeasible import no_plan_fits
 from .plan_file import Alternative, Baseline, Plan, PlannedStage, Prediction, ProfileReference
 from .planned import data_parallel_bubble, data_parallel_stage, pipeline_bubble, pipeline_stages
-from .problem import Problem, Wishes
+from .problem import Problem, Wishes, counted
 from .search import TIE, Candidate, Found, search
-from .setting import Setting, settings
+from .setting import Setting
 
 
 def solve(
@@ -38,8 +41,9 @@ def solve(
     """
     problem = Problem(chain, topology, wishes)
     found = search(problem.space, problem.settings, problem.stage_counts)
-    replicated = _replicated(problem)
-    best, others = _best(problem, found, replicated)
+    parallel = _parallel(problem)
+    best = _best(problem, found, parallel)
+    baselines, alternatives = _baselines(problem), _alternatives(problem, found)
     return Plan(
         model=model,
         balance=[stage.last_layer - stage.first_layer + 1 for stage in best.stages],
@@ -53,11 +57,11 @@ def solve(
         gpus=topology.gpus,
         topology=topology.describe(),
         stages=best.stages,
-        prediction=_prediction(best, found, others),
-        baselines=_baselines(problem, replicated),
-        alternatives=_alternatives(problem, found),
+        prediction=_prediction(best, found, parallel),
+        baselines=[row.record for row in baselines],
+        alternatives=alternatives,
         searched=problem.searched(),
-        notes=[*notes, *_notes(problem, best)],
+        notes=[*notes, *_notes(problem), *_outside(problem, best, baselines, alternatives)],
         layer_names=list(chain.names),
         profile=profile,
     )
@@ -73,38 +77,30 @@ class _Best:
     bubble: float
 
 
-@dataclass(frozen=True)
-class _Replicated:
-    """Data parallelism over all devices, or why there is none."""
-
-    plan: DataParallel | None
-    reason: str
-
-
-def _replicated(problem: Problem) -> _Replicated:
-    if problem.gpus == 1:
-        return _Replicated(None, "there is one GPU")
-    recomputes, count = problem.recomputes(None), problem.wishes.micro_batches
-    return _Replicated(*data_parallel(problem.space, problem.gpus, problem.mini_batch, recomputes, count))
+def _parallel(problem: Problem) -> DataParallel | None:
+    """Data parallelism over all devices, where it may be the answer and the wishes leave a way that fits."""
+    if not problem.may_replicate:
+        return None
+    recomputes, count = problem.recomputes(problem.runtime), problem.wishes.micro_batches
+    return data_parallel(problem.space, problem.gpus, problem.mini_batch, recomputes, count)[0]
 
 
-def _best(problem: Problem, found: Found, replicated: _Replicated) -> tuple[_Best, list[float]]:
-    """The best plan of the space, and the steps of the plans in it that are no straight pipelines."""
+def _best(problem: Problem, found: Found, parallel: DataParallel | None) -> _Best:
+    """The fastest plan of the space. Raises InfeasibleError where there is none."""
     space, straight = problem.space, found.best
-    parallel = replicated.plan if problem.may_replicate else None
-    others = [parallel.step_seconds] if parallel else []
     if parallel and (straight is None or parallel.step_seconds < straight.step_seconds * (1 - TIE)):
         stages, bubble = [data_parallel_stage(space, parallel)], data_parallel_bubble(space, parallel)
-        return _Best(parallel.setting, stages, parallel.step_seconds, bubble), others
+        return _Best(parallel.setting, stages, parallel.step_seconds, bubble)
     if straight is None:
-        raise no_plan_fits(space, problem.settings, problem.freest_settings, problem.stage_counts)
+        raise no_plan_fits(problem)
     stages, bubble = pipeline_stages(space, straight), pipeline_bubble(space, straight)
-    return _Best(straight.setting, stages, straight.step_seconds, bubble), others
+    return _Best(straight.setting, stages, straight.step_seconds, bubble)
 
 
-def _prediction(best: _Best, found: Found, others: Sequence[float]) -> Prediction:
+def _prediction(best: _Best, found: Found, parallel: DataParallel | None) -> Prediction:
     step, samples = best.step_seconds, best.setting.mini_batch
-    bound = min(found.bound_seconds, *others, step)
+    scored = [step] if parallel is None else [step, parallel.step_seconds]
+    bound = min(found.bound_seconds, *scored)
     return Prediction(
         step_seconds=step,
         samples_per_second=samples / step,
@@ -112,37 +108,49 @@ def _prediction(best: _Best, found: Found, others: Sequence[float]) -> Predictio
         lower_bound_seconds=bound,
         gap=step / bound - 1,
         exact=bound >= step * (1 - TIE),
-        root_bound_seconds=min(found.root_bound_seconds, *others, step),
+        root_bound_seconds=min(found.root_bound_seconds, *scored),
     )
 
 
-def _baselines(problem: Problem, replicated: _Replicated) -> list[Baseline]:
-    """One GPU, data parallelism and the simple partitions, each with its best setting under the wishes."""
-    alone = replace(problem.space, runtime=None)
-    accumulating = settings(problem.mini_batch, ("1f1b",), problem.recomputes(None), problem.sizes)
-    one = search(alone, accumulating, [1]).best
-    rows = [_baseline("one-gpu", one, "does not fit"), _data_parallel_baseline(replicated)]
+@dataclass(frozen=True)
+class _Row:
+    """A baseline, and the samples of a micro-batch on one device (None: it has none)."""
+
+    record: Baseline
+    size: float | None = None
+
+
+def _baselines(problem: Problem) -> list[_Row]:
+    """One GPU and data parallelism as each does it best, whatever the wishes; the simple partitions with
+    their best setting under the wishes."""
+    free = problem.accumulating
+    one = search(free.space, free.settings, [1]).best
     space, stages = problem.space, problem.gpus
-    rows += [_baseline(name, *fixed_partition(space, problem.settings, name, stages)) for name in PARTITIONS]
-    return rows
+    simple = [(name, *fixed_partition(space, problem.settings, name, stages)) for name in PARTITIONS]
+    return [_row("one-gpu", one, "does not fit"), _parallel_row(free), *(_row(*each) for each in simple)]
 
 
-def _baseline(name: str, plan: Candidate | None, reason: str) -> Baseline:
+def _row(name: str, plan: Candidate | None, reason: str) -> _Row:
     if plan is None:
-        return Baseline(name=name, step_seconds=None, reason=reason)
-    return Baseline(name=name, step_seconds=plan.step_seconds, detail=str(plan.setting))
+        return _Row(Baseline(name=name, step_seconds=None, reason=reason))
+    record = Baseline(name=name, step_seconds=plan.step_seconds, detail=str(plan.setting))
+    return _Row(record, plan.setting.micro_batch_size)
 
 
-def _data_parallel_baseline(replicated: _Replicated) -> Baseline:
-    plan = replicated.plan
+def _parallel_row(free: Problem) -> _Row:
+    name, gpus = "data-parallel", free.gpus
+    if gpus == 1:
+        return _Row(Baseline(name=name, step_seconds=None, reason="there is one GPU"))
+    plan, reason = data_parallel(free.space, gpus, free.mini_batch, free.recomputes(None), None)
     if plan is None:
-        return Baseline(name="data-parallel", step_seconds=None, reason=replicated.reason)
+        return _Row(Baseline(name=name, step_seconds=None, reason=reason))
     setting = plan.setting
     detail = (
-        f"{setting.micro_batches} x {setting.micro_batch_size} over {plan.replicas} GPUs, "
+        f"{setting.micro_batches} x {setting.micro_batch_size} over {gpus} GPUs, "
         f"recompute {setting.recompute}"
     )
-    return Baseline(name="data-parallel", step_seconds=plan.step_seconds, detail=detail)
+    record = Baseline(name=name, step_seconds=plan.step_seconds, detail=detail)
+    return _Row(record, setting.micro_batch_size / gpus)
 
 
 def _alternatives(problem: Problem, found: Found) -> list[Alternative]:
@@ -151,14 +159,26 @@ def _alternatives(problem: Problem, found: Found) -> list[Alternative]:
     for names in _kinds():
         runtime = RUNTIMES[names[0]]
         own = problem.settings_for(runtime, tuple(SCHEDULES))
-        if own:
-            best = search(replace(problem.space, runtime=runtime), own, problem.stage_counts)
-            made += _alternative(problem, best, names, "")
+        if not own:
+            continue
+        space, counts = replace(problem.space, runtime=runtime), problem.stage_counts_for(runtime)
+        best = found if _answers(problem, found, runtime, own) else search(space, own, counts)
+        made += _alternative(problem, best, names, "")
     most = problem.stage_counts[-1]
     if found.best is not None and len(found.best.ends) < most:
         longest = search(problem.space, problem.settings, [most])
         made += _alternative(problem, longest, [], f"the fastest straight plan of {most} stages")
     return made
+
+
+def _answers(problem: Problem, found: Found, runtime: Runtime, own: Sequence[Setting]) -> bool:
+    """Whether the best plan of all is proven to be the best that `runtime` runs, too."""
+    if found.best is None or not found.exact or runtime.one_process or problem.runtime is not None:
+        return False
+    trained = problem.space.instance(found.best.setting).table.stage_bytes.parameters
+    stages = pairwise([0, *found.best.ends])
+    every = all(np.asarray(trained)[i, j] > 0 for i, j in stages)
+    return found.best.setting in own and (every or not runtime.trains_every_stage)
 
 
 def _kinds() -> list[list[str]]:
@@ -191,18 +211,28 @@ def _alternative(problem: Problem, found: Found, runtimes: list[str], reason: st
     ]
 
 
-def _notes(problem: Problem, best: _Best) -> list[str]:
-    chain, gpus = problem.chain, problem.gpus
+def _notes(problem: Problem) -> list[str]:
+    chain, gpus, runtime = problem.chain, problem.gpus, problem.runtime
     notes = []
     if problem.wishes.mini_batch is None:
         notes.append(
             f"mini-batch {problem.mini_batch}: the largest measured size ({chain.sizes[-1]}) times "
-            f"{gpus} GPUs; --mini-batch sets another"
+            f"{counted(gpus, 'GPU')}; --mini-batch sets another"
         )
-    size = best.setting.micro_batch_size / best.stages[0].replicas
-    outside = problem.space.table(size).costs.outside
-    if outside:
-        notes.append(outside)
     if gpus > chain.max_stages:
-        notes.append(f"the allowed cuts make at most {chain.max_stages} stages, fewer than {gpus} GPUs")
+        most = counted(chain.max_stages, "stage")
+        notes.append(f"the allowed cuts make at most {most}, fewer than {counted(gpus, 'GPU')}")
+    if runtime is not None and runtime.one_process and gpus > problem.topology.gpus_per_node:
+        reached = counted(problem.topology.gpus_per_node, "GPU")
+        notes.append(f"{runtime.name} is one process: it reaches the {reached} of one node")
     return notes
+
+
+def _outside(
+    problem: Problem, best: _Best, baselines: Sequence[_Row], alternatives: Sequence[Alternative]
+) -> list[str]:
+    """What of all that is shown was extrapolated."""
+    sizes = {best.setting.micro_batch_size / best.stages[0].replicas}
+    sizes |= {row.size for row in baselines if row.size is not None}
+    sizes |= {float(other.micro_batch_size) for other in alternatives}
+    return [text for size in sorted(sizes) if (text := problem.space.table(size).costs.outside)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -145,7 +146,7 @@ def test_notes_say_what_was_assumed(make_chain: MakeChain, make_topology: MakeTo
     assert small.micro_batch_size == 1
     assert "micro-batch size 1 is below the smallest measured (2): extrapolated" in small.notes
     few = solved(make_chain(1, 6, cuts=0.0), make_topology(3))
-    assert any("at most 1 stages, fewer than 3 GPUs" in note for note in few.notes)
+    assert any("at most 1 stage, fewer than 3 GPUs" in note for note in few.notes)
     assert next(b.reason for b in few.baselines if b.name == "even") is not None
 
 
@@ -167,6 +168,7 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
             option, value = way.split()[:2]
             seen.add(option)
             if option == "--gpus":
+                assert way.split()[2:] == ["--mini-batch", "16"]
                 assert solved(chain, make_topology(int(value), memory=memory), **fixed, optimizer="adam")
             elif option == "--optimizer":
                 assert solved(chain, make_topology(2, memory=memory), **fixed, optimizer=value)
@@ -214,3 +216,58 @@ def test_more_gpus_than_layers(make_chain: MakeChain, make_topology: MakeTopolog
 def test_a_mini_batch_that_nothing_divides(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     with pytest.raises(UsageError, match="--mini-batch 12: no micro-batch size that the profile reaches"):
         solved(make_chain(1, 5, sizes=(8,)), make_topology(2), mini_batch=12)
+
+
+def test_one_process_stays_on_one_node(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    chain = with_parameters(make_chain(2, 9, cuts=1.0, traffic=0.01), 1e6)
+    plan = solved(chain, make_topology(6, per_node=2))
+    assert len(plan.stages) > 2
+    by_runtime = {tuple(other.runtimes): len(other.balance) for other in plan.alternatives}
+    assert by_runtime["torchgpipe", "fairscale"] <= 2 < by_runtime["deepspeed",]
+    alone = solved(chain, make_topology(6, per_node=2), runtime="torchgpipe")
+    assert len(alone.stages) <= 2
+    assert "torchgpipe is one process: it reaches the 2 GPUs of one node" in alone.notes
+
+
+def test_deepspeed_trains_every_stage(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    """The layers without parameters take longest: other plans leave them alone on a stage."""
+    chain = make_chain(2, 8, cuts=1.0, traffic=0.001)
+    bare = np.arange(8) % 2 == 1
+    chain = replace(
+        chain,
+        parameter_bytes=np.where(bare, 0.0, 1e6),
+        forward_seconds=chain.forward_seconds + 5.0 * bare[:, None],
+    )
+
+    def parts(balance: list[int]) -> list[float]:
+        ends = np.cumsum([0, *balance])
+        return [float(chain.parameter_bytes[a:b].sum()) for a, b in pairwise(ends)]
+
+    plan = solved(chain, make_topology(6), mini_batch=8, schedule="1f1b")
+    assert min(parts(plan.balance)) == 0
+    for_deepspeed = next(other for other in plan.alternatives if "deepspeed" in other.runtimes)
+    assert min(parts(for_deepspeed.balance)) > 0
+    assert for_deepspeed.step_seconds > plan.prediction.step_seconds
+    alone = solved(chain, make_topology(6), mini_batch=8, schedule="1f1b", runtime="deepspeed")
+    assert alone.balance == for_deepspeed.balance
+
+
+@pytest.mark.parametrize("wishes", [{"micro_batches": 8}, {"micro_batches": 16}, {"recompute": "always"}])
+def test_wishes_do_not_cripple_what_the_plan_is_compared_with(
+    wishes: dict[str, object], make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain, topology = with_parameters(make_chain(1, 6), 0.001), make_topology(4)
+    free = {base.name: base.step_seconds for base in solved(chain, topology, mini_batch=16).baselines}
+    held = {
+        base.name: base.step_seconds for base in solved(chain, topology, mini_batch=16, **wishes).baselines
+    }
+    for name in ("one-gpu", "data-parallel"):
+        assert held[name] == free[name] is not None
+
+
+def test_extrapolation_is_said_of_every_row(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    """Data parallelism wins with a measured size; the other rows are at 32 samples, past the largest of 8."""
+    chain = with_parameters(make_chain(1, 6, sizes=(1, 8)), 0.001)
+    plan = solved(chain, make_topology(4), mini_batch=32, micro_batches=1)
+    assert plan.replicas == [4]
+    assert "micro-batch size 32 is past the largest measured (8): extrapolated" in plan.notes
