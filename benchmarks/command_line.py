@@ -42,6 +42,7 @@ def main() -> None:
         for arguments in (
             ["--help"],
             ["solve", "--gpus", "8"],
+            ["solve", "--gpus", "16"],
             ["solve", "--gpus", "8", "--mini-batch", "1024", "--memory", "4GiB"],
             ["show"],
             ["export", "torchgpipe"],

@@ -24,6 +24,8 @@ from .errors import UsageError
 from .schedules import Action, schedule_named
 
 Array = npt.NDArray[np.float64]
+Order = list[tuple[int, Action]]
+"""Actions with their stages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +165,7 @@ def simulate(actions: Sequence[Sequence[Action]], costs: PipelineCosts) -> Timel
 
     Raises UsageError for lists that are incomplete, repeat an action, or wait for each other for ever.
     """
-    order = _order(tuple(tuple(stage) for stage in actions))
+    order = _order(actions)
     costs.check(len(actions), 1 + max(action.micro_batch for _, action in order))
     spans: list[Span] = []
     ends = _run(order, _as_lists(costs), max, spans)
@@ -183,44 +185,50 @@ def step_seconds(schedule: str, costs: PipelineCosts) -> Array:
     return latest
 
 
-@lru_cache(maxsize=64)
-def _schedule_order(schedule: str, stages: int, micro_batches: int) -> tuple[tuple[int, Action], ...]:
-    return _order(tuple(tuple(stage) for stage in schedule_named(schedule).actions(stages, micro_batches)))
+CACHED_ACTIONS = 50_000
+"""Orders of more actions than this are made anew each time: keeping them would take hundreds of megabytes."""
+
+
+def _schedule_order(schedule: str, stages: int, micro_batches: int) -> Order:
+    if 2 * stages * micro_batches > CACHED_ACTIONS:
+        return _order(schedule_named(schedule).actions(stages, micro_batches))
+    return _cached_order(schedule, stages, micro_batches)
 
 
 @lru_cache(maxsize=64)
-def _order(actions: tuple[tuple[Action, ...], ...]) -> tuple[tuple[int, Action], ...]:
+def _cached_order(schedule: str, stages: int, micro_batches: int) -> Order:
+    return _order(schedule_named(schedule).actions(stages, micro_batches))
+
+
+def _order(actions: Sequence[Sequence[Action]]) -> Order:
     """All actions, each after what it needs, in the order of a clock on which each takes one tick: the order
     in which one process that drives all stages launches them (torchgpipe's clock cycles)."""
     _check_complete(actions)
-    done: list[set[Action]] = [set() for _ in actions]
+    stages, micro_batches = len(actions), len(actions[0]) // 2
+    forward_done = [bytearray(micro_batches) for _ in actions]
+    backward_done = [bytearray(micro_batches) for _ in actions]
+    done = {"F": forward_done, "B": backward_done}
+    # What a forward or a backward of a stage waits for: here all, there nothing more.
+    everything = bytearray(b"\1" * micro_batches)
+    before = [everything, *forward_done[:-1]]
+    after = [*backward_done[1:], everything]
     order: list[tuple[int, Action]] = []
-    total = sum(len(stage) for stage in actions)
-    while len(order) < total:
-        ready = [
-            (stage, own[len(done[stage])])
-            for stage, own in enumerate(actions)
-            if len(done[stage]) < len(own) and _missing(actions, done, stage) is None
-        ]
+    next_index = [0] * stages
+    while len(order) < 2 * stages * micro_batches:
+        ready = []
+        for stage, index in enumerate(next_index):
+            if index == 2 * micro_batches:
+                continue
+            kind, m = action = actions[stage][index]
+            if before[stage][m] if kind == "F" else after[stage][m] and forward_done[stage][m]:
+                ready.append((stage, action))
         if not ready:
-            raise _deadlock(actions, done)
-        for stage, action in ready:
-            done[stage].add(action)
+            raise _deadlock(actions, next_index)
+        for stage, (kind, m) in ready:
+            done[kind][stage][m] = 1
+            next_index[stage] += 1
         order += ready
-    return tuple(order)
-
-
-def _missing(
-    actions: Sequence[Sequence[Action]], done: list[set[Action]], stage: int
-) -> tuple[int, Action] | None:
-    """What the next action of `stage` still waits for: (stage, action), or None."""
-    action = actions[stage][len(done[stage])]
-    if action.kind == "B" and Action("F", action.micro_batch) not in done[stage]:
-        return stage, Action("F", action.micro_batch)
-    neighbour = stage - 1 if action.kind == "F" else stage + 1
-    if 0 <= neighbour < len(actions) and action not in done[neighbour]:
-        return neighbour, action
-    return None
+    return order
 
 
 def _check_complete(actions: Sequence[Sequence[Action]]) -> None:
@@ -240,18 +248,24 @@ def _check_complete(actions: Sequence[Sequence[Action]]) -> None:
             )
 
 
-def _deadlock(actions: Sequence[Sequence[Action]], done: list[set[Action]]) -> UsageError:
+def _deadlock(actions: Sequence[Sequence[Action]], next_index: Sequence[int]) -> UsageError:
+    done = [set(own[:index]) for own, index in zip(actions, next_index, strict=True)]
     waits = []
-    for stage, own in enumerate(actions):
-        if len(done[stage]) < len(own):
-            missing = _missing(actions, done, stage)
-            if missing is not None:
-                waits.append(
-                    f"stage {stage} waits at {own[len(done[stage])]} for {missing[1]} of stage {missing[0]}"
-                )
+    for stage, (own, index) in enumerate(zip(actions, next_index, strict=True)):
+        if index < len(own):
+            other, missing = _missing(own[index], stage, done)
+            waits.append(f"stage {stage} waits at {own[index]} for {missing} of stage {other}")
     return UsageError(
         "the actions wait for each other: " + "; ".join(waits), "Change the order of one of them."
     )
+
+
+def _missing(action: Action, stage: int, done: Sequence[set[Action]]) -> tuple[int, Action]:
+    """What an action that cannot run yet waits for: (stage, action)."""
+    forward = Action("F", action.micro_batch)
+    if action.kind == "B" and forward not in done[stage]:
+        return stage, forward
+    return stage - 1 if action.kind == "F" else stage + 1, action
 
 
 class _Lists(NamedTuple):
@@ -271,34 +285,33 @@ def _as_lists(costs: PipelineCosts) -> _Lists:
     return _Lists(*(None if value is None else value.tolist() for value in values))
 
 
-def _run(
-    order: Sequence[tuple[int, Action]], costs: PipelineCosts | _Lists, later: Any, spans: list[Span] | None
-) -> list[Any]:
+def _run(order: Order, costs: PipelineCosts | _Lists, later: Any, spans: list[Span] | None) -> list[Any]:
     """End of every stage, all-reduce included. `later` is max for floats, np.maximum for candidates."""
     stages = len(costs.forward)
     free: list[Any] = [0.0] * stages
-    links: dict[str, list[Any]] = {"F": [0.0] * stages, "B": [0.0] * stages}
-    arrived: list[dict[Action, Any]] = [{} for _ in range(stages)]
+    # By kind: what each takes and launches, when links get free, when what the action needs has arrived.
     durations = {"F": costs.forward, "B": costs.backward}
     launches: dict[str, Any] = {"F": costs.forward_launch, "B": costs.backward_launch}
-    launched: Any = 0.0
+    links: dict[str, list[Any]] = {"F": [0.0] * stages, "B": [0.0] * stages}
+    arrived: dict[str, list[dict[int, Any]]] = {kind: [{} for _ in free] for kind in ("F", "B")}
+    occupancy, latency, launched = costs.occupancy, costs.latency, 0.0
     for stage, action in order:
-        kind, micro_batch = action
+        kind, m = action
         start = free[stage]
-        if action in arrived[stage]:
-            start = later(start, arrived[stage].pop(action))
+        if m in arrived[kind][stage]:
+            start = later(start, arrived[kind][stage].pop(m))
         if launches[kind] is None:
-            end = start + durations[kind][stage][micro_batch]
+            end = start + durations[kind][stage][m]
         else:
-            start, launched = later(start, launched), launched + launches[kind][stage][micro_batch]
-            end = later(start + durations[kind][stage][micro_batch], launched)
+            start, launched = later(start, launched), launched + launches[kind][stage][m]
+            end = later(start + durations[kind][stage][m], launched)
         free[stage] = end
         target = stage + 1 if kind == "F" else stage - 1
         if 0 <= target < stages:
-            boundary = min(stage, target)
-            sent = later(end, links[kind][boundary]) + costs.occupancy[boundary]
+            boundary = stage if kind == "F" else target
+            sent = later(end, links[kind][boundary]) + occupancy[boundary]
             links[kind][boundary] = sent
-            arrived[target][action] = sent + costs.latency[boundary]
+            arrived[kind][target][m] = sent + latency[boundary]
         if spans is not None:
             spans.append(Span(stage, action, start, end))
     if costs.all_reduce is not None:

@@ -86,6 +86,9 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
         )
     elif plan.micro_batch_size % replicas[0]:
         reasons.append(f"its {replicas[0]} replicas cannot share {plan.micro_batch_size} samples evenly")
+    untrained = [i for i, stage in enumerate(plan.stages) if stage.memory.get("gradients") == 0]
+    if untrained and runtime.trains_every_stage:
+        reasons.append(f"stage {untrained[0]} has no parameters, {runtime.name} trains every stage")
     if plan.recompute not in runtime.recompute:
         reasons.append(f"it recomputes {plan.recompute}, {runtime.name} knows {_listed(runtime.recompute)}")
     return reasons
