@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .options import AsJson, Force, Output, word
-from .streams import remark, result
+from .streams import printable, remark, result
 
 if TYPE_CHECKING:
     from ..runtimes.exported import Exported
@@ -48,13 +48,16 @@ def export_command(
     from .provenance import command_line, made_by
 
     name = runtime_named(runtime).name
-    plan = Plan.load(named_or_newest(plan_file, ("plan",)))
+    source = named_or_newest(plan_file, ("plan",))
+    plan = Plan.load(source)
     target = chosen_target(output, f"{file_stem(plan.model)}.{name}.json", force=force)
-    target.check()
+    target.check(source)
     origin = made_by(MadeBy(), command=command_line(), measured=plan.made_by)
     document, about = export(name, plan, device=device, made_by=origin)
     if about:
         remark(about)
+    if name == "deepspeed" and device == "cpu":
+        remark("--device cpu changes nothing here: DeepSpeed takes its devices from its launcher")
     target.write(document, as_json=as_json, show=lambda: _show(document, target.path))
 
 
@@ -67,7 +70,7 @@ def _show(document: Exported, path: Path) -> None:
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
         if key == "step_seconds":
             key, shown = "predicted step", format_seconds(value)
-        result(f"{key.replace('_', ' ')}: {shown}\n")
+        result(f"{key.replace('_', ' ')}: {printable(str(shown))}\n")
     name = document.runtime
     loss = ", loss_function" if name == "deepspeed" else ""
     build = f"{name}.build(Path({str(path)!r}), pplan.sequential(model, example_input){loss})"

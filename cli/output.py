@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..cost_models.document import Document, write_whole
+from ..cost_models.document import Document, check_place, write_whole
 from ..cost_models.errors import FileError
 from .streams import remark, result
 
@@ -20,19 +20,21 @@ class Target:
     path: Path
     replace: bool
 
-    def check(self) -> None:
-        """Raises FileError where `write` would fail, as far as that can be known before."""
+    def check(self, *sources: Path | None) -> None:
+        """Raises FileError where `write` would fail, as far as that can be known before, and where it would
+        overwrite one of the `sources` it is made from."""
         folder = self.path.parent
-        if self.path.is_dir():
-            raise FileError(f"{self.path}: is a folder", "Name a file with -o.")
         if not folder.is_dir():
             raise FileError(
                 f"{self.path}: the folder {folder} does not exist", "Make it, or name another place with -o."
             )
-        if self.path.exists() and not self.replace:
+        # An input named as the output is told so, not advised to --force.
+        check_place(self.path, force=True)
+        if any(source is not None and _same_file(self.path, source) for source in sources):
             raise FileError(
-                f"{self.path} exists already", "Give --force to replace it, or another name with -o."
+                f"{self.path}: would overwrite what it is made from", "Name another file with -o."
             )
+        check_place(self.path, force=self.replace)
         try:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
@@ -61,6 +63,10 @@ class Target:
                 # Also where the reader of standard output has gone.
                 if written:
                     remark(f"Wrote {self.path}")
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def chosen_target(named: Path | None, default: str, *, force: bool) -> Target:

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.plan_file import Alternative, Baseline, Plan, PlannedStage
-from .figures import percent, ranges, three_digits
-from .table_style import ROOMY, line, table, titled
+from .figures import counted, percent, ranges, three_digits
+from .table_style import figure, gap, line, table, text, titled, word
 
 SAME = 1e-9
 """Relative difference below which two steps count as equally long."""
@@ -20,13 +20,13 @@ def print_plan(plan: Plan, console: Console) -> None:
     """Prints everything about a plan but the ledger of its stages' memory."""
     answer, *more = answer_lines(plan)
     line(console, answer, style="bold")
-    for text in more:
-        line(console, text)
+    for further in more:
+        line(console, further)
     each = " on one replica" if max(plan.replicas) > 1 else ""
     titled(console, f"Stages; seconds of one micro-batch{each}", _stages(plan, console))
     console.print()
-    for text in _summary(plan):
-        line(console, text)
+    for sentence in _summary(plan):
+        line(console, sentence)
     if plan.baselines:
         titled(console, "Against simpler ways to train", _baselines(plan, console))
     if plan.alternatives:
@@ -65,8 +65,8 @@ def devices_used(plan: Plan) -> int:
 def _what(plan: Plan) -> str:
     used = devices_used(plan)
     if len(plan.stages) > 1:
-        return f"A pipeline of {len(plan.stages)} stages over {_gpus(used)}"
-    return f"Data parallelism over {_gpus(used)}" if used > 1 else "One GPU"
+        return f"A pipeline of {len(plan.stages)} stages over {counted(used, 'GPU')}"
+    return f"Data parallelism over {counted(used, 'GPU')}" if used > 1 else "One GPU"
 
 
 def _how_sure(plan: Plan) -> str:
@@ -80,7 +80,7 @@ def _figures(step: float, samples_per_second: float) -> str:
 
 
 def _rival_answer(plan: Plan, rival: Baseline) -> str:
-    on = f" over {_gpus(plan.gpus)}" if rival.name == "data-parallel" and plan.gpus else ""
+    on = f" over {counted(plan.gpus, 'GPU')}" if rival.name == "data-parallel" and plan.gpus else ""
     step = rival.step_seconds or 0.0
     asked = f"{plan.runtime} does not run it" if plan.runtime else "the options given leave it out"
     return f"{_RIVALS[rival.name]}{on} is the fastest: {_figures(step, plan.mini_batch / step)}; {asked}."
@@ -100,11 +100,11 @@ def _fewer(plan: Plan, used: int, offered: int) -> str:
     ]
     # A faster one is not for this plan's options: it may not stand here as the price of using all.
     slower = [row for row in on_all if row[0] >= plan.prediction.step_seconds]
-    text = f"It uses {used} of the {offered} GPUs"
+    uses = f"It uses {used} of the {offered} GPUs"
     if not slower:
-        return f"{text}: more of them would not be faster."
+        return f"{uses}: more of them would not be faster."
     step, what = min(slower)
-    return f"{text}; on all {offered}, {what} takes {format_seconds(step)} a step."
+    return f"{uses}; on all {offered}, {what} takes {format_seconds(step)} a step."
 
 
 def _may_run(plan: Plan, other: Alternative) -> bool:
@@ -125,25 +125,23 @@ def _faster_baseline(plan: Plan) -> Baseline | None:
 _RIVALS = {"data-parallel": "Data parallelism", "one-gpu": "One GPU"}
 
 
-def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"
-
-
 def _stages(plan: Plan, console: Console) -> Table:
-    limited = any(stage.memory_limit_bytes is not None for stage in plan.stages)
-    roomy = console.width >= ROOMY
-    rows = table(console)
-    rows.add_column("stage", justify="right", no_wrap=True)
-    rows.add_column("devices", overflow="fold")
-    rows.add_column("first layer", overflow="fold")
-    rows.add_column("last layer", overflow="fold")
-    for name in ("forward", "backward", "memory", *(("limit", "used") if limited else ())):
-        rows.add_column(name, justify="right", no_wrap=True)
-    if limited and roomy:
-        rows.add_column("", no_wrap=True)
-    for number, stage in enumerate(plan.stages):
-        rows.add_row(*_stage_row(number, stage, plan.layer_names), *_memory_use(stage, limited, roomy))
-    return rows
+    columns = [
+        figure("stage"),
+        text("devices", leaves=4, folds_at=12),
+        text("first layer"),
+        text("last layer", leaves=5),
+        figure("forward"),
+        figure("backward"),
+        figure("memory", leaves=6),
+    ]
+    if any(stage.memory_limit_bytes is not None for stage in plan.stages):
+        columns += [figure("limit", leaves=2), figure("used", leaves=3), word("", leaves=1)]
+    rows = [
+        [*_stage_row(number, stage, plan.layer_names), *_memory_use(stage)][: len(columns)]
+        for number, stage in enumerate(plan.stages)
+    ]
+    return table(console, columns, rows)
 
 
 def _stage_row(number: int, stage: PlannedStage, names: list[str]) -> list[str]:
@@ -158,18 +156,13 @@ def _stage_row(number: int, stage: PlannedStage, names: list[str]) -> list[str]:
     ]
 
 
-def _memory_use(stage: PlannedStage, limited: bool, roomy: bool) -> list[str]:
-    if not limited:
-        return []
+def _memory_use(stage: PlannedStage) -> list[str]:
+    """Limit, share and bar."""
     if not stage.memory_limit_bytes:
-        return ["-", "-", *([""] if roomy else [])]
+        return ["-", "-", ""]
     share = stage.memory_bytes / stage.memory_limit_bytes
     bar = "#" * min(10, round(10 * share))
-    return [
-        format_bytes(stage.memory_limit_bytes),
-        f"{100 * share:.0f} %",
-        *([bar.ljust(10, ".")] if roomy else []),
-    ]
+    return [format_bytes(stage.memory_limit_bytes), f"{100 * share:.0f} %", bar.ljust(10, ".")]
 
 
 def _summary(plan: Plan) -> list[str]:
@@ -177,7 +170,8 @@ def _summary(plan: Plan) -> list[str]:
     lines = [
         f"Step {format_seconds(predicted.step_seconds)}, "
         f"{three_digits(predicted.samples_per_second)} samples/s, bubble {percent(predicted.bubble)}.",
-        f"Mini-batch {plan.mini_batch} = {_micro_batches(plan.micro_batches, plan.micro_batch_size)}; "
+        f"Mini-batch {plan.mini_batch} = "
+        f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size}; "
         f"schedule {plan.schedule}; recompute {plan.recompute.replace('_', '-')}; "
         f"optimizer {plan.optimizer}.",
         _proof(plan),
@@ -199,24 +193,22 @@ def _proof(plan: Plan) -> str:
     )
 
 
-def _micro_batches(count: int, size: int) -> str:
-    return f"{count} micro-batch{'es' if count > 1 else ''} of {size}"
-
-
 def _baselines(plan: Plan, console: Console) -> Table:
-    rows = table(console)
-    rows.add_column("way", no_wrap=True)
-    rows.add_column("step", justify="right", no_wrap=True)
-    rows.add_column("against the plan", justify="right", no_wrap=True)
-    rows.add_column("how, or why not", overflow="fold")
-    for base in plan.baselines:
-        remark = "; ".join(part for part in (base.reason, base.detail) if part)
-        if base.step_seconds is None:
-            rows.add_row(base.name, "-", "-", remark)
-        else:
-            compared = _compared(base.step_seconds, plan.prediction.step_seconds)
-            rows.add_row(base.name, format_seconds(base.step_seconds), compared, remark)
-    return rows
+    columns = [
+        word("way"),
+        figure("step"),
+        figure("against the plan", leaves=1),
+        text("how, or why not", folds_at=16),
+    ]
+    return table(console, columns, [_baseline_row(base, plan) for base in plan.baselines])
+
+
+def _baseline_row(base: Baseline, plan: Plan) -> list[str]:
+    remark = "; ".join(part for part in (base.reason, base.detail) if part)
+    if base.step_seconds is None:
+        return [base.name, "-", "-", remark]
+    compared = _compared(base.step_seconds, plan.prediction.step_seconds)
+    return [base.name, format_seconds(base.step_seconds), compared, remark]
 
 
 def _compared(step: float, own: float) -> str:
@@ -228,17 +220,16 @@ def _compared(step: float, own: float) -> str:
 
 
 def _alternatives(plan: Plan, console: Console) -> Table:
-    rows = table(console)
-    rows.add_column("schedule\n", no_wrap=True)
-    rows.add_column("for\n", overflow="fold", min_width=11)
-    rows.add_column("balance\n", overflow="fold", min_width=11)
-    rows.add_column("micro-\nbatches", no_wrap=True)
-    rows.add_column("recompute\n", no_wrap=True)
-    rows.add_column("step\n", justify="right", no_wrap=True)
-    rows.add_column("most\nmemory", justify="right", no_wrap=True)
-    for other in plan.alternatives:
-        rows.add_row(*_alternative_row(other))
-    return rows
+    columns = [
+        word("schedule\n"),
+        text("for\n", folds_at=11),
+        text("balance\n", folds_at=10),
+        word("micro-\nbatches", leaves=3),
+        word("recompute\n", leaves=2),
+        figure("step\n"),
+        figure("most\nmemory", leaves=1),
+    ]
+    return table(console, columns, [_alternative_row(other) for other in plan.alternatives])
 
 
 def _alternative_row(other: Alternative) -> list[str]:
@@ -260,27 +251,31 @@ def print_ledger(plan: Plan, console: Console) -> None:
     terms = list(dict.fromkeys(term for stage in plan.stages for term in stage.memory))
     if not terms:
         return
-    at_once = max(1, (console.width - 20) // 11)
+    rows = _ledger(plan.stages, terms)
+    at_once = _columns_that_fit(rows, console)
     for first in range(0, len(plan.stages), at_once):
-        some = plan.stages[first : first + at_once]
-        last = first + len(some) - 1
+        last = min(first + at_once, len(plan.stages)) - 1
         which = f"stages {first} to {last}" if last > first else f"stage {first}"
-        titled(console, f"Memory of one device, {which}", _ledger(some, first, terms, console))
+        heads = [word(""), *(figure(f"stage {number}") for number in range(first, last + 1))]
+        some = [[row[0], *row[first + 1 : last + 2]] for row in rows]
+        made = table(console, heads, some, rule_before=len(terms))
+        titled(console, f"Memory of one device, {which}", made)
 
 
-def _ledger(stages: list[PlannedStage], first: int, terms: list[str], console: Console) -> Table:
-    rows = table(console)
-    rows.add_column("", no_wrap=True)
-    for number in range(first, first + len(stages)):
-        rows.add_column(f"stage {number}", justify="right", no_wrap=True)
-    for term in terms:
-        amounts = [stage.memory.get(term) for stage in stages]
-        rows.add_row(
-            term.replace("_", " "), *("-" if amount is None else format_bytes(amount) for amount in amounts)
-        )
-    rows.add_section()
-    rows.add_row("all", *(format_bytes(stage.memory_bytes) for stage in stages))
+def _ledger(stages: list[PlannedStage], terms: list[str]) -> list[list[str]]:
+    """Rows: the name of a term and its bytes on every stage."""
+    rows = [[term.replace("_", " "), *(_bytes(stage.memory.get(term)) for stage in stages)] for term in terms]
+    rows.append(["all", *(_bytes(stage.memory_bytes) for stage in stages)])
     if any(stage.memory_limit_bytes is not None for stage in stages):
-        limits = (stage.memory_limit_bytes for stage in stages)
-        rows.add_row("limit", *("-" if limit is None else format_bytes(limit) for limit in limits))
+        rows.append(["limit", *(_bytes(stage.memory_limit_bytes) for stage in stages)])
     return rows
+
+
+def _columns_that_fit(rows: list[list[str]], console: Console) -> int:
+    names = max(len(row[0]) for row in rows)
+    widest = max(len(f"stage {len(rows[0]) - 2}"), *(len(cell) for row in rows for cell in row[1:]))
+    return max(1, (console.width - names) // (widest + gap(console)))
+
+
+def _bytes(amount: int | None) -> str:
+    return "-" if amount is None else format_bytes(amount)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .options import AsJson, Force, Output, shape, sizes, whole_number
-from .streams import console, watched
+from .streams import console, printable, watched
 
 if TYPE_CHECKING:
     from ..profiler.profile_file import Profile
@@ -139,6 +139,6 @@ def _progress() -> Iterator[Callable[[Progress], None] | None]:
         def tell(now: Progress) -> None:
             layer = f", {now.layer}" if now.layer else ""
             text = f"micro-batch size {now.micro_batch_size}: {now.doing}{layer}"
-            bar.update(task, description=text, completed=now.fraction)
+            bar.update(task, description=printable(text), completed=now.fraction)
 
         yield tell

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..profiler.profile_file import LayerMeasurement, Profile, ProfiledLayer, WholeMeasurement
-from .figures import percent, three_digits
-from .table_style import ROOMY, line, table, titled
+from .figures import counted, percent, three_digits
+from .table_style import figure, line, table, text, titled
 
 HEAVIEST = 10
 
@@ -50,7 +50,7 @@ def _headline(profile: Profile) -> str:
     parameters = sum(layer.parameter_bytes for layer in profile.layers)
     estimated = ", estimated and not measured" if profile.estimated else ""
     return (
-        f"{profile.model} on {on}, {profile.dtype}{shape}: {len(profile.layers)} layers, "
+        f"{profile.model} on {on}, {profile.dtype}{shape}: {counted(len(profile.layers), 'layer')}, "
         f"{format_bytes(parameters)} of parameters{estimated}"
     )
 
@@ -61,57 +61,69 @@ def _forbidden(profile: Profile) -> list[str]:
 
 def _layers_title(profile: Profile) -> str:
     shown, count = min(HEAVIEST, len(profile.layers)), len(profile.layers)
-    what = f"The {shown} heaviest of {count} layers" if shown < count else "All layers, heaviest first"
+    every = "All layers, heaviest first" if count > 1 else "The layer"
+    what = f"The {shown} heaviest of {count} layers" if shown < count else every
     return f"{what}, at micro-batch size {profile.micro_batch_sizes[-1]}"
 
 
 def _layers(profile: Profile, console: Console) -> Table:
-    """The heaviest layers at the largest size; a narrow terminal leaves out their kind and spread."""
-    roomy = console.width >= ROOMY
+    """The heaviest layers at the largest size."""
     costs = [max(layer.costs, key=lambda cost: cost.micro_batch_size) for layer in profile.layers]
     whole = sum(_both(cost) for cost in costs)
     heaviest = sorted(range(len(costs)), key=lambda index: (-_both(costs[index]), index))[:HEAVIEST]
-    rows = table(console)
-    columns = ("forward", "backward", "share", "output", "saved", "params", "spread")
-    rows.add_column("layer", justify="right", no_wrap=True)
-    rows.add_column("name", overflow="fold", ratio=1)
-    if roomy:
-        rows.add_column("kind", overflow="fold")
-    for name in columns if roomy else columns[:-1]:
-        rows.add_column(name, justify="right", no_wrap=True)
-    for index in heaviest:
-        rows.add_row(*_layer_row(index, profile.layers[index], costs[index], whole, roomy=roomy))
-    return rows
+    columns = [
+        figure("layer"),
+        text("name"),
+        text("kind", leaves=2),
+        figure("forward"),
+        figure("backward"),
+        figure("share", leaves=6),
+        figure("output", leaves=3),
+        figure("saved", leaves=5),
+        figure("params", leaves=4),
+        figure("spread", leaves=1),
+    ]
+    rows = [_layer_row(index, profile.layers[index], costs[index], whole) for index in heaviest]
+    return table(console, columns, rows)
 
 
-def _layer_row(
-    index: int, layer: ProfiledLayer, cost: LayerMeasurement, whole: float, *, roomy: bool
-) -> list[str]:
-    figures = [
+def _layer_row(index: int, layer: ProfiledLayer, cost: LayerMeasurement, whole: float) -> list[str]:
+    return [
+        str(index),
+        layer.name,
+        layer.kind,
         format_seconds(cost.forward_seconds),
         format_seconds(cost.backward_seconds),
         percent(_both(cost) / whole) if whole else "-",
         format_bytes(cost.output_bytes),
         format_bytes(cost.saved_bytes),
         format_bytes(layer.parameter_bytes),
+        percent(cost.spread),
     ]
-    if not roomy:
-        return [str(index), layer.name, *figures]
-    return [str(index), layer.name, layer.kind, *figures, percent(cost.spread)]
 
 
 def _totals(profile: Profile, console: Console) -> Table:
     """The sums over the layers and the whole model, a row for each measured size."""
     wholes = {whole.micro_batch_size: whole for whole in profile.whole}
     hosts = any(cost.forward_host_seconds is not None for cost in profile.layers[0].costs)
-    rows = table(console)
-    sums = ["layers\nfwd", "layers\nbwd", *(["to\nlaunch"] if hosts else []), "model\nfwd", "model\nbwd"]
-    for name in ("micro-\nbatch", *sums, "samples\n/s", "ratio\n", "ratio\nfwd", "ratio\nbwd", "spread\n"):
-        rows.add_column(name, justify="right", no_wrap=True)
+    columns = [
+        figure("micro-\nbatch"),
+        figure("layers\nfwd", leaves=5),
+        figure("layers\nbwd", leaves=5),
+        *([figure("to\nlaunch", leaves=3)] if hosts else []),
+        figure("model\nfwd"),
+        figure("model\nbwd"),
+        figure("samples\n/s", leaves=4),
+        figure("ratio\n"),
+        figure("ratio\nfwd", leaves=2),
+        figure("ratio\nbwd", leaves=2),
+        figure("spread\n", leaves=1),
+    ]
+    rows = []
     for position, size in enumerate(profile.micro_batch_sizes):
         costs = [layer.costs[position] for layer in profile.layers]
-        rows.add_row(str(size), *_totals_row(size, costs, wholes.get(size), hosts=hosts))
-    return rows
+        rows.append([str(size), *_totals_row(size, costs, wholes.get(size), hosts=hosts)])
+    return table(console, columns, rows)
 
 
 def _totals_row(

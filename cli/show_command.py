@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,18 +45,18 @@ def show_command(
 
 
 def _parse_either(text: str, path: Path) -> Profile | Plan:
-    """A profile or a plan, told apart by their keys (by the name where the file is damaged)."""
+    """A profile or a plan, told apart by their keys (by the name where the keys do not tell)."""
+    from ..cost_models.document import kind_of
+    from ..cost_models.errors import FileError
     from ..planner.plan_file import Plan
     from ..profiler.profile_file import Profile
 
-    if _is_plan(text, path):
+    kind = kind_of(text)
+    if kind == "file for a runtime":
+        raise FileError(
+            f"{path}: this is a {kind}, show takes profiles and plans",
+            "It is for your training script; name the plan it was made from.",
+        )
+    if kind == "plan" or (kind is None and path.name.endswith(".plan.json")):
         return Plan.parse(text, str(path))
     return Profile.parse(text, str(path))
-
-
-def _is_plan(text: str, path: Path) -> bool:
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return path.name.endswith(".plan.json")
-    return isinstance(content, dict) and "balance" in content and "layers" not in content

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..cost_models.presets import PRESETS
 from .options import AsJson, Force, Output, by_level, number_or_auto, whole_number, word
 from .streams import console
 
@@ -42,7 +43,8 @@ GpusPerNode = Annotated[
     ),
 ]
 Gpu = Annotated[
-    str | None, _machine("--gpu", "NAME", "A GPU that pplan knows: its memory and its usual links.")
+    str | None,
+    _machine("--gpu", "NAME", f"Its memory and the links of its usual server: {', '.join(PRESETS)}."),
 ]
 Memory = Annotated[str | None, _machine("--memory", "16GiB", "Memory of each GPU.")]
 Bandwidth = Annotated[
@@ -121,7 +123,7 @@ def solve_command(
 ) -> None:
     """Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."""
     from .. import solve
-    from ..cost_models.document import read_text, sha256
+    from ..cost_models.document import as_text, read_bytes, sha256
     from ..cost_models.quantities import parse_bytes, parse_rate, parse_seconds
     from ..cost_models.runtime import runtime_named
     from ..profiler.profile_file import Profile
@@ -134,10 +136,10 @@ def solve_command(
     rates = by_level(bandwidth, "--bandwidth", lambda text: parse_rate(text, name="--bandwidth"))
     delays = by_level(latency, "--latency", lambda text: parse_seconds(text, name="--latency"))
     path = named_or_newest(profile_file, ("profile",))
-    text = read_text(path, "profile")
-    profile = Profile.parse(text, str(path))
+    content = read_bytes(path, "profile")
+    profile = Profile.parse(as_text(content, path, "profile"), str(path))
     target = chosen_target(output, f"{file_stem(profile.model)}.plan.json", force=force)
-    target.check()
+    target.check(path, topology)
     plan = solve(
         profile,
         gpus=count,
@@ -154,7 +156,7 @@ def solve_command(
         recompute=recompute.replace("-", "_"),
         optimizer=optimizer,
         profile_file=path.name,
-        profile_sha256=sha256(text),
+        profile_sha256=sha256(content),
     )
     origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
     plan = plan.model_copy(update={"made_by": origin})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import unicodedata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,9 +23,22 @@ def console() -> Console:
     return Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)
 
 
+def printable(text: str) -> str:
+    """`text` with its control characters escaped: a name in a file may not steer the terminal."""
+    return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    return repr(character)[1:-1] if unicodedata.category(character) in _STEERS else character
+
+
+_STEERS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Control, format (also the reversing of text), halves of characters, ends of lines and paragraphs."""
+
+
 def remark(text: str) -> None:
     """One line on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def result(text: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from .errors import FileError
 
@@ -52,15 +53,10 @@ class Document(Record):
     @classmethod
     def parse(cls, text: str, where: str) -> Self:
         """As `load`, from the text of a file; `where` names it in errors."""
-        content = _parse_object(text, where, cls.kind)
-        version = content.get("schema")
-        if isinstance(version, int) and version > cls.newest_schema:
-            raise FileError(
-                f"{where}: schema is {version}, this pplan reads {cls.kind}s up to {cls.newest_schema}",
-                "Install the pplan that wrote it, or newer: pip install --upgrade pplan",
-            )
+        _check_content(_parse_json(text, where, cls.kind), where, cls)
         try:
-            return cls.model_validate_json(text)
+            # Strict: "0.01" is no number and 1.0 no count; a whole number may stand for seconds.
+            return cls.model_validate_json(text, strict=True)
         except ValidationError as error:
             raise _refusal(error, where, cls.kind) from error
 
@@ -73,43 +69,72 @@ class Document(Record):
         write_whole(path, self.to_json(), force=force)
 
 
-def read_text(path: Path, kind: str) -> str:
-    """The text of a file. Raises FileError, with `kind` in the message."""
+def read_bytes(path: Path, kind: str) -> bytes:
+    """The content of a file. Raises FileError, with `kind` in the message."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes()
     except FileNotFoundError:
         raise FileError(f"{path}: no such {kind} file", f"Name an existing {kind} file.") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise FileError(f"{path}: cannot be read: {why}", "Check the path and its rights.") from error
+
+
+def as_text(content: bytes, path: Path, kind: str) -> str:
+    """The text of a file's content, in UTF-8 with or without a byte order mark. Raises FileError."""
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise FileError(
             f"{path}: not a text file, so not a {kind}", f"Name a {kind} file of pplan."
         ) from None
-    except OSError as error:
-        raise FileError(
-            f"{path}: cannot be read: {error.strerror}", "Check the path and its rights."
-        ) from error
+
+
+def read_text(path: Path, kind: str) -> str:
+    """The text of a file. Raises FileError, with `kind` in the message."""
+    return as_text(read_bytes(path, kind), path, kind)
+
+
+def check_place(path: Path, *, force: bool) -> None:
+    """Raises FileError where a file may not be put at `path`.
+
+    A link counts as existing also where it leads nowhere; what is no file (a folder, a device) is never
+    replaced.
+    """
+    try:
+        found, folder, file = os.path.lexists(path), path.is_dir(), path.is_file() or not path.exists()
+    except OSError as error:  # a name that is too long, say
+        raise FileError(f"{path}: cannot be written: {error.strerror}", "Name a file with -o.") from error
+    if folder:
+        raise FileError(f"{path}: is a folder", "Name a file with -o.")
+    if not file:
+        raise FileError(f"{path}: is no file that could be replaced", "Name a file with -o.")
+    if found and not force:
+        raise FileError(f"{path} exists already", "Give --force to replace it, or another name with -o.")
 
 
 def write_whole(path: Path, text: str, *, force: bool) -> None:
     """Writes `text` to a temporary file beside `path` and renames it: the file is whole or untouched.
 
-    Raises FileError where `path` exists and `force` is not given, or where the disk refuses.
+    A link stays, and the file it leads to is written. Raises FileError where `path` exists and `force` is not
+    given, or where the disk refuses.
     """
-    if path.exists() and not force:
-        raise FileError(f"{path} exists already", "Give --force to replace it, or another name with -o.")
+    check_place(path, force=force)
     temporary = None
     try:
+        target = path.resolve(strict=False) if path.is_symlink() else path
         with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
         ) as file:
             temporary = Path(file.name)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-    except OSError as error:
+        temporary.replace(target)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to themselves, before 3.13
         raise FileError(
-            f"{path}: cannot be written: {error.strerror or error}",
+            f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}",
             "Nothing was changed. Free some space, or name another place with -o.",
         ) from error
     finally:
@@ -117,9 +142,29 @@ def write_whole(path: Path, text: str, *, force: bool) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def sha256(text: str) -> str:
-    """Hexadecimal SHA-256 of a text in UTF-8."""
-    return hashlib.sha256(text.encode()).hexdigest()
+def sha256(content: str | bytes) -> str:
+    """Hexadecimal SHA-256 of a file's content; of a text in UTF-8."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def kind_of(text: str) -> str | None:
+    """Which of pplan's files this is, by the keys that only one kind has; None where they do not tell."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return next(iter(_kinds(content)), None) if isinstance(content, dict) else None
+
+
+KINDS = {"profile": "layers", "plan": "prediction", "file for a runtime": "step_seconds"}
+"""A key at the top of a file that only files of this kind have."""
+_VERBS = {"profile": "profile", "plan": "solve"}
+SHOWN = 80
+"""Characters of a wrong value that an error shows."""
+
+
+def _kinds(content: dict[str, Any]) -> list[str]:
+    return [name for name, key in KINDS.items() if key in content]
 
 
 def _umask() -> int:
@@ -128,36 +173,58 @@ def _umask() -> int:
     return mask
 
 
-def _parse_object(text: str, where: str, kind: str) -> dict[str, Any]:
-    again = f"Make it again with `pplan {_VERBS.get(kind, kind)}`, or name another file."
+def _again(kind: str) -> str:
+    return f"Make it again with `pplan {_VERBS.get(kind, kind)}`, or name another file."
+
+
+def _parse_json(text: str, where: str, kind: str) -> Any:
     try:
-        content = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise FileError(
-            f"{where}: not a whole JSON file (line {error.lineno}: {error.msg})", again
+            f"{where}: not a whole JSON file (line {error.lineno}: {error.msg})", _again(kind)
         ) from error
+    except RecursionError as error:
+        raise FileError(f"{where}: not a {kind} of pplan: nested too deep", _again(kind)) from error
+    except ValueError as error:
+        raise FileError(f"{where}: not a {kind} of pplan: a number is too long", _again(kind)) from error
+
+
+def _check_content(content: Any, where: str, document: type[Document]) -> None:
+    """Raises FileError for another kind of file, and for one of a later pplan."""
+    kind = document.kind
     if not isinstance(content, dict) or "schema" not in content:
-        raise FileError(f"{where}: not a {kind} of pplan (it has no key 'schema')", again)
-    other = next((name for name, key in _KEYS.items() if name != kind and key in content), None)
-    if other is not None and _KEYS.get(kind, kind) not in content:
-        raise FileError(f"{where}: this is a {other}, a {kind} is needed here", again)
-    return content
-
-
-_KEYS = {"profile": "layers", "plan": "prediction", "file for a runtime": "step_seconds"}
-"""A key at the top of a file that only files of this kind have."""
-_VERBS = {"profile": "profile", "plan": "solve"}
+        raise FileError(f"{where}: not a {kind} of pplan (it has no key 'schema')", _again(kind))
+    others = _kinds(content)
+    if others and KINDS.get(kind, kind) not in content:
+        raise FileError(f"{where}: this is a {others[0]}, a {kind} is needed here", _again(kind))
+    version = content["schema"]
+    if isinstance(version, int) and version > document.newest_schema:
+        raise FileError(
+            f"{where}: schema is {version}, this pplan reads {kind}s up to {document.newest_schema}",
+            "Install the pplan that wrote it, or newer: pip install --upgrade pplan",
+        )
 
 
 def _refusal(error: ValidationError, where: str, kind: str) -> FileError:
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"]) or kind
-    value = repr(first["input"])
-    seen = (
-        "" if first["type"] == "missing" else f", the value is {value[:80]}{'…' if len(value) > 80 else ''}"
-    )
+    field = "".join(f"{part}." for part in first["loc"])
+    at = f"{field[:-1]}: " if field else ""
+    message = _shortened(first["msg"].removeprefix("Value error, "), 4 * SHOWN)
     more = error.error_count() - 1
     return FileError(
-        f"{where}: {field}: {first['msg']}{seen}" + (f" (and {more} more)" if more else ""),
+        f"{where}: {at}{message}{_seen(first)}" + (f" (and {more} more)" if more else ""),
         f"Mend the file, or make it again with `pplan {_VERBS.get(kind, kind)}`.",
     )
+
+
+def _seen(error: ErrorDetails) -> str:
+    """The wrong value; not where it is missing, nor a whole object: its message names what is wrong in it."""
+    value = error["input"]
+    if error["type"] == "missing" or not error["loc"] or isinstance(value, dict):
+        return ""
+    return f", the value is {_shortened(repr(value), SHOWN)}"
+
+
+def _shortened(text: str, most: int) -> str:
+    return f"{text[:most]}…" if len(text) > most else text

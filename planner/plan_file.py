@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections import Counter
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ..cost_models.document import Document, MadeBy, Record
+from ..cost_models.runtime import RUNTIMES
+
+SCHEDULES = (
+    *("naive", "gpipe", "1f1b", "dapple", "interleaved", "looped-bfs", "chimera"),
+    *("zb-h1", "zb-h2", "zb-v", "dualpipe-v"),
+    *("pipedream", "pipedream-2bw", "wpipe", "xpipe", "avgpipe", "autopipe"),
+)
+"""The schedules a plan may name; pplan solves for some of them."""
+TIE = 1e-9
+"""Relative difference that rounding makes between a step and its bound."""
+
+
+def _known_schedule(name: str) -> str:
+    if name not in SCHEDULES:
+        raise ValueError(f"must be one of {', '.join(SCHEDULES)}")
+    return name
+
+
+def _known_runtime(name: str) -> str:
+    if name not in RUNTIMES:
+        raise ValueError(f"must be one of {', '.join(RUNTIMES)}")
+    return name
+
 
 Recompute = Literal["never", "always", "except_last", "selective"]
 Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+StepSeconds = Annotated[float, Field(gt=0)]
+Rate = Annotated[float, Field(ge=0)]
+ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
+RuntimeName = Annotated[str, AfterValidator(_known_runtime)]
 
 
 class PlannedStage(Record):
@@ -18,16 +49,24 @@ class PlannedStage(Record):
     Seconds are those of one micro-batch on one replica, backward with what it recomputes.
     """
 
-    first_layer: Annotated[int, Field(ge=0)]
-    last_layer: Annotated[int, Field(ge=0)]
+    first_layer: Index
+    last_layer: Index
     replicas: Count = 1
-    devices: list[int]
-    forward_seconds: float
-    backward_seconds: float
-    memory_bytes: int
-    memory_limit_bytes: int | None = None
-    memory: dict[str, int] = {}
+    devices: list[Index]
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    memory_bytes: Bytes
+    memory_limit_bytes: Bytes | None = None
+    memory: dict[str, Bytes] = {}
     """The ledger: bytes by term."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.last_layer < self.first_layer:
+            raise ValueError(f"last_layer {self.last_layer} is before first_layer {self.first_layer}")
+        if len(self.devices) != self.replicas:
+            raise ValueError(f"replicas is {self.replicas}, the devices are {self.devices}")
+        return self
 
 
 class Prediction(Record):
@@ -37,20 +76,28 @@ class Prediction(Record):
     by the bound. `root_bound_seconds` is the bound before anything was searched.
     """
 
-    step_seconds: float
-    samples_per_second: float
+    step_seconds: StepSeconds
+    samples_per_second: Rate
     bubble: float
-    lower_bound_seconds: float
+    lower_bound_seconds: Seconds
     gap: float
     exact: bool
-    root_bound_seconds: float | None = None
+    root_bound_seconds: Seconds | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.lower_bound_seconds > self.step_seconds * (1 + TIE):
+            raise ValueError(
+                f"lower_bound_seconds {self.lower_bound_seconds} is above step_seconds {self.step_seconds}"
+            )
+        return self
 
 
 class Baseline(Record):
     """A plan that a simpler tool would make, under the same costs and limits."""
 
     name: str
-    step_seconds: float | None
+    step_seconds: StepSeconds | None
     reason: str | None = None
     """Why it has no step: it does not fit, or cannot be made."""
     detail: str = ""
@@ -58,17 +105,20 @@ class Baseline(Record):
 
 
 class Alternative(Record):
-    """The best straight plan (no replicas) of one schedule, for the runtimes that run it."""
+    """The best straight plan (no replicas) of one schedule, for the runtimes that run it.
 
-    runtimes: list[str]
-    balance: list[Count]
-    schedule: str
+    In a file, micro-batches and recomputation may be left out where they are the plan's own.
+    """
+
+    runtimes: list[RuntimeName]
+    balance: Annotated[list[Count], Field(min_length=1)]
+    schedule: ScheduleName
     micro_batches: Count
     micro_batch_size: Count
     recompute: Recompute
-    step_seconds: float
-    samples_per_second: float = 0.0
-    memory_bytes: list[int] = []
+    step_seconds: StepSeconds
+    samples_per_second: Rate = 0.0
+    memory_bytes: list[Bytes] = []
     """By stage."""
     exact: bool = False
     reason: str = ""
@@ -96,13 +146,14 @@ class Plan(Document):
     micro_batches: Count
     micro_batch_size: Count
     """Samples of a whole micro-batch; where r replicas share it, each computes micro_batch_size / r."""
-    schedule: str
+    schedule: ScheduleName
     virtual_stages: Count = 1
     optimizer: str = "sgd"
     recompute: Recompute = "never"
-    runtime: str | None = None
+    runtime: RuntimeName | None = None
     gpus: Count | None = None
     """Devices that were offered; a plan may use fewer."""
+    gpus_per_node: Count | None = None
     topology: str = ""
     """The devices and links the plan was made for, in words."""
     stages: Annotated[list[PlannedStage], Field(min_length=1)]
@@ -116,24 +167,82 @@ class Plan(Document):
     profile: ProfileReference
     made_by: MadeBy = MadeBy()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_alternatives(cls, content: Any) -> Any:
+        """What an alternative leaves out is as in the plan."""
+        others = content.get("alternatives") if isinstance(content, dict) else None
+        if not isinstance(others, list):
+            return content
+        own = {key: content[key] for key in _SHARED if key in content}
+        own.setdefault("recompute", cls.model_fields["recompute"].default)
+        filled = [own | other if isinstance(other, dict) else other for other in others]
+        return content | {"alternatives": filled}
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.micro_batches * self.micro_batch_size != self.mini_batch:
-            raise ValueError(
-                f"{self.micro_batches} micro-batches of {self.micro_batch_size} "
-                f"do not make a mini-batch of {self.mini_batch}"
-            )
-        counts = [stage.last_layer - stage.first_layer + 1 for stage in self.stages]
-        if self.virtual_stages == 1 and counts != self.balance:
-            raise ValueError(f"balance is {self.balance}, the stages hold {counts} layers")
-        layers = len(self.layer_names)
-        if layers and sum(self.balance) != layers:
-            raise ValueError(
-                f"balance {self.balance} adds up to {sum(self.balance)}, there are {layers} layers"
-            )
+        _check_mini_batch(self, self.mini_batch)
+        _check_layers(self)
+        if self.virtual_stages == 1:
+            _check_balance(self)
+            _check_devices(self.stages)
+        for number, other in enumerate(self.alternatives):
+            _check_alternative(other, self, f"alternatives.{number}: ")
         return self
 
     @property
     def replicas(self) -> list[int]:
         """Replicas of each stage."""
         return [stage.replicas for stage in self.stages]
+
+
+_SHARED = ("micro_batches", "micro_batch_size", "recompute")
+"""Keys of an alternative whose default is the plan's value."""
+
+
+def _check_mini_batch(made: Plan | Alternative, mini_batch: int, where: str = "") -> None:
+    if made.micro_batches * made.micro_batch_size != mini_batch:
+        raise ValueError(
+            f"{where}micro_batches {made.micro_batches} times micro_batch_size {made.micro_batch_size} "
+            f"do not make a mini_batch of {mini_batch}"
+        )
+
+
+def _check_layers(plan: Plan) -> None:
+    """The stages follow one another from layer 0, and the names are those of all layers."""
+    expected = 0
+    for number, stage in enumerate(plan.stages):
+        if stage.first_layer != expected:
+            raise ValueError(
+                f"stages.{number}: first_layer is {stage.first_layer}, it must be {expected}: "
+                "the stages hold all layers from 0, one after another"
+            )
+        expected = stage.last_layer + 1
+    if sum(plan.balance) != expected:
+        raise ValueError(
+            f"balance {plan.balance} adds up to {sum(plan.balance)}, the stages hold {expected} layers"
+        )
+    if plan.layer_names and len(plan.layer_names) != expected:
+        raise ValueError(f"layer_names has {len(plan.layer_names)} names, the stages hold {expected} layers")
+
+
+def _check_balance(plan: Plan) -> None:
+    counts = [stage.last_layer - stage.first_layer + 1 for stage in plan.stages]
+    if counts != plan.balance:
+        raise ValueError(f"balance is {plan.balance}, the stages hold {counts} layers")
+
+
+def _check_devices(stages: list[PlannedStage]) -> None:
+    uses = Counter(device for stage in stages for device in stage.devices)
+    twice = sorted(device for device, count in uses.items() if count > 1)
+    if twice:
+        raise ValueError(f"stages: device {twice[0]} is used {uses[twice[0]]} times")
+
+
+def _check_alternative(other: Alternative, plan: Plan, where: str) -> None:
+    if sum(other.balance) != sum(plan.balance):
+        raise ValueError(
+            f"{where}balance {other.balance} adds up to {sum(other.balance)}, "
+            f"the plan has {sum(plan.balance)} layers"
+        )
+    _check_mini_batch(other, plan.mini_batch, where)

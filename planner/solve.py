@@ -55,6 +55,7 @@ def solve(
         recompute=best.setting.recompute,
         runtime=wishes.runtime,
         gpus=topology.gpus,
+        gpus_per_node=topology.gpus_per_node,
         topology=topology.describe(),
         stages=best.stages,
         prediction=_prediction(best, found, parallel),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .cost_models.errors import (
     ExportError,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from .planner.plan_file import Plan
+    from .planner.plan_file import Plan, ProfileReference
     from .profiler.models import LoadedModel
     from .profiler.profile_file import Profile
     from .profiler.sweep import Progress
@@ -56,18 +56,18 @@ __all__ = [
 
 
 def solve(
-    profile: Profile,
+    profile: Profile | str | Path,
     *,
     gpus: int,
     gpus_per_node: int | None = None,
     gpu: str | None = None,
     memory_bytes: int | None = None,
-    bandwidth: Sequence[float] | None = None,
-    latency: Sequence[float] | None = None,
-    topology: Path | None = None,
+    bandwidth: float | Sequence[float] | None = None,
+    latency: float | Sequence[float] | None = None,
+    topology: str | Path | None = None,
     runtime: str | None = None,
     mini_batch: int | None = None,
-    micro_batches: int | None = None,
+    micro_batches: int | Literal["auto"] | None = None,
     schedule: str = "auto",
     recompute: str = "auto",
     optimizer: str = "sgd",
@@ -76,45 +76,46 @@ def solve(
 ) -> Plan:
     """The fastest plan for `profile` on `gpus` devices, with its proven bound.
 
-    `bandwidth` (bytes per second) and `latency` (seconds) hold one value inside a node and, where given, a
-    second between nodes; None takes those of `gpu`, of the profiled device or of `topology`, a TOML file.
-    `mini_batch` defaults to the largest measured size times the GPUs, `micro_batches` to the best number.
-    `schedule`: gpipe, 1f1b or auto; `recompute`: never, always, except_last or auto; `optimizer`: sgd,
-    momentum or adam; `runtime` keeps the answer to what that runtime runs. `profile_file` and
-    `profile_sha256` are what the plan says of its profile (default: the hash of its JSON).
+    `profile` is a profile or the path of its file. `bandwidth` (bytes per second) and `latency` (seconds)
+    hold one value inside a node and, where given, a second between nodes; None takes those of `gpu`, of the
+    profiled device or of `topology`, a TOML file. `mini_batch` defaults to the largest measured size times
+    the GPUs, `micro_batches` to the best number. `schedule`: gpipe, 1f1b or auto; `recompute`: never, always,
+    except_last or auto; `optimizer`: sgd, momentum or adam; `runtime` keeps the answer to what that runtime
+    runs. `profile_file` and `profile_sha256` are what the plan says of its profile (default: the name and the
+    hash of the file, or the hash of the profile's JSON).
 
-    Raises UsageError, FileError (the topology), InfeasibleError (no plan fits).
+    Raises UsageError, FileError (the profile, the topology), InfeasibleError (no plan fits).
     """
+    from .cli import arguments
     from .cli.provenance import made_by
-    from .cost_models.document import sha256
     from .cost_models.topology import ProfiledDevice, make_topology
-    from .planner.plan_file import ProfileReference
     from .planner.problem import Wishes
     from .planner.solve import solve as solve_chain
 
+    measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
     machine = make_topology(
-        gpus=gpus,
-        gpu=gpu,
-        memory_bytes=memory_bytes,
-        bandwidth=bandwidth,
-        latency=latency,
-        gpus_per_node=gpus_per_node,
-        file=topology,
-        profiled=ProfiledDevice(profile.device, profile.device_name, profile.device_memory_bytes),
+        gpus=arguments.whole("gpus", gpus),
+        gpu=arguments.optional_word("gpu", gpu),
+        memory_bytes=arguments.optional_whole("memory_bytes", memory_bytes, example="16 * 2**30"),
+        bandwidth=arguments.by_level("bandwidth", bandwidth, "(300e9, 25e9)"),
+        latency=arguments.by_level("latency", latency, "(5e-6, 20e-6)"),
+        gpus_per_node=arguments.optional_whole("gpus_per_node", gpus_per_node),
+        file=None if topology is None else arguments.path("topology", topology),
+        profiled=ProfiledDevice(measured.device, measured.device_name, measured.device_memory_bytes),
     )
-    reference = ProfileReference(
-        file=profile_file,
-        sha256=profile_sha256 or sha256(profile.to_json()),
-        layers_sha256=profile.layers_sha256,
-        dtype=profile.dtype,
-        device_name=profile.device_name or profile.device,
+    wishes = Wishes(
+        mini_batch=arguments.optional_whole("mini_batch", mini_batch),
+        micro_batches=arguments.whole_or_auto("micro_batches", micro_batches),
+        schedule=arguments.word("schedule", schedule),
+        recompute=arguments.word("recompute", recompute).replace("-", "_"),
+        optimizer=arguments.word("optimizer", optimizer),
+        runtime=arguments.optional_word("runtime", runtime),
     )
-    wishes = Wishes(mini_batch, micro_batches, schedule, recompute.replace("-", "_"), optimizer, runtime)
-    remarks = [*profile.remarks(machine.device.name), *profile.notes]
+    remarks = [*measured.remarks(machine.device.name), *measured.notes]
     plan = solve_chain(
-        profile.chain(), machine, wishes, model=profile.model, profile=reference, notes=remarks
+        measured.chain(), machine, wishes, model=measured.model, profile=reference, notes=remarks
     )
-    return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=profile.made_by)})
+    return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
 
 
 def profile(
@@ -139,17 +140,28 @@ def profile(
 
     Raises UsageError, ModelError, MachineError.
     """
+    from .cli import arguments
+
     _require_torch()
     from .profiler.machine import device_named, dtype_named
     from .profiler.measure import profile_model
 
     # A model can take long to build: what is refused anyway is refused before.
-    device_named(device)
-    dtype_named(dtype)
-    loaded = _loaded(model, example_input, input_shape=input_shape, classes=classes, seed=seed)
+    seed = arguments.whole("seed", seed, at_least=0)
+    sizes = arguments.wholes("micro_batch_sizes", micro_batch_sizes)
+    budget_seconds = arguments.number("budget_seconds", budget_seconds)
+    device_named(arguments.optional_word("device", device))
+    dtype_named(arguments.word("dtype", dtype))
+    loaded = _loaded(
+        model,
+        example_input,
+        input_shape=arguments.wholes("input_shape", input_shape),
+        classes=arguments.optional_whole("classes", classes),
+        seed=seed,
+    )
     return profile_model(
         loaded,
-        micro_batch_sizes=micro_batch_sizes,
+        micro_batch_sizes=sizes,
         dtype=dtype,
         device=device,
         budget_seconds=budget_seconds,
@@ -164,8 +176,12 @@ def sequential(model: nn.Module, example_input: torch.Tensor) -> nn.Sequential:
     Raises ModelError where the model is not a chain, MachineError without torch.
     """
     _require_torch()
+    from torch import nn
+
+    from .cli import arguments
     from .profiler.sequential import sequential as as_sequential
 
+    arguments.instance("model", model, nn.Module, "Give a torch.nn.Module.")
     return as_sequential(model, example_input)
 
 
@@ -179,12 +195,19 @@ def export(runtime: str, plan: Plan, *, device: str = "cuda") -> Exported:
     """
     import warnings
 
+    from .cli import arguments
     from .cli.provenance import made_by
     from .cost_models.document import MadeBy
+    from .planner.plan_file import Plan
     from .runtimes.export import export as export_plan
 
+    arguments.instance(
+        "plan", plan, Plan, 'Give what pplan.solve returns, or pplan.load_plan("a.plan.json").'
+    )
     origin = made_by(MadeBy(), measured=plan.made_by)
-    document, remark = export_plan(runtime, plan, device=device, made_by=origin)
+    document, remark = export_plan(
+        arguments.word("runtime", runtime), plan, device=arguments.word("device", device), made_by=origin
+    )
     if remark:
         warnings.warn(remark, UserWarning, stacklevel=2)
     return document
@@ -192,16 +215,44 @@ def export(runtime: str, plan: Plan, *, device: str = "cuda") -> Exported:
 
 def load_profile(path: str | Path) -> Profile:
     """The profile in a file. Raises FileError."""
+    from .cli import arguments
     from .profiler.profile_file import Profile
 
-    return Profile.load(Path(path))
+    return Profile.load(arguments.path("path", path))
 
 
 def load_plan(path: str | Path) -> Plan:
     """The plan in a file. Raises FileError."""
+    from .cli import arguments
     from .planner.plan_file import Plan
 
-    return Plan.load(Path(path))
+    return Plan.load(arguments.path("path", path))
+
+
+def _profile_and_origin(
+    profile: Profile | str | Path, file: str, sha: str
+) -> tuple[Profile, ProfileReference]:
+    """The profile, read where it is named by its path, and what a plan says of it."""
+    from .cli import arguments
+    from .cost_models.document import as_text, read_bytes, sha256
+    from .planner.plan_file import ProfileReference
+    from .profiler.profile_file import Profile
+
+    if isinstance(profile, str | Path):
+        path = Path(profile)
+        content = read_bytes(path, "profile")
+        profile = Profile.parse(as_text(content, path, "profile"), str(path))
+        file, sha = file or path.name, sha or sha256(content)
+    arguments.instance(
+        "profile", profile, Profile, "Give what pplan.profile returns, or the path of its file."
+    )
+    return profile, ProfileReference(
+        file=arguments.word("profile_file", file),
+        sha256=arguments.word("profile_sha256", sha) or sha256(profile.to_json()),
+        layers_sha256=profile.layers_sha256,
+        dtype=profile.dtype,
+        device_name=profile.device_name or profile.device,
+    )
 
 
 def _loaded(
@@ -212,6 +263,9 @@ def _loaded(
     classes: int | None,
     seed: int,
 ) -> LoadedModel:
+    from torch import nn
+
+    from .cli import arguments
     from .profiler.models import from_module, load_model
 
     if isinstance(model, str):
@@ -220,6 +274,7 @@ def _loaded(
                 f"example_input is given with the name {model!r}", "Give input_shape, or the module itself."
             )
         return load_model(model, classes=classes, input_shape=input_shape, seed=seed)
+    arguments.instance("model", model, nn.Module, "Give the name of a model, or a torch.nn.Module.")
     if example_input is None:
         raise UsageError("a module is given without example_input", "Give a batch of its input as a tensor.")
     if input_shape is not None or classes is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -10,9 +10,15 @@ from pydantic import Field, model_validator
 from ..cost_models.document import Document, MadeBy, Record, sha256
 from ..cost_models.layer import Chain
 
-Seconds = Annotated[float, Field(ge=0)]
-Bytes = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=1, le=2**24)]
+Spread = Annotated[float, Field(ge=0, le=1e9)]
+ClosingRatio = Annotated[float, Field(gt=0, le=1e9)]
+PartRatio = Annotated[float, Field(ge=0, le=1e9)]
+
+SHORTEST_PASS = 1e-12
+"""Seconds. No machine runs a model faster: such a profile was not measured, and gives no rates."""
 
 
 class LayerMeasurement(Record):
@@ -30,7 +36,7 @@ class LayerMeasurement(Record):
     saved_bytes: Bytes
     saved_input_bytes: Bytes = 0
     workspace_bytes: Bytes = 0
-    spread: Annotated[float, Field(ge=0)] = 0.0
+    spread: Spread = 0.0
     """Interquartile range of forward + backward over their median."""
     forward_host_seconds: Seconds | None = None
     backward_host_seconds: Seconds | None = None
@@ -57,10 +63,10 @@ class WholeMeasurement(Record):
     micro_batch_size: Count
     forward_seconds: Seconds
     backward_seconds: Seconds
-    closing_ratio: Annotated[float, Field(gt=0)]
-    forward_closing_ratio: float | None = None
-    backward_closing_ratio: float | None = None
-    spread: Annotated[float, Field(ge=0)] = 0.0
+    closing_ratio: ClosingRatio
+    forward_closing_ratio: PartRatio | None = None
+    backward_closing_ratio: PartRatio | None = None
+    spread: Spread = 0.0
     rounds: int | None = None
 
 
@@ -99,7 +105,7 @@ class Profile(Document):
     made_by: MadeBy = MadeBy()
 
     @model_validator(mode="after")
-    def _check_layers(self) -> Profile:
+    def _check_layers(self) -> Self:
         sizes = self.micro_batch_sizes
         seen: set[str] = set()
         for layer in self.layers:
@@ -111,6 +117,18 @@ class Profile(Document):
                 raise ValueError(
                     f"layer {layer.name!r} has costs at the micro-batch sizes {own}, "
                     f"the first layer at {sizes}; they must be the same, ascending and without repeats"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_seconds(self) -> Self:
+        for position, size in enumerate(self.micro_batch_sizes):
+            costs = [layer.costs[position] for layer in self.layers]
+            seconds = sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
+            if seconds < SHORTEST_PASS:
+                raise ValueError(
+                    f"all layers together take {seconds:g} s at micro-batch size {size}, "
+                    f"it must be at least {SHORTEST_PASS:g} s"
                 )
         return self
 

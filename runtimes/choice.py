@@ -86,6 +86,10 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
         )
     elif plan.micro_batch_size % replicas[0]:
         reasons.append(f"its {replicas[0]} replicas cannot share {plan.micro_batch_size} samples evenly")
+    per_node = plan.gpus_per_node
+    nodes = {device // per_node for stage in plan.stages for device in stage.devices} if per_node else {0}
+    if runtime.one_process and len(nodes) > 1:
+        reasons.append(f"it takes {len(nodes)} nodes, {runtime.name} is one process on one node")
     untrained = [i for i, stage in enumerate(plan.stages) if stage.memory.get("gradients") == 0]
     if untrained and runtime.trains_every_stage:
         reasons.append(f"stage {untrained[0]} has no parameters, {runtime.name} trains every stage")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import FileError, InfeasibleError, ModelError
+from pplan.cost_models.presets import PRESETS
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
@@ -192,9 +193,9 @@ def test_a_missing_module_of_ours_is_a_defect(run: Run, solve_raises: Callable[.
 
 def test_a_reader_that_has_gone_is_no_error(here: Path, plan: Plan) -> None:
     layers = [f"layer{index:05}" for index in range(30_000)]
-    long = plan.model_copy(update={"layer_names": layers, "balance": [30_000], "stages": []})
     stage = plan.stages[0].model_copy(update={"first_layer": 0, "last_layer": 29_999})
-    long.model_copy(update={"stages": [stage]}).save(here / "toy.plan.json", force=False)
+    fields = {"layer_names": layers, "balance": [30_000], "stages": [stage], "alternatives": []}
+    plan.model_copy(update=fields).save(here / "toy.plan.json", force=False)
     shown = subprocess.Popen(
         [
             sys.executable,
@@ -263,3 +264,49 @@ def test_profile_without_torch_says_so(here: Path, tmp_path_factory: pytest.Temp
         "  Install it: pip install torch",
     ]
     assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "first"),
+    [
+        ("KeyboardInterrupt", 130, "pplan: interrupted"),
+        (
+            "ModuleNotFoundError('gone', name='typer')",
+            2,
+            "pplan: the Python package 'typer' is not installed",
+        ),
+    ],
+)
+def test_what_happens_while_the_verbs_are_imported(
+    here: Path, tmp_path_factory: pytest.TempPathFactory, raised: str, status: int, first: str
+) -> None:
+    blocked = tmp_path_factory.mktemp("blocked")
+    (blocked / "typer.py").write_text(f"raise {raised}\n")
+    code = "import sys; from pplan.cli.app import main; sys.exit(main(['show']))"
+    ran = _python(code, here, PYTHONPATH=str(blocked))
+    assert ran.returncode == status
+    assert ran.stderr.splitlines()[0] == first
+    assert "Traceback" not in ran.stderr
+
+
+def test_little_is_imported_before_an_interruption_is_caught(here: Path) -> None:
+    code = (
+        "import sys, pplan.cli.app\n"
+        "print(sorted({'typer', 'rich', 'click', 'numpy', 'pydantic', 'json'} & set(sys.modules)))"
+    )
+    assert _python(code, here).stdout == "[]\n"
+
+
+def test_help_of_solve_names_every_gpu(run: Run) -> None:
+    printed = run("solve", "--help").out.replace(",", " ").split()
+    assert PRESETS
+    for name in PRESETS:
+        assert name in [word.rstrip(".") for word in printed]
+
+
+def test_an_error_does_not_steer_the_terminal(run: Run, solve_raises: Callable[..., None]) -> None:
+    for error in (ModelError("layer a\x1b[31m", "Mend\x07 it."), ZeroDivisionError("a\x1b[31m")):
+        solve_raises(error)
+        ran = run("solve", "--gpus", "2")
+        assert r"a\x1b[31m" in ran.err
+        assert not {"\x1b", "\x07"} & set(ran.err)

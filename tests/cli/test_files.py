@@ -76,6 +76,8 @@ def test_no_file_here(run: Run, verb: list[str], makes: str) -> None:
         (b'{"hello": "world"}', "not a p"),
         (b'{"schema": 99, "layers": [], "prediction": []}', "schema is 99"),
         (b'{"schema": 1, "layers": 7, "prediction": 7}', "model: Field required"),
+        (b'{"schema": 1, "layers": ' + b"[" * 100_000, "nested too deep"),
+        (b'{"schema": 1, "layers": ' + b"1" * 5_000 + b"}", "a number is too long"),
     ],
 )
 def test_files_that_are_refused(
@@ -151,3 +153,40 @@ def test_exports_that_are_refused(run: Run, files: Path, arguments: list[str], w
     assert ran.status == 2
     assert ran.lines[-2].startswith(f"pplan: {what}")
     assert set(files.iterdir()) == before
+
+
+def test_show_says_what_a_file_for_a_runtime_is(run: Run, files: Path) -> None:
+    assert run("export", "torchgpipe").status == 0
+    ran = run("show", "toy.torchgpipe.json")
+    assert files
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.lines == [
+        "pplan: toy.torchgpipe.json: this is a file for a runtime, show takes profiles and plans",
+        "  It is for your training script; name the plan it was made from.",
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_deepspeed_takes_no_device(run: Run, here: Path, plan: Plan, device: str) -> None:
+    own = plan.alternatives[0].model_copy(
+        update={"runtimes": ["deepspeed"], "schedule": "1f1b", "recompute": "never"}
+    )
+    plan.model_copy(update={"alternatives": [own]}).save(here / "toy.plan.json", force=False)
+    ran = run("export", "deepspeed", "--device", device)
+    assert ran.status == 0, ran.err
+    said = "--device cpu changes nothing here: DeepSpeed takes its devices from its launcher"
+    assert (said in ran.lines) == (device == "cpu")
+
+
+def test_an_export_never_overwrites_its_plan(run: Run, files: Path) -> None:
+    before = (files / "toy.plan.json").read_bytes()
+    ran = run("export", "torchgpipe", "toy.plan.json", "-o", "./toy.plan.json", "--force")
+    assert ran.status == 2
+    assert ran.lines[0] == "pplan: toy.plan.json: would overwrite what it is made from"
+    assert (files / "toy.plan.json").read_bytes() == before
+
+
+def test_a_file_with_a_byte_order_mark(run: Run, files: Path) -> None:
+    path = files / "toy.plan.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert run("show", "toy.plan.json").out.startswith("A pipeline of 3 stages")

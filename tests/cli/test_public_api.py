@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import pplan
@@ -80,3 +83,101 @@ def test_profile_refuses_arguments_that_contradict() -> None:
         pplan.profile(module, batch, classes=3)
     with pytest.raises(pplan.UsageError, match="with the name 'vgg11'"):
         pplan.profile("vgg11", batch)
+
+
+def test_solve_takes_a_profile_by_its_path(tmp_path: Path, profile: Profile) -> None:
+    path = tmp_path / "a.profile.json"
+    profile.save(path, force=False)
+    by_path, by_text = pplan.solve(path, gpus=2), pplan.solve(str(path), gpus=2)
+    assert by_path.profile == by_text.profile
+    assert by_path.profile.file == "a.profile.json"
+    assert by_path.profile.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert by_path.profile.layers_sha256 == profile.layers_sha256
+    assert by_path.stages == pplan.solve(profile, gpus=2).stages
+    with pytest.raises(pplan.FileError, match="no such profile file"):
+        pplan.solve(tmp_path / "b.profile.json", gpus=2)
+
+
+def test_solve_takes_what_the_command_line_takes(tmp_path: Path, profile: Profile) -> None:
+    (tmp_path / "two.toml").write_text('memory = "8GiB"\n')
+    one = pplan.solve(profile, gpus=2, bandwidth=5e9, latency=1e-5, micro_batches="auto")
+    assert one.stages == pplan.solve(profile, gpus=2, bandwidth=[5e9], latency=(1e-5,)).stages
+    assert "5 GB/s, 10 µs" in one.topology
+    topology = pplan.solve(profile, gpus=2, topology=str(tmp_path / "two.toml")).topology
+    assert topology == pplan.solve(profile, gpus=2, topology=tmp_path / "two.toml").topology
+    assert "8.00 GiB" in topology
+    numpys = pplan.solve(profile, gpus=np.int64(2), bandwidth=np.array([5e9, 1e9]))  # type: ignore[arg-type]
+    assert len(numpys.stages) <= 2
+    assert numpys.prediction.step_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("wishes", "what"),
+    [
+        ({"gpus": "2"}, "gpus='2': is not a whole number but of type str"),
+        ({"gpus": 2.0}, "gpus=2.0: is not a whole number but of type float"),
+        ({"gpus": True}, "gpus=True: is not a whole number but of type bool"),
+        ({"gpus": None}, "gpus=None: is not a whole number"),
+        ({"gpus": 0}, "gpus=0: must be at least 1"),
+        ({"gpus_per_node": "8"}, "gpus_per_node='8': is not a whole number"),
+        ({"memory_bytes": 16e9}, "memory_bytes=16000000000.0: is not a whole number"),
+        ({"memory_bytes": "16GiB"}, "memory_bytes='16GiB': is not a whole number"),
+        ({"mini_batch": 2.5}, "mini_batch=2.5: is not a whole number"),
+        ({"micro_batches": "some"}, "micro_batches='some': is not a whole number"),
+        ({"micro_batches": 0}, "micro_batches=0: must be at least 1"),
+        ({"bandwidth": "5GB/s"}, "bandwidth='5GB/s': is not a number or two"),
+        ({"bandwidth": ["5GB/s"]}, "bandwidth=['5GB/s']: is not a number or two"),
+        ({"bandwidth": True}, "bandwidth=True: is not a number or two"),
+        ({"bandwidth": []}, "--bandwidth: 0 values"),
+        ({"bandwidth": float("nan")}, "--bandwidth nan: must be above 0"),
+        ({"latency": {}.keys}, "latency=<built-in method keys"),
+        ({"topology": 5}, "topology=5: is not a path but of type int"),
+        ({"gpu": 5}, "gpu=5: is not a text"),
+        ({"schedule": None}, "schedule=None: is not a text"),
+        ({"recompute": True}, "recompute=True: is not a text"),
+        ({"optimizer": 1}, "optimizer=1: is not a text"),
+        ({"runtime": 1}, "runtime=1: is not a text"),
+        ({"profile_file": 1}, "profile_file=1: is not a text"),
+        ({"profile": {"schema": 1}}, "profile={'schema': 1}: is not a Profile but of type dict"),
+        ({"profile": None}, "profile=None: is not a Profile"),
+    ],
+)
+def test_arguments_of_a_wrong_type(profile: Profile, wishes: dict[str, Any], what: str) -> None:
+    given: dict[str, Any] = {"profile": profile, "gpus": 2} | wishes
+    with pytest.raises(pplan.UsageError) as caught:
+        pplan.solve(**given)
+    assert caught.value.what.startswith(what)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "wishes", "what"),
+    [
+        ("export", ("torchgpipe", "a.plan.json"), {}, "plan='a.plan.json': is not a Plan"),
+        ("load_plan", (3,), {}, "path=3: is not a path"),
+        ("load_profile", (None,), {}, "path=None: is not a path"),
+        ("profile", ("vgg11",), {"micro_batch_sizes": 4}, "micro_batch_sizes=4: is not a list"),
+        ("profile", ("vgg11",), {"micro_batch_sizes": "4"}, "micro_batch_sizes='4': is not a list"),
+        ("profile", ("vgg11",), {"micro_batch_sizes": [1, "2"]}, "micro_batch_sizes[1]='2': is not"),
+        ("profile", ("vgg11",), {"budget_seconds": "60s"}, "budget_seconds='60s': is not a number"),
+        ("profile", ("vgg11",), {"input_shape": "3x2"}, "input_shape='3x2': is not a list"),
+        ("profile", ("vgg11",), {"classes": "3"}, "classes='3': is not a whole number"),
+        ("profile", ("vgg11",), {"seed": None}, "seed=None: is not a whole number"),
+        ("profile", ("vgg11",), {"device": 0}, "device=0: is not a text"),
+        ("profile", ("vgg11",), {"dtype": None}, "dtype=None: is not a text"),
+        ("profile", (3,), {}, "model=3: is not a Module but of type int"),
+        ("sequential", ("vgg11", None), {}, "model='vgg11': is not a Module but of type str"),
+    ],
+)
+def test_other_functions_refuse_wrong_types_too(
+    function: str, given: tuple[Any, ...], wishes: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(pplan.UsageError) as caught:
+        getattr(pplan, function)(*given, **wishes)
+    assert caught.value.what.startswith(what)
+
+
+@pytest.mark.parametrize(("runtime", "device"), [(3, "cpu"), ("torchgpipe", 0)])
+def test_export_refuses_wrong_types(plan: Plan, runtime: Any, device: Any) -> None:
+    with pytest.raises(pplan.UsageError, match="is not a text but of type int"):
+        pplan.export(runtime, plan, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -179,3 +180,44 @@ def test_says_what_it_wrote_although_the_reader_has_gone(
     assert (ran.status, ran.out) == (0, "")
     assert ran.lines[-1] == "Wrote toy.plan.json"
     assert (here / "toy.plan.json").exists()
+
+
+@pytest.mark.parametrize("options", ["-o toy.profile.json --force", "-o link --force", "-o two.toml --force"])
+def test_never_overwrites_what_it_is_made_from(
+    run: Run, here: Path, asked: dict[str, Any], options: str
+) -> None:
+    (here / "link").symlink_to("toy.profile.json")
+    (here / "two.toml").write_text("gpus = 8\n")
+    before = (here / "toy.profile.json").read_bytes()
+    ran = run("solve", "toy.profile.json", "--topology", "two.toml", *options.split())
+    assert ran.status == 2
+    assert ran.lines[0] == f"pplan: {options.split()[1]}: would overwrite what it is made from"
+    assert not asked
+    assert (here / "toy.profile.json").read_bytes() == before
+
+
+def test_nor_where_the_profile_has_the_plans_default_name(
+    run: Run, here: Path, asked: dict[str, Any]
+) -> None:
+    (here / "toy.profile.json").rename(here / "toy.plan.json")
+    ran = run("solve", "toy.plan.json", "--gpus", "2")
+    assert (ran.status, ran.lines[0]) == (2, "pplan: toy.plan.json: would overwrite what it is made from")
+    assert not asked
+
+
+def test_a_link_that_leads_nowhere(run: Run, here: Path, asked: dict[str, Any]) -> None:
+    (here / "link").symlink_to("target.json")
+    ran = run("solve", "--gpus", "8", "-o", "link")
+    assert ran.status == 2
+    assert ran.lines[-2] == "pplan: link exists already"
+    assert not asked
+    assert run("solve", "--gpus", "8", "-o", "link", "--force").status == 0
+    assert (here / "link").is_symlink()
+    assert Plan.load(here / "target.json").model == "toy"
+
+
+def test_the_profiles_hash_is_that_of_its_file(run: Run, here: Path, asked: dict[str, Any]) -> None:
+    path = here / "toy.profile.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert run("solve", "--gpus", "8").status == 0
+    assert asked["profile_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from pplan.cli.figures import counted
 from pplan.cli.plan_tables import answer_lines, print_ledger, print_plan
 from pplan.cli.profile_tables import print_profile
+from pplan.cli.table_style import figure, table, text, word
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
@@ -28,14 +31,16 @@ def _text(console: Console) -> str:
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize(("width", "file"), [(110, "profile.txt"), (80, "profile_narrow.txt")])
+@pytest.mark.parametrize(
+    ("width", "file"), [(110, "profile.txt"), (80, "profile_narrow.txt"), (40, "profile_40.txt")]
+)
 def test_profile(profile: Profile, golden: Golden, width: int, file: str) -> None:
     console = _console(width)
     print_profile(profile, console)
     golden(file, _text(console))
 
 
-@pytest.mark.parametrize(("width", "file"), [(110, "plan.txt"), (80, "plan_narrow.txt")])
+@pytest.mark.parametrize(("width", "file"), [(110, "plan.txt"), (80, "plan_narrow.txt"), (40, "plan_40.txt")])
 def test_plan(plan: Plan, golden: Golden, width: int, file: str) -> None:
     console = _console(width)
     print_plan(plan, console)
@@ -44,7 +49,7 @@ def test_plan(plan: Plan, golden: Golden, width: int, file: str) -> None:
 
 
 def test_ledger_of_many_stages_goes_on_below(plan: Plan) -> None:
-    console = _console(53)
+    console = _console(45)
     print_ledger(changed(plan, stages=[*plan.stages, *plan.stages]), console)
     heads = [
         line.split()
@@ -125,3 +130,73 @@ def test_what_all_gpus_would_give_is_what_the_runtime_can_run(plan: Plan) -> Non
         "650 ms a step, 98.5 samples/s.",
         "It uses 6 of the 8 GPUs; on all 8, a straight gpipe pipeline takes 900 ms a step.",
     ]
+
+
+@pytest.mark.parametrize("width", [20, 30, *range(40, 131, 5)])
+def test_no_figure_is_cut_at_any_width(plan: Plan, profile: Profile, width: int) -> None:
+    def printed(columns: int) -> str:
+        console = _console(columns)
+        print_plan(plan, console)
+        print_ledger(plan, console)
+        print_profile(profile, console)
+        return _text(console)
+
+    def figures(output: str) -> set[str]:
+        return {token.rstrip(",;.") for token in output.split() if re.match(r"\d|-$", token)}
+
+    narrow = printed(width)
+    assert "…" not in narrow
+    assert figures(narrow) <= figures(printed(200))
+    assert {"96.0", "192", "650", "1.026"} <= figures(narrow)
+    tables = [line for line in narrow.splitlines() if "───" in line]
+    assert len(tables) >= 6
+    assert width < 40 or all(len(line) <= width for line in tables)
+
+
+def test_the_least_important_columns_go_first() -> None:
+    columns = [word("a"), figure("bb", leaves=2), figure("cc", leaves=1), figure("dd", leaves=2), text("e")]
+    rows = [["x", "12", "34", "56", "y" * 30]]
+
+    def heads(width: int) -> list[str]:
+        return [str(column.header) for column in table(_console(width), columns, rows).columns]
+
+    assert heads(1 + 3 * 3 + 25) == ["a", "bb", "cc", "dd", "e"]
+    assert heads(1 + 3 * 3 + 24) == ["a", "bb", "dd", "e"]
+    assert heads(1 + 2 * 3 + 24) == ["a", "e"]
+    assert heads(5) == ["a", "e"]
+
+
+def test_a_text_is_whole_where_it_fits() -> None:
+    long = "encoder.layers.11.self_attention.out_proj"
+    for width, whole in ((5 + 1 + len(long), True), (4 + 1 + len(long), False)):
+        console = _console(width)
+        console.print(table(console, [figure("stage"), text("layer")], [["0", long]]))
+        assert (long in _text(console)) is whole
+        assert long in "".join(_text(console).split("─")[-1].split()[1:])
+
+
+def test_one_is_not_many(profile: Profile) -> None:
+    console = _console(110)
+    print_profile(profile.model_copy(update={"layers": profile.layers[:1]}), console)
+    assert "input 3x32x32: 1 layer, 12.00 MiB" in _text(console)
+    assert "layers," not in _text(console)
+    assert [counted(n, thing) for n in (1, 2) for thing in ("GPU", "micro-batch")] == [
+        "1 GPU",
+        "1 micro-batch",
+        "2 GPUs",
+        "2 micro-batches",
+    ]
+
+
+def test_names_do_not_steer_the_terminal(plan: Plan, profile: Profile) -> None:
+    evil = "a\x1b[31mb\nc\u202ed"
+    layers = [profile.layers[0].model_copy(update={"name": evil, "kind": evil}), *profile.layers[1:]]
+    console = _console(110)
+    print_profile(profile.model_copy(update={"layers": layers, "model": evil, "notes": [evil]}), console)
+    names = [evil, *plan.layer_names[1:]]
+    baselines = [base.model_copy(update={"name": evil, "reason": evil}) for base in plan.baselines]
+    print_plan(changed(plan, layer_names=names, topology=evil, baselines=baselines), console)
+    shown = r"a\x1b[31mb\nc\u202ed"
+    assert _text(console).count(shown) >= 9
+    assert not {"\x1b", "\u202e"} & set(_text(console))
+    assert "\nc" not in _text(console)

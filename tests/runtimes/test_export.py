@@ -168,17 +168,19 @@ def test_the_best_usable_alternative_is_taken(make_plan: MakePlan, alternative: 
             alternative(step_seconds=0.52, schedule="1f1b"),
             alternative(step_seconds=0.53, recompute="selective"),
             alternative(step_seconds=0.7, balance=[3, 7]),
-            alternative(step_seconds=0.6, balance=[2, 8], micro_batches=8, recompute="always"),
+            alternative(
+                step_seconds=0.6, balance=[2, 8], micro_batches=2, micro_batch_size=2, recompute="always"
+            ),
         ],
     )
     document, remark = export("torchgpipe", plan)
     written = content(document)
     assert written["balance"] == [2, 8]
-    assert (written["chunks"], written["checkpoint"], written["step_seconds"]) == (8, "always", 0.6)
-    assert written["mini_batch"] == written["chunks"] * written["micro_batch_size"] == 8
+    assert (written["chunks"], written["checkpoint"], written["step_seconds"]) == (2, "always", 0.6)
+    assert written["mini_batch"] == written["chunks"] * written["micro_batch_size"] == 4
     assert written["devices"] == ["cuda:0", "cuda:1"]
     assert remark is not None
-    for part in ["its schedule is 1f1b", "balance 2,8", "gpipe", "8 micro-batches of 1", "0.6 s", "0.5 s"]:
+    for part in ["its schedule is 1f1b", "balance 2,8", "gpipe", "2 micro-batches of 2", "0.6 s", "0.5 s"]:
         assert part in remark
 
 
@@ -333,3 +335,24 @@ def test_one_process_takes_the_alternative_that_counts_its_launches(
     assert remark is None or "launches all stages from one process" in remark
     made_for_it = plan.model_copy(update={"runtime": "torchgpipe"})
     assert export("torchgpipe", made_for_it)[0].model_dump()["balance"] == balance
+
+
+def test_a_stage_without_parameters_is_not_for_deepspeed(
+    make_plan: MakePlan, alternative: MakeAlternative
+) -> None:
+    plan = make_plan([4, 6], schedule="1f1b")
+    bare = plan.stages[1].model_copy(update={"memory": {"weights": 0, "gradients": 0}})
+    plan = plan.model_copy(update={"stages": [plan.stages[0], bare]})
+    with pytest.raises(ExportError, match="stage 1 has no parameters, deepspeed trains every stage"):
+        export("deepspeed", plan)
+    own = alternative(runtimes=["deepspeed"], schedule="1f1b", micro_batches=2, micro_batch_size=2)
+    document, remark = export("deepspeed", make_plan([4, 6], schedule="gpipe", alternatives=[own]))
+    assert remark is not None
+    assert content(document)["parts"] == [0, 4, 10]
+
+
+def test_one_process_does_not_reach_another_node(make_plan: MakePlan) -> None:
+    plan = make_plan([4, 6], schedule="gpipe", gpus_per_node=1)
+    with pytest.raises(ExportError, match="it takes 2 nodes, torchgpipe is one process on one node"):
+        export("torchgpipe", plan)
+    assert export("torchgpipe", make_plan([4, 6], schedule="gpipe", gpus_per_node=2))[1] is None

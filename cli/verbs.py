@@ -1,0 +1,58 @@
+"""The verbs and the options before them, as typer takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from .export_command import export_command
+from .profile_command import profile_command
+from .show_command import show_command
+from .solve_command import solve_command
+
+app = typer.Typer(
+    name="pplan",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Measures a PyTorch model layer by layer and finds the pipeline plan for your GPUs.",
+    epilog="The main job: pplan profile vgg19; pplan solve --gpus 8; pplan export torchgpipe",
+)
+app.command("profile")(profile_command)
+app.command("solve")(solve_command)
+app.command("export")(export_command)
+app.command("show")(show_command)
+
+
+@dataclass
+class Session:
+    """What the options before the verb say."""
+
+    debug: bool = False
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from .provenance import installed
+
+        print(f"pplan {installed('pplan') or '(not installed)'}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def options_before_the_verb(
+    context: typer.Context,
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="PPLAN_DEBUG", help="Show the traceback of an error.")
+    ] = False,
+    version: Annotated[  # noqa: ARG001  typer calls _print_version with it
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Takes the options before the verb; without a verb it prints the help."""
+    context.ensure_object(Session).debug = debug
+    if context.invoked_subcommand is None:
+        print(context.get_help())

@@ -1,0 +1,88 @@
+"""The profile's file: the bounds of its figures, and the contradictions that are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pplan.cost_models.errors import FileError
+from pplan.profiler.profile_file import Profile
+
+
+def content(*names: str, **changed: Any) -> dict[str, Any]:
+    """A profile of these layers; `changed` are figures of the first one."""
+    costs = {
+        "micro_batch_size": 4,
+        "forward_seconds": 0.01,
+        "backward_seconds": 0,
+        "output_bytes": 64,
+        "saved_bytes": 0,
+    }
+    layers: list[dict[str, Any]] = [
+        {"name": name, "parameter_bytes": 8, "costs": [dict(costs)]} for name in names or ("a", "b")
+    ]
+    layers[0] |= {"costs": [costs | changed]}
+    return {"schema": 1, "model": "toy", "layers": layers}
+
+
+def load(profile: dict[str, Any]) -> Profile:
+    return Profile.parse(json.dumps(profile), "toy.profile.json")
+
+
+def test_the_smallest_profile() -> None:
+    assert load(content()).chain().forward_seconds.tolist() == [[0.01], [0.01]]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("forward_seconds", 1e308),
+        ("backward_seconds", 1.1e9),
+        ("forward_seconds", -1e-9),
+        ("output_bytes", 2**63),
+        ("saved_bytes", 10**400),
+        ("workspace_bytes", -1),
+        ("micro_batch_size", 0),
+        ("micro_batch_size", 10**12),
+        ("spread", 1e300),
+        ("forward_seconds", "0.01"),
+        ("output_bytes", "64"),
+        ("output_bytes", 64.5),
+    ],
+)
+def test_figures_out_of_bounds(key: str, value: Any) -> None:
+    with pytest.raises(FileError) as caught:
+        load(content(**{key: value}))
+    assert caught.value.what.startswith(f"toy.profile.json: layers.0.costs.0.{key}: Input should be ")
+    assert f"the value is {value!r}"[:60] in caught.value.what
+
+
+def test_the_greatest_figures_are_planned_with() -> None:
+    from pplan import solve
+
+    greatest: dict[str, Any] = {
+        "forward_seconds": 1e9,
+        "backward_seconds": 1e9,
+        "output_bytes": 2**63 - 1,
+        "saved_bytes": 2**63 - 1,
+    }
+    plan = solve(load(content(**greatest)), gpus=1, optimizer="adam")
+    assert plan.prediction.step_seconds == pytest.approx(2e9 + 0.01)
+
+
+@pytest.mark.parametrize("seconds", [0, 1e-320])
+def test_a_model_that_takes_no_time(seconds: float) -> None:
+    with pytest.raises(FileError) as caught:
+        load(content("a", forward_seconds=seconds))
+    assert caught.value.what == (
+        f"toy.profile.json: all layers together take {seconds:g} s at micro-batch size 4, "
+        "it must be at least 1e-12 s"
+    )
+
+
+def test_two_layers_of_one_name() -> None:
+    with pytest.raises(FileError) as caught:
+        load(content("a", "a"))
+    assert caught.value.what == "toy.profile.json: two layers are named 'a'"
