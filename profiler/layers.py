@@ -13,9 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..cost_models.errors import ModelError
-from .models import check_example, seeded
+from .held_earlier import tensors_used
+from .layer_sequential import LayerSequential
+from .models import check_example, model_name, seeded
 from .tracing import traced_segments
 from .user_code import at_user_line, first_line
+
+_INPUT = -1
+"""Where a layer's index stands for whose output it is: the model's input."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +52,11 @@ class Layer:
 class LayerChain:
     """The layers in the order they run, and the graph of who feeds whom (nodes are names)."""
 
+    model_name: str
     layers: tuple[Layer, ...]
     graph: nx.DiGraph
+    overwrites_input: bool
+    """Whether a layer changes the model's input in place."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -61,6 +69,10 @@ class Segment(Protocol):
     def name(self) -> str: ...
     @property
     def path(self) -> str | None: ...
+    @property
+    def is_composite(self) -> bool:
+        """Whether it was put together from several operations."""
+
     def kind(self, model: nn.Module) -> str: ...
     def bind(self, model: nn.Module) -> nn.Module: ...
     def followed_by(self, other: Self) -> Self: ...
@@ -75,6 +87,10 @@ class ModuleSegment:
     @property
     def name(self) -> str:
         return self.path
+
+    @property
+    def is_composite(self) -> bool:
+        return False
 
     def kind(self, model: nn.Module) -> str:
         return type(model.get_submodule(self.path)).__name__
@@ -98,6 +114,14 @@ class Crossing:
     """The later layer that changes it in place."""
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What a trial run showed: of every layer's output, and of the model's input."""
+
+    crossings: tuple[Crossing, ...]
+    overwrites_input: bool
+
+
 def chain_of(model: nn.Module, example_input: Tensor, *, name: str | None = None) -> LayerChain:
     """Takes `model` apart into layers; deterministic, and without changing it.
 
@@ -109,19 +133,21 @@ def chain_of(model: nn.Module, example_input: Tensor, *, name: str | None = None
 
     Raises ModelError: not traceable (with the line), more than one input, or failing on this input.
     """
-    name = name or type(model).__name__
+    name = name or model_name(model)
     check_example(name, example_input)
     segments = list(_segments(model, name))
     if not segments:
         raise ModelError(f"{name} has no layers", "Give a model that computes something.")
-    segments, crossings = _merged(segments, _tried(segments, model, example_input, name))
+    trial = _tried(segments, model, example_input, name)
+    segments, crossings = _merged(segments, trial.crossings)
     modules = [segment.bind(model) for segment in segments]
     kinds = [segment.kind(model) for segment in segments]
-    names = _unique([segment.name for segment in segments])
+    names = _names(model, segments)
     reasons = _shared_reasons(model, modules, names)
     for index, crossing in enumerate(crossings[:-1]):
         if crossing.overwritten_by is not None:
-            reasons[index] = _overwritten(index, crossing.overwritten_by, names, kinds)
+            by = crossing.overwritten_by
+            reasons[index] = _overwritten(names[by], kinds[by], segments[by].is_composite, by == index + 1)
     firsts = _first_users(modules)
     layers = tuple(
         Layer(names[i], kinds[i], modules[i], segments[i].path, *firsts[i], reasons[i])
@@ -130,7 +156,7 @@ def chain_of(model: nn.Module, example_input: Tensor, *, name: str | None = None
     graph = nx.DiGraph()
     graph.add_nodes_from(names)
     nx.add_path(graph, names)
-    return LayerChain(layers, graph)
+    return LayerChain(name, layers, graph, trial.overwrites_input)
 
 
 def layer_failure(name: str, kind: str, given: object, error: BaseException) -> ModelError:
@@ -181,7 +207,7 @@ def _elements(module: nn.Module, prefix: str) -> list[str]:
     return paths
 
 
-def _tried(segments: Sequence[Segment], model: nn.Module, example_input: Tensor, name: str) -> list[Crossing]:
+def _tried(segments: Sequence[Segment], model: nn.Module, example_input: Tensor, name: str) -> Trial:
     """Runs the layers on the meta device, at no cost, or where that fails for real, on a copy."""
     inputs = [example_input]
     if len(example_input) == 1:
@@ -206,9 +232,9 @@ def _for_real(model: nn.Module, example_input: Tensor) -> tuple[nn.Module, Tenso
     return model, example_input.detach().to(device, copy=True)
 
 
-def _run_through(segments: Sequence[Segment], model: nn.Module, value: Tensor) -> list[Crossing]:
+def _run_through(segments: Sequence[Segment], model: nn.Module, value: Tensor) -> Trial:
     overwritten: dict[int, int] = {}
-    watched: dict[int, tuple[Tensor, int]] = {}
+    watched = {_INPUT: (value, value._version)}
     tensors: list[bool] = []
     current: object = value
     for index, segment in enumerate(segments):
@@ -223,7 +249,8 @@ def _run_through(segments: Sequence[Segment], model: nn.Module, value: Tensor) -
         tensors.append(isinstance(current, Tensor))
         if isinstance(current, Tensor):
             watched[index] = (current, current._version)
-    return [Crossing(is_one, overwritten.get(i)) for i, is_one in enumerate(tensors)]
+    crossings = tuple(Crossing(is_one, overwritten.get(i)) for i, is_one in enumerate(tensors))
+    return Trial(crossings, _INPUT in overwritten)
 
 
 def _merged(
@@ -247,6 +274,12 @@ def _merged(
     ]
 
 
+def _names(model: nn.Module, segments: Sequence[Segment]) -> list[str]:
+    """An nn.Sequential that was made of a model's layers keeps their names: it is the same chain."""
+    kept = model.layer_names if isinstance(model, LayerSequential) else ()
+    return list(kept) if len(kept) == len(segments) else _unique([segment.name for segment in segments])
+
+
 def _unique(names: Sequence[str]) -> list[str]:
     taken: set[str] = set()
     unique: list[str] = []
@@ -260,10 +293,11 @@ def _unique(names: Sequence[str]) -> list[str]:
     return unique
 
 
-def _overwritten(index: int, by: int, names: Sequence[str], kinds: Sequence[str]) -> str:
-    if by == index + 1:
-        return f"in-place {kinds[by]} follows"
-    return f"in-place {kinds[by]} {names[by]} overwrites it"
+def _overwritten(name: str, kind: str, is_composite: bool, is_next: bool) -> str:
+    if is_composite:
+        # Its kind is that of the module which gives it its name, and need not be what works in place.
+        return f"an in-place operation in {name} {'follows' if is_next else 'overwrites it'}"
+    return f"in-place {kind} follows" if is_next else f"in-place {kind} {name} overwrites it"
 
 
 def _shared_reasons(model: nn.Module, modules: Sequence[nn.Module], names: Sequence[str]) -> list[str | None]:
@@ -273,7 +307,7 @@ def _shared_reasons(model: nn.Module, modules: Sequence[nn.Module], names: Seque
         known.setdefault(id(tensor), path)
     users: dict[int, list[int]] = {}
     for index, module in enumerate(modules):
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in tensors_used(module):
             users.setdefault(id(tensor), []).append(index)
     reasons: list[str | None] = [None] * len(modules)
     for key, layers in users.items():

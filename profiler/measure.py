@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from ..cost_models.errors import UsageError
+from ..cost_models.errors import MachineError, UsageError
 from .clocks import Clock, CpuClock, CudaClock
 from .layers import chain_of, copied
 from .machine import device_memory_bytes, device_name, device_named, dtype_named, versions
-from .models import LoadedModel, from_module, seeded
+from .models import LoadedModel, from_module, is_positive, seeded
 from .profile_file import LayerMeasurement, Profile, ProfiledLayer, WholeMeasurement
 from .sweep import Progress, SizeRun, Subject, Sweep
 
@@ -36,8 +36,9 @@ def profile_model(
     """Measures every layer of `model`, and the whole model, at several micro-batch sizes.
 
     `model`: loaded, or a module and an example input, shape (batch, ...). It is measured on a copy, in the
-    mode (training or not) it is in. `micro_batch_sizes`: those, or by default 1, 2, 4, ... as far as
-    `budget_seconds` and memory reach. `rounds`: so many timed passes at each size instead of a budget.
+    mode (training or not) it is in. `micro_batch_sizes`: those, or by default 1, 2, 4, ..., the
+    smallest first and as far as `budget_seconds` and memory reach; the notes say what was asked for and left
+    out. `rounds`: so many timed passes at each size instead of a budget.
 
     Raises UsageError, ModelError, MachineError.
     """
@@ -59,12 +60,17 @@ def _checked(
         raise UsageError(f"rounds {rounds}: must be at least 1", "Measure once at least.")
     if sizes is None:
         return None
-    if not sizes or min(sizes) < 1:
+    if isinstance(sizes, str) or not isinstance(sizes, Collection):
+        seen, right = repr(sizes), False
+    else:
+        seen = ", ".join(map(str, sizes)) or "(none)"
+        right = len(sizes) > 0 and all(map(is_positive, sizes))
+    if not right:
         raise UsageError(
-            f"micro-batch sizes {', '.join(map(str, sizes)) or '(none)'}: each must be at least 1",
-            "Give whole numbers, as in --micro-batch-sizes 1,2,4,8.",
+            f"micro-batch sizes {seen}: whole numbers of at least 1 are needed",
+            "For example 1, 2, 4 and 8: --micro-batch-sizes 1,2,4,8.",
         )
-    return tuple(sorted(set(sizes)))
+    return tuple(sorted(set(map(int, sizes))))
 
 
 def _subject(
@@ -157,13 +163,18 @@ def _whole(run: SizeRun) -> WholeMeasurement:
     forward, backward = run.rounds.whole_medians()
     own_forward = float(run.rounds.medians("forward").sum())
     own_backward = float(run.rounds.medians("backward").sum())
+    if forward + backward <= 0 or own_forward + own_backward <= 0:
+        raise MachineError(
+            f"micro-batch size {run.size}: the clock reads 0 s for the whole pass",
+            "The model is too fast for this machine's clock: name larger --micro-batch-sizes.",
+        )
     return WholeMeasurement(
         micro_batch_size=run.size,
         forward_seconds=forward,
         backward_seconds=backward,
         closing_ratio=(own_forward + own_backward) / (forward + backward),
-        forward_closing_ratio=own_forward / forward,
-        backward_closing_ratio=own_backward / backward,
+        forward_closing_ratio=own_forward / forward if forward else None,
+        backward_closing_ratio=own_backward / backward if backward else None,
         spread=run.rounds.whole_spread(),
         rounds=len(run.rounds),
     )
@@ -174,8 +185,10 @@ def _notes(subject: Subject, sweep: Sweep) -> list[str]:
     if not subject.loaded.module.training:
         notes.append("the model is in evaluation mode and was measured so")
     for left in sweep.unmeasured:
-        size = left.micro_batch_size
-        notes.append(f"micro-batch size {size} was not measured ({left.reason}): {left.detail}")
+        was = "was not" if sweep.sizes is None else "was asked for and not"
+        notes.append(
+            f"micro-batch size {left.micro_batch_size} {was} measured ({left.reason}): {left.detail}"
+        )
     return notes
 
 

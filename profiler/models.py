@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
 import inspect
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..cost_models.errors import ModelError, UsageError
-from .user_code import at_user_line, first_line
+from .factories import described, made_by_factory, refuse_module
+from .layer_sequential import LayerSequential
+from .user_code import first_line
 
 _DEFAULT_SIDE = 224
 _FRAMES = 16
@@ -50,20 +49,6 @@ class LoadedModel:
         return torch.zeros(shape, dtype=self.dtype)
 
 
-def parse_shape(text: str) -> tuple[int, ...]:
-    """`3x224x224` -> (3, 224, 224), the shape of one sample. Raises UsageError."""
-    try:
-        shape = tuple(int(part) for part in text.lower().split("x"))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise UsageError(
-            f"input shape {text!r}: positive whole numbers joined by x are needed",
-            "Give the shape of one sample, without the batch, as in --input 3x224x224.",
-        )
-    return shape
-
-
 def load_model(
     name: str,
     *,
@@ -78,9 +63,12 @@ def load_model(
     are built under `seed`, and the caller's random state is left as it was. `input_shape` is that of one
     sample; by default torchvision's own for the model, the example's, or 3x224x224.
 
-    Raises ModelError: unknown, not importable, not callable, failing, or returning something else.
+    Raises ModelError: unknown, not importable, not callable, failing, or returning something else; UsageError
+    for `classes` or `input_shape` that are no positive whole numbers.
     """
-    shape = None if input_shape is None else tuple(input_shape)
+    shape = None if input_shape is None else _checked_shape(input_shape)
+    if classes is not None and not is_positive(classes):
+        raise UsageError(f"classes {classes!r}: must be a whole number of at least 1", "As in classes=1000.")
     if ":" in name:
         if classes is not None:
             raise UsageError(
@@ -97,7 +85,7 @@ def from_module(
     """A module at hand, with an input whose dimension 0 is the batch. Raises ModelError."""
     if not isinstance(module, nn.Module):
         raise ModelError(f"the model is a {type(module).__name__}", "Give a torch.nn.Module.")
-    name = name or type(module).__name__
+    name = name or model_name(module)
     check_example(name, example_input)
     return LoadedModel(
         module=module,
@@ -107,6 +95,12 @@ def from_module(
         example=example_input,
         seed=seed,
     )
+
+
+def model_name(module: nn.Module) -> str:
+    """Its class, or the model it was made of."""
+    own = module.model_name if isinstance(module, LayerSequential) else ""
+    return own or type(module).__name__
 
 
 @contextlib.contextmanager
@@ -120,6 +114,21 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def is_positive(number: object) -> bool:
+    """Whether it is a whole number of at least 1, of Python's or of numpy's."""
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 1
+
+
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    several = isinstance(shape, Collection) and not isinstance(shape, str) and len(shape) > 0
+    if not several or not all(map(is_positive, shape)):
+        raise UsageError(
+            f"input_shape {shape!r}: whole numbers of at least 1 are needed",
+            "Give the shape of one sample, without the batch, as in input_shape=(3, 224, 224).",
+        )
+    return tuple(map(int, shape))
+
+
 def _from_torchvision(
     name: str, classes: int | None, shape: tuple[int, ...] | None, seed: int
 ) -> LoadedModel:
@@ -127,6 +136,7 @@ def _from_torchvision(
 
     known = torchvision.models.list_models()
     if name.lower() not in known:
+        refuse_module(name)
         near = difflib.get_close_matches(name.lower(), known, n=5, cutoff=0.5)
         raise ModelError(
             f"model {name!r}: torchvision has no model of this name",
@@ -173,19 +183,12 @@ def _torchvision_shape(name: str, module: nn.Module) -> tuple[int, ...]:
 
 
 def _from_factory(name: str, shape: tuple[int, ...] | None, seed: int) -> LoadedModel:
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ModelError(
-            f"model {name!r}: a module and a factory are needed around the colon",
-            "Name it as package.module:factory.",
-        )
     with seeded(seed):
-        target = _attribute(_imported(module_name, name), attribute, name)
-        made = target if isinstance(target, nn.Module) else _called(target, name)
+        made = made_by_factory(name)
     module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
         raise ModelError(
-            f"{name} returned {_described(made)}",
+            f"{name} returned {described(made)}",
             "Return an nn.Module, or a tuple of an nn.Module and an example input.",
         )
     if example is None:
@@ -203,65 +206,11 @@ def _from_factory(name: str, shape: tuple[int, ...] | None, seed: int) -> Loaded
     )
 
 
-def _imported(module_name: str, name: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    importlib.invalidate_caches()
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise ModelError(
-                f"model {name!r}: there is no module {error.name!r}",
-                f"Run pplan where {module_name.split('.')[0]} can be imported from; looked in {here} "
-                "and the installed packages.",
-            ) from None
-        raise _import_failure(module_name, error) from error
-    except (Exception, SystemExit) as error:
-        raise _import_failure(module_name, error) from error
-
-
-def _import_failure(module_name: str, error: BaseException) -> ModelError:
-    return ModelError(
-        f"importing {module_name} failed: {first_line(error)}{at_user_line(error)}",
-        f'Mend it; python -c "import {module_name}" shows the same.',
-    )
-
-
-def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
-    target: Any = module
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            near = difflib.get_close_matches(part, dir(target), n=3)
-            raise ModelError(
-                f"model {name!r}: {module.__name__} has no {attribute!r}",
-                f"Nearest: {', '.join(near)}." if near else f"Define {attribute} in {module.__file__}.",
-            )
-        target = getattr(target, part)
-    return target
-
-
-def _called(factory: Callable[[], Any] | Any, name: str) -> Any:
-    if not callable(factory):
-        raise ModelError(
-            f"model {name!r} is {_described(factory)}, which cannot be called",
-            "Name a function that takes no arguments and returns an nn.Module.",
-        )
-    try:
-        return factory()
-    except (Exception, SystemExit) as error:
-        raise ModelError(
-            f"{name} failed: {first_line(error)}{at_user_line(error)}",
-            "Mend the factory; it is called without arguments.",
-        ) from error
-
-
 def check_example(name: str, example: object) -> None:
     """Raises ModelError where `example` is no tensor of samples."""
     if not isinstance(example, Tensor):
         raise ModelError(
-            f"{name}: the example input is {_described(example)}, one tensor is needed",
+            f"{name}: the example input is {described(example)}, one tensor is needed",
             "Return (module, tensor) with the batch as the tensor's dimension 0.",
         )
     if example.dim() == 0 or len(example) == 0:
@@ -269,9 +218,3 @@ def check_example(name: str, example: object) -> None:
             f"{name}: the example input has shape {tuple(example.shape)}, which holds no sample",
             "Dimension 0 is the batch and must be at least 1.",
         )
-
-
-def _described(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {', '.join(type(part).__name__ for part in value) or 'nothing'}"
-    return "None" if value is None else f"an object of type {type(value).__name__}"

@@ -2,59 +2,68 @@
 
 from __future__ import annotations
 
-import copy
-
 from torch import Tensor, nn
 
+from .held_earlier import OnClone
+from .layer_sequential import LayerSequential
 from .layers import LayerChain, chain_of
+from .sharing import Sharing
 
 
-def sequential(model: nn.Module, example_input: Tensor) -> nn.Sequential:
-    """`model` as an nn.Sequential, one child for each layer of its profile, named by index.
+def sequential(model: nn.Module, example_input: Tensor) -> LayerSequential:
+    """`model` as an nn.Sequential of one element for each layer of its profile, whose names it knows.
 
-    The children are the model's own modules, or run them: parameters and buffers are shared, so training
-    the one trains the other. A module that the model uses several times appears as copies that share its
-    tensors, because torchgpipe and FairScale refuse the same object twice. `example_input` is an input of
-    the model, shape (batch, ...). The model is not changed. `F.dropout(..., self.training)` and the like keep
-    the mode the model is in now.
+    The elements are the model's own modules, or run them: parameters and buffers are shared, so training the
+    one trains the other. Each parameter is registered once, with the first layer that uses it: a module that
+    comes again is run through an `Again`, and a module that shares some parameters with an earlier one (tied
+    weights) is a copy without those. Sharers belong on one stage; the profile forbids the cuts between them.
+    A buffer that two modules register stays with both, as in the model. Where the model overwrites its
+    input, the first element works on a clone.
+
+    `example_input` is an input of the model, shape (batch, ...). The model is not changed.
+    `F.dropout(..., self.training)` and the like keep the mode the model is in now.
 
     Raises ModelError as `chain_of` does.
     """
     return as_sequential(chain_of(model, example_input))
 
 
-def as_sequential(chain: LayerChain) -> nn.Sequential:
+def as_sequential(chain: LayerChain) -> LayerSequential:
     """The layers of `chain`, in order."""
-    seen: set[int] = set()
-    children = []
-    for layer in chain.layers:
-        children.append(_twin(layer.module) if id(layer.module) in seen else layer.module)
-        seen.add(id(layer.module))
-    return nn.Sequential(*children)
+    sharing = Sharing()
+    children = [sharing.own(layer.module) for layer in chain.layers]
+    if chain.overwrites_input:
+        children[0] = OnClone(children[0])
+    layers = LayerSequential(*children)
+    layers.model_name = chain.model_name
+    layers.layer_names = tuple(layer.name for layer in chain.layers)
+    return layers
 
 
 def state_dict_names(model: nn.Module, example_input: Tensor) -> dict[str, str]:
-    """Names in `sequential(model, example_input).state_dict()` -> names in `model.state_dict()`.
+    """Names in `model.state_dict()` -> names in `sequential(model, example_input).state_dict()`.
 
-    Where modules are used several times, several names lead to one of the model's.
+    Every name of the latter is led to, so that checkpoints move both ways:
+
+        layers.load_state_dict({name: from_model[old] for old, name in names.items()})
+        model.load_state_dict({old: from_layers[name] for old, name in names.items()})
+
+    A tensor that the model knows by several names is in the nn.Sequential once: the second names lead to the
+    same place as the first. What no layer uses is left out.
     """
     chain = chain_of(model, example_input)
     own = model.state_dict(keep_vars=True)
     names: dict[str, str] = {}
-    for index, layer in enumerate(chain.layers):
-        for key in layer.module.state_dict(keep_vars=True):
-            name = key if layer.path is None else f"{layer.path}.{key}"
-            if name in own:
-                names[f"{index}.{key}"] = name
+    places: dict[int, str] = {}
+    for index, (layer, child) in enumerate(zip(chain.layers, as_sequential(chain), strict=True)):
+        around = "layer." if isinstance(child, OnClone) else ""
+        for key, value in child.state_dict(keep_vars=True).items():
+            inner = key.removeprefix(around)
+            name = inner if layer.path is None else f"{layer.path}.{inner}"
+            if name in own and (own[name] is value or not isinstance(value, Tensor)):
+                names[name] = f"{index}.{key}"
+            places.setdefault(id(value), f"{index}.{key}")
+    for name, value in own.items():
+        if id(value) in places:
+            names.setdefault(name, places[id(value)])
     return names
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    """Another object with the same tensors; its dictionaries are its own, down to the last child."""
-    twin = copy.copy(module)
-    for field in ("_parameters", "_buffers"):
-        twin.__dict__[field] = dict(module.__dict__[field])
-    twin.__dict__["_modules"] = {
-        key: None if child is None else _twin(child) for key, child in module._modules.items()
-    }
-    return twin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -144,8 +145,8 @@ class _Announcing:
 class Sweep:
     """Measures sizes in ascending order, then spends what is left of the budget where the spread is largest.
 
-    `sizes`: the user's, all to be measured; None: 1, 2, 4, ... as far as budget and memory reach. `rounds`:
-    so many at every size, whatever they cost.
+    `sizes`: the user's, or None: 1, 2, 4, ...; the smallest always, the others as far as budget and memory
+    reach. `rounds`: so many at every size, whatever they cost.
     """
 
     subject: Subject
@@ -196,13 +197,12 @@ class Sweep:
     def _stop_before(self, size: int) -> tuple[str, str] | None:
         """Why `size` is not begun: a cost in proportion to the last size's would not fit."""
         last = self.runs[-1]
-        # The rounds, and about one round's time for the warm-up.
-        predicted = last.round_seconds * (_FIRST_ROUNDS + 1) * size / last.size
+        predicted = self._predicted(size)
         left = self.budget_seconds - self.spent
         if self.rounds is None and predicted > left:
             return "budget", (
-                f"it would take about {predicted:.0f} s, {max(left, 0.0):.0f} s of "
-                f"{self.budget_seconds:g} s are left"
+                f"it would take about {_in_words(predicted)}, {_in_words(max(left, 0.0))} of "
+                f"{self.budget_seconds:g} s are left{self._enough()}"
             )
         free = free_host_bytes() if self.subject.device.type == "cpu" else None
         needed = _MARGIN * sum(last.saved.saved_bytes) * size / last.size
@@ -211,6 +211,19 @@ class Sweep:
                 f"it would save about {needed / 2**30:.1f} GiB for backward, {free / 2**30:.1f} GiB are free"
             )
         return None
+
+    def _predicted(self, size: int) -> float:
+        """Seconds that the first rounds of `size` would take: in proportion to the last size's."""
+        last = self.runs[-1]
+        # About one round's time more, for the warm-up.
+        return last.round_seconds * (_FIRST_ROUNDS + 1) * size / last.size
+
+    def _enough(self) -> str:
+        """The budget that would do for all sizes that the user named, in words; else nothing."""
+        if self.sizes is None:
+            return ""
+        total = self.spent + sum(self._predicted(size) for size in self._pending)
+        return f"; a budget of about {_in_words(total, math.ceil)} would do for all that were asked for"
 
     def _leave_pending(self) -> None:
         """Records the size that was not measured, and with it the larger ones that the user named."""
@@ -289,6 +302,11 @@ class Sweep:
 
 def _doubt(run: SizeRun) -> float:
     return float("inf") if len(run.rounds) < _TRUSTED_ROUNDS else run.rounds.uncertainty()
+
+
+def _in_words(seconds: float, whole: Callable[[float], int] = round) -> str:
+    """Whole seconds from 10 on, two digits below."""
+    return f"{whole(seconds)} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 @contextmanager

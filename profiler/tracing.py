@@ -36,6 +36,10 @@ class GraphSegment:
         return str(node.target) if alone and node.args == (self.fed_by,) and not node.kwargs else None
 
     @property
+    def is_composite(self) -> bool:
+        return len(self.nodes) > 1
+
+    @property
     def name(self) -> str:
         """The module's path; of several modules what their paths begin with; else the last node's name."""
         return self._common_path or self.nodes[-1].name

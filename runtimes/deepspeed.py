@@ -121,7 +121,8 @@ def build(
 ) -> PipelineModule:
     """This process's stage of `model` (one element a layer, as `pplan.sequential` makes it).
 
-    With `layer_names`, those of the model's profile, they must be the file's, not only as many.
+    The names of its layers must be the file's: `layer_names`, those of the model's profile, or by default
+    what `pplan.sequential` called them. An nn.Sequential without names must only have as many.
 
     Call it in every process after `deepspeed.init_distributed()`, and pass the result to
     `deepspeed.initialize(model=..., config=source.config, model_parameters=...)`.

@@ -69,18 +69,23 @@ def names_hash(names: Sequence[str]) -> str:
 def check_layers(document: Exported, layers: int, model: nn.Sequential, names: Sequence[str] | None) -> None:
     """Raises ExportError where `model` has not the `layers` layers the document was made for.
 
-    `names` are those of the model's layers in its profile; None leaves them unchecked.
+    `names` are those of the model's layers in its profile; None takes those that `pplan.sequential` gave it.
+    An nn.Sequential that knows none is only counted.
     """
+    name = getattr(model, "model_name", "") or type(model).__name__
     if len(model) != layers:
         raise ExportError(
             f"the {document.kind} file is for {document.model} with {layers} layers, "
-            f"the model has {len(model)}",
+            f"the model ({name}) has {len(model)}",
             "Give it pplan.sequential(model, example_input) of that model, or make a plan for this one.",
         )
-    if names is not None and document.layers_sha256 not in ("", names_hash(names)):
+    if names is None:
+        known = getattr(model, "layer_names", ())
+        names = known if isinstance(known, tuple) and len(known) == layers else ()
+    if names and document.layers_sha256 not in ("", names_hash(names)):
         raise ExportError(
             f"the {document.kind} file is for {document.model}, whose layers have the hash "
-            f"{document.layers_sha256[:12]}, the model's have {names_hash(names)[:12]} "
+            f"{document.layers_sha256[:12]}, those of the model ({name}) have {names_hash(names)[:12]} "
             f"({names[0]} to {names[-1]})",
             "Give it the model of the file, or make a plan for this one.",
         )

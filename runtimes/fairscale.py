@@ -35,7 +35,8 @@ def build(
 ) -> Pipe:
     """`model`, one element a layer (as `pplan.sequential` makes it), on the devices of the file.
 
-    With `layer_names`, those of the model's profile, they must be the file's, not only as many.
+    The names of its layers must be the file's: `layer_names`, those of the model's profile, or by default
+    what `pplan.sequential` called them. An nn.Sequential without names must only have as many.
 
     Feed it mini-batches of `source.mini_batch` samples on `devices[0]`; its output is on `devices[-1]`. Drop
     the Pipe and call gc.collect() before the interpreter ends: its threads keep a living one from exiting.

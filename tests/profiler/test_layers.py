@@ -87,6 +87,53 @@ def test_in_place_through_views_forbids_every_cut_it_reaches() -> None:
     assert reasons == ["in-place Overwrites 2 overwrites it", "in-place Overwrites follows", None, None, None]
 
 
+class Counts(nn.Module):
+    """Only runs for real: its result depends on values."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        return given * given.sum().item()
+
+
+class InBranch(nn.Module):
+    """Overwrites what comes in, in the midst of a layer of several operations."""
+
+    def __init__(self, *before: nn.Module) -> None:
+        super().__init__()
+        self.before, self.linear = nn.Sequential(*before), nn.Linear(4, 4)
+
+    def forward(self, given: Tensor) -> Tensor:
+        value = self.before(given)
+        return value.mul_(2) + self.linear(value.detach())  # type: ignore[no-any-return]
+
+
+def test_an_in_place_operation_inside_a_layer_is_not_called_by_the_layers_kind() -> None:
+    chain = chain_of(InBranch(nn.Linear(4, 4)), torch.ones(2, 4))
+    assert [layer.kind for layer in chain.layers] == ["Linear", "Linear"]
+    assert chain.layers[0].cut_reason == "an in-place operation in linear follows"
+    chain = chain_of(InBranch(nn.Linear(4, 4), nn.Flatten()), torch.ones(2, 4))
+    assert [layer.cut_reason for layer in chain.layers] == [
+        "an in-place operation in linear overwrites it",
+        "an in-place operation in linear follows",
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "overwrites"),
+    [
+        (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), True),
+        (nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True)), True),
+        (nn.Sequential(nn.Identity(), nn.Dropout(0.5, inplace=True)), True),
+        (InBranch(), True),
+        (nn.Sequential(Counts(), nn.ReLU(inplace=True)), False),
+        (nn.Sequential(nn.ReLU(inplace=True), Counts()), True),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), False),
+    ],
+)
+def test_models_that_overwrite_their_input(model: nn.Module, overwrites: bool) -> None:
+    assert chain_of(model, torch.ones(2, 4)).overwrites_input is overwrites
+
+
 def test_no_cut_between_users_of_one_weight() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].weight = model[0].weight
@@ -202,13 +249,6 @@ def test_the_model_is_untouched() -> None:
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
     assert model.training
     assert all(p.grad is None for p in model.parameters())
-
-
-class Counts(nn.Module):
-    """Only runs for real: its result depends on values."""
-
-    def forward(self, given: Tensor) -> Tensor:
-        return given * given.sum().item()
 
 
 def test_layers_that_the_meta_device_cannot_run_are_run_for_real() -> None:

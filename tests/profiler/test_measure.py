@@ -140,6 +140,21 @@ def test_an_off_closing_ratio_is_noted(clock: Any, takes: Any, monkeypatch: pyte
     assert any("1.167" in note for note in profile.notes)
 
 
+def test_a_clock_that_reads_nothing_is_an_error(clock: Any, takes: Any) -> None:
+    model = (nn.Sequential(takes(clock, 0, 0)), torch.ones(1, 4))
+    with pytest.raises(MachineError, match="micro-batch size 2: the clock reads 0 s") as caught:
+        profile_model(model, micro_batch_sizes=[2], rounds=1, device="cpu", clock=clock)
+    assert "--micro-batch-sizes" in caught.value.hint
+
+
+def test_a_direction_of_no_time_has_no_closing_ratio(clock: Any, takes: Any) -> None:
+    model = (nn.Sequential(takes(clock, 0, 2)), torch.ones(1, 4))
+    profile = profile_model(model, micro_batch_sizes=[2], rounds=1, device="cpu", clock=clock)
+    whole = profile.whole[0]
+    assert whole.closing_ratio == whole.backward_closing_ratio == 1
+    assert whole.forward_closing_ratio is None
+
+
 @pytest.mark.parametrize(
     ("options", "error", "expected"),
     [
@@ -150,6 +165,9 @@ def test_an_off_closing_ratio_is_noted(clock: Any, takes: Any, monkeypatch: pyte
         ({"budget_seconds": float("nan")}, UsageError, "budget nan s"),
         ({"micro_batch_sizes": []}, UsageError, r"\(none\)"),
         ({"micro_batch_sizes": [4, 0]}, UsageError, "micro-batch sizes 4, 0"),
+        ({"micro_batch_sizes": [1.5]}, UsageError, "micro-batch sizes 1.5"),
+        ({"micro_batch_sizes": "1,2"}, UsageError, "micro-batch sizes '1,2'"),
+        ({"micro_batch_sizes": 8}, UsageError, "micro-batch sizes 8"),
         ({"rounds": 0}, UsageError, "rounds 0"),
     ],
 )

@@ -6,14 +6,16 @@ import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError, UsageError
-from pplan.profiler.models import from_module, load_model, parse_shape
+from pplan.profiler.models import from_module, load_model
 
 _numbers = itertools.count()
 
@@ -156,11 +158,62 @@ def test_classes_are_not_for_factories() -> None:
         load_model("a:b", classes=10)
 
 
-def test_parse_shape() -> None:
-    assert parse_shape("3x224X112") == (3, 224, 112)
-    for wrong in ("", "3x", "3x-1", "0", "3,4", "axb"):
-        with pytest.raises(UsageError, match="input shape"):
-            parse_shape(wrong)
+@pytest.mark.parametrize("classes", [0, -1, 2.0, True, "10"])
+def test_classes_are_a_positive_whole_number(classes: Any) -> None:
+    with pytest.raises(UsageError, match=f"classes {classes!r}"):
+        load_model("vgg11", classes=classes)
+
+
+@pytest.mark.parametrize("shape", ["3x64x64", (), (3, 0, 4), (3, 2.5), 3, [True]])
+def test_an_input_shape_is_positive_whole_numbers(shape: Any) -> None:
+    with pytest.raises(UsageError, match="input_shape") as caught:
+        load_model("vgg11", input_shape=shape)
+    assert repr(shape) in caught.value.what
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    classes: Any = np.int64(2)
+    shape: Any = np.array([3, 32, 32])
+    loaded = load_model("squeezenet1_1", classes=classes, input_shape=shape)
+    assert (loaded.classes, loaded.input_shape) == (2, (3, 32, 32))
+    assert {type(side) for side in loaded.input_shape} == {int}
+
+
+def test_a_module_without_its_factory(factory: Callable[[str], str], tmp_path: Path) -> None:
+    name = factory(
+        "raise SystemExit\ndef _hidden(): pass\ndef build(): pass\nclass Net: pass\nready = nn.ReLU()\n"
+    )
+    with pytest.raises(ModelError, match=rf"'{name}': this is a module .*{name}.py\)") as caught:
+        load_model(name)
+    assert caught.value.hint == f"Name the factory too, as in {name}:build. It has build, Net."
+    bare = factory("")
+    with pytest.raises(ModelError) as caught:
+        load_model(bare)
+    assert caught.value.hint == f"Name the factory too, as in {bare}:FACTORY."
+    (tmp_path / "vgg91").mkdir()
+    with pytest.raises(ModelError, match="torchvision has no model of this name"):
+        load_model("vgg91")
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("../mm.py:plain", "mm:plain (run pplan in the folder ..)."),
+        ("/some/where/mm.py:plain", "mm:plain (run pplan in the folder /some/where)."),
+        ("./nets/mm.py:plain", "nets.mm:plain."),
+        ("mm.py:plain", "mm:plain."),
+        ("nets/mm.py", "nets.mm:FACTORY."),
+        ("mm.py", "mm:FACTORY."),
+    ],
+)
+def test_a_path_is_no_module(factory: Callable[[str], str], tmp_path: Path, name: str, named: str) -> None:
+    factory("")
+    (tmp_path / "mm.py").write_text("raise SystemExit(1)")
+    with pytest.raises(ModelError, match="path") as caught:
+        load_model(name)
+    assert "importable dotted name" in caught.value.hint
+    assert named in caught.value.hint
+    assert "python -c" not in caught.value.hint
 
 
 def test_from_module_checks_what_it_gets() -> None:

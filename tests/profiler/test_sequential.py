@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from pplan.profiler.layer_sequential import LayerSequential
 from pplan.profiler.layers import chain_of
 from pplan.profiler.sequential import sequential, state_dict_names
 
@@ -70,39 +72,51 @@ def test_state_dict_names_carry_weights_both_ways(model: nn.Module) -> None:
     names = state_dict_names(model, given)
     children = sequential(model, given)
     own, theirs = model.state_dict(), children.state_dict()
-    assert set(names) == set(theirs)
-    assert set(names.values()) == set(own)
-    assert all(torch.equal(theirs[ours], own[name]) for ours, name in names.items())
-    back = {name: ours for ours, name in names.items()}
-    children.load_state_dict({back[name]: torch.zeros_like(value) for name, value in own.items()})
+    assert set(names) == set(own)
+    assert set(names.values()) == set(theirs)
+    assert len(names) == len(theirs)
+    assert all(torch.equal(theirs[ours], own[name]) for name, ours in names.items())
+    children.load_state_dict({ours: torch.zeros_like(own[name]) for name, ours in names.items()})
     assert not any(value.any() for value in model.state_dict().values())
 
 
-class OneActivation(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.activation = nn.ReLU()
+def test_it_knows_the_names_of_its_layers(model: nn.Module) -> None:
+    given = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    chain, children = chain_of(model, given), sequential(model, given)
+    names = tuple(layer.name for layer in chain.layers)
+    assert isinstance(children, LayerSequential)
+    assert (children.model_name, children.layer_names) == (type(model).__name__, names)
+    again = sequential(children, given)
+    assert (again.model_name, again.layer_names) == (children.model_name, names)
+    assert copy.deepcopy(children).layer_names == names
+    part = children[1:3]
+    assert isinstance(part, LayerSequential)
+    assert (len(part), part.layer_names) == (2, ())
+
+
+class AddsOne(nn.Linear):
+    """To its input itself."""
 
     def forward(self, given: Tensor) -> Tensor:
-        value: Tensor = self.norm(self.activation(self.first(given)))
-        return self.norm(self.activation(self.second(value)))  # type: ignore[no-any-return]
+        return super().forward(given.add_(1))
 
 
-def test_a_reused_module_becomes_copies_that_share_tensors() -> None:
-    model = OneActivation()
+def test_a_first_layer_that_works_in_place_gets_a_clone() -> None:
+    model = nn.Sequential(AddsOne(4, 4), nn.Linear(4, 2))
     given = torch.randn(3, 4)
+    before = given.clone()
     children = sequential(model, given)
-    kinds = [type(child).__name__ for child in children]
-    assert kinds == ["Linear", "ReLU", "BatchNorm1d", "Linear", "ReLU", "BatchNorm1d"]
-    assert children[1] is model.activation
-    assert children[4] is not model.activation
-    assert children[5].weight is model.norm.weight
-    assert children[5].running_mean is model.norm.running_mean
-    assert children[5]._parameters is not model.norm._parameters
-    assert torch.equal(children(given), model(given))
-    names = state_dict_names(model, given)
-    assert names["2.weight"] == names["5.weight"] == "norm.weight"
+    assert len(children) == len(chain_of(model, given)) == 2
+    output = children(given)
+    assert torch.equal(given, before)
+    assert torch.equal(output, model(given))
+    assert not torch.equal(given, before)
+    assert state_dict_names(model, given) == {
+        "0.weight": "0.layer.weight",
+        "0.bias": "0.layer.bias",
+        "1.weight": "1.weight",
+        "1.bias": "1.bias",
+    }
 
 
 def test_the_model_keeps_its_children_and_attributes(model: nn.Module) -> None:

@@ -70,6 +70,23 @@ def test_the_smallest_size_is_measured_whatever_the_budget(clock: Any, takes: An
     ]
 
 
+def test_the_budget_that_would_do_for_the_named_sizes(clock: Any, takes: Any) -> None:
+    # Size 8 takes 24 s a pass, both warm-up passes and 3 rounds 192 s. Predicted: 4 rounds of 96 s for size
+    # 16, of 192 s for size 32: 384 + 768 s more.
+    model = nn.Sequential(takes(clock, 1, 2))
+    profile = measured(model, clock, micro_batch_sizes=[8, 16, 32], budget_seconds=200.0)
+    assert profile.unmeasured[0].detail == (
+        "it would take about 384 s, 8 s of 200 s are left; "
+        "a budget of about 1344 s would do for all that were asked for"
+    )
+    assert profile.notes[-2].startswith(
+        "micro-batch size 16 was asked for and not measured (budget): it would"
+    )
+    assert profile.notes[-1].startswith("micro-batch size 32 was asked for and not measured (budget): after")
+    again = measured(model, clock, micro_batch_sizes=[8, 16, 32], budget_seconds=1344.0)
+    assert (again.micro_batch_sizes, again.unmeasured, again.notes) == ([8, 16, 32], [], [])
+
+
 def test_unspent_time_is_left(clock: Any, takes: Any) -> None:
     profile = measured(nn.Sequential(takes(clock, 1, 2)), clock, micro_batch_sizes=[1, 2], budget_seconds=1e6)
     assert [whole.rounds for whole in profile.whole] == [5, 5]

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
 from pplan.cost_models.errors import ExportError, MachineError
 from pplan.planner.plan_file import Plan
+from pplan.profiler.layers import chain_of
+from pplan.profiler.sequential import sequential
 from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.export import export
 
 MakePlan = Callable[..., Plan]
-STEPS = 2
-BUILDERS: dict[str, Callable[[Path, nn.Sequential], Any]] = {
+BUILDERS: dict[str, Callable[[Any, nn.Sequential], Any]] = {
     "torchgpipe": torchgpipe.build,
     "fairscale": fairscale.build,
 }
+STEPS = 2
 
 
 @dataclass
@@ -128,12 +132,112 @@ def test_training_is_the_plain_models(
     assert_same(run, train(plain, list(plain.parameters()), small_batch()), tolerance=1e-12)
 
 
+class Reused(nn.Module):
+    """One linear layer and one activation used twice; layers 2 to 5 of its chain belong together."""
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.same, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.activation = nn.ReLU()
+        self.norm = norm or nn.Identity()
+
+    def forward(self, given: Tensor) -> Tensor:
+        value = torch.tanh(self.first(given))
+        value = self.norm(self.activation(self.same(value)))
+        value = self.norm(self.activation(self.same(value)))
+        return self.last(value)  # type: ignore[no-any-return]
+
+
+def tied() -> nn.Sequential:
+    """Layers 2 and 4 share a weight; the second has a bias of its own. Layer 0 works in place."""
+    model = nn.Sequential(
+        nn.ReLU(inplace=True),
+        nn.Hardtanh(),
+        nn.Linear(6, 6, bias=False),
+        nn.Tanh(),
+        nn.Linear(6, 6),
+        nn.Linear(6, 3),
+    )
+    model[4].weight = model[2].weight
+    return model
+
+
+class TiedFunctions(nn.Module):
+    """A weight that several layers of several operations share, one of them as a function's argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.embed, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head.weight = self.embed.weight
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, given: Tensor) -> Tensor:
+        value = torch.tanh(self.first(given))
+        value = torch.tanh(value + self.embed(value))
+        value = torch.tanh(value + self.head(value))
+        value = torch.tanh(value + linear(value, self.embed.weight))
+        return self.last(value)  # type: ignore[no-any-return]
+
+
+SHARING: dict[str, Callable[[], nn.Module]] = {
+    "reused": Reused,
+    "tied": tied,
+    "functions": TiedFunctions,
+    "norm": lambda: Reused(nn.BatchNorm1d(6)),
+}
+
+
+def sharing_model(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(5)
+    return SHARING[name]().double(), (torch.randn(8, 6, dtype=torch.float64), torch.randint(3, (8,)))
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("name", SHARING)
+def test_shared_parameters(make_plan: MakePlan, runtime: str, name: str, recompute: str) -> None:
+    """Cut as the profile allows. Batch norm sees whole mini-batches, as the plain model's does."""
+    plain, batch = sharing_model(name)
+    model = copy.deepcopy(plain)
+    chain = chain_of(model, batch[0])
+    ends = [index + 1 for index, layer in enumerate(chain.layers) if layer.cut_reason is None]
+    balance = [b - a for a, b in pairwise([0, *ends])]
+    assert 1 < len(balance) < len(chain)
+    chunks = 1 if name == "norm" else 4
+    plan = make_plan(balance, micro_batches=chunks, micro_batch_size=8 // chunks, recompute=recompute)
+    document, _ = export(runtime, plan, device="cpu")
+    pipe = BUILDERS[runtime](document, sequential(model, batch[0]))
+    own = {id(parameter) for parameter in pipe.parameters()}
+    run = train(pipe, list(model.parameters()), batch)
+    del pipe
+
+    assert own == {id(parameter) for parameter in model.parameters()}
+    assert_same(run, train(lambda given: plain(given.clone()), list(plain.parameters()), batch), 1e-11)
+    if name == "norm" and recompute == "never":
+        for value, expected in zip(model.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_first_layer_that_works_in_place(make_plan: MakePlan, runtime: str, recompute: str) -> None:
+    torch.manual_seed(6)
+    plain = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 5), nn.Linear(5, 3)).double()
+    batch = torch.randn(8, 6, dtype=torch.float64), torch.randint(3, (8,))
+    kept = batch[0].clone()
+    model = copy.deepcopy(plain)
+    document, _ = export(
+        runtime, make_plan([2, 1], micro_batches=4, micro_batch_size=2, recompute=recompute), device="cpu"
+    )
+    pipe = BUILDERS[runtime](document, sequential(model, batch[0]))
+    run = train(pipe, list(pipe.parameters()), batch)
+    del pipe
+    assert torch.equal(batch[0], kept)
+    assert_same(run, train(lambda given: plain(given.clone()), list(plain.parameters()), batch), 1e-12)
+
+
 @pytest.fixture(scope="module")
 def vgg11() -> tuple[nn.Sequential, dict[str, Tensor], tuple[Tensor, Tensor], Training]:
     """torchvision's VGG-11 as the profiler cuts it, its first weights, a batch, and its plain training."""
     from torchvision.models import vgg11
-
-    from pplan.profiler.sequential import sequential
 
     torch.manual_seed(3)
     model = vgg11(num_classes=10, dropout=0.0)
@@ -167,7 +271,7 @@ def test_torchvisions_vgg11(
 def test_another_models_layers_are_refused(make_plan: MakePlan) -> None:
     document, _ = export("torchgpipe", make_plan([4, 7], model="vgg11"), device="cpu")
     assert isinstance(document, torchgpipe.TorchgpipeExport)
-    with pytest.raises(ExportError, match="for vgg11 with 11 layers, the model has 10"):
+    with pytest.raises(ExportError, match=r"for vgg11 with 11 layers, the model \(Sequential\) has 10"):
         torchgpipe.build(document, small_model())
 
 
@@ -178,6 +282,26 @@ def test_other_layer_names_are_refused(make_plan: MakePlan) -> None:
     assert len(torchgpipe.build(document, small_model(), layer_names=names)) == 10
     with pytest.raises(ExportError, match=r"for small, .* \(blocks.0 to layers.9\)"):
         torchgpipe.build(document, small_model(), layer_names=["blocks.0", *names[1:]])
+
+
+def test_pplan_sequential_knows_whose_layers_it_has(make_plan: MakePlan, runtime: str) -> None:
+    """Another model of as many layers is refused; its own is not, nor one without names."""
+    given = torch.randn(2, 6)
+    names = [layer.name for layer in chain_of(Reused(), given).layers]
+    plan = make_plan([2, len(names) - 2], layer_names=names, model="reused")
+    document, _ = export(runtime, plan, device="cpu")
+    own = sequential(Reused(), given)
+    plain = nn.Sequential(*(nn.Linear(6, 6) for _ in names))
+    assert len(BUILDERS[runtime](document, own)) == len(names)
+    assert len(BUILDERS[runtime](document, plain)) == len(names)
+    refused = (
+        r"file is for reused, whose layers have the hash \w{12}, those of the model \(Sequential\) have \w"
+    )
+    with pytest.raises(ExportError, match=refused):
+        BUILDERS[runtime](document, sequential(plain, given))
+    own.append(nn.Linear(3, 3))
+    with pytest.raises(ExportError, match=rf"the model \(Reused\) has {len(names) + 1}"):
+        BUILDERS[runtime](document, own)
 
 
 def test_a_missing_package_names_its_extra(

@@ -1,0 +1,160 @@
+"""`package.module:factory`: the module is imported, the factory found and called; and what goes wrong."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ..cost_models.errors import ModelError
+from .user_code import at_user_line, first_line
+
+_NAMED = 5
+"""Callables of a module that an error names."""
+
+
+def made_by_factory(name: str) -> Any:
+    """What the factory `name` returns, or the object itself where it is an nn.Module.
+
+    The working directory is put on the import path, as `python -m` does. Raises ModelError.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ModelError(
+            f"model {name!r}: a module and a factory are needed around the colon",
+            "Name it as package.module:factory.",
+        )
+    if _is_path(module_name):
+        raise ModelError(
+            f"model {name!r}: {module_name} is a path, not the name of a module",
+            f"MODULE is an importable dotted name: {_dotted(module_name, attribute)}.",
+        )
+    target = _attribute(_imported(module_name, name), attribute, name)
+    return target if isinstance(target, nn.Module) else _called(target, name)
+
+
+def refuse_module(name: str) -> None:
+    """Raises ModelError where `name` is a module's, or a path: the factory was forgotten.
+
+    Nothing of the module itself is run.
+    """
+    if _is_path(name):
+        raise ModelError(
+            f"model {name!r}: this is a path, and no factory is named",
+            f"Name a module by its importable dotted name, and its factory: {_dotted(name, 'FACTORY')}.",
+        )
+    _look_here()
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return
+    if spec is None or spec.origin is None:
+        return
+    callables = _callables(Path(spec.origin))
+    has = f" It has {', '.join(callables[:_NAMED])}{', ...' if len(callables) > _NAMED else ''}."
+    raise ModelError(
+        f"model {name!r}: this is a module ({spec.origin}), and no factory is named",
+        f"Name the factory too, as in {name}:{callables[0] if callables else 'FACTORY'}."
+        + (has if callables else ""),
+    )
+
+
+def described(value: object) -> str:
+    """What somebody returned instead of what was expected."""
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(part).__name__ for part in value) or 'nothing'}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def _is_path(module_name: str) -> bool:
+    return (
+        any(mark in module_name for mark in "/\\")
+        or module_name.startswith(".")
+        or (module_name.endswith(".py") and Path(module_name).is_file())
+    )
+
+
+def _dotted(path: str, attribute: str) -> str:
+    """How the file is to be named, and where from, in words."""
+    file = Path(path.replace("\\", "/")).with_suffix("")
+    if file.is_absolute() or ".." in file.parts:
+        return f"{file.name}:{attribute} (run pplan in the folder {file.parent})"
+    return f"{'.'.join(file.parts).lstrip('.')}:{attribute}"
+
+
+def _callables(source: Path) -> list[str]:
+    """The public functions and classes that a module's text defines."""
+    try:
+        body = ast.parse(source.read_bytes()).body
+    except (OSError, ValueError, SyntaxError):
+        return []
+    definitions = [node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return [node.name for node in definitions if not node.name.startswith("_")]
+
+
+def _look_here() -> str:
+    """Puts the working directory on the import path, and returns it."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    return here
+
+
+def _imported(module_name: str, name: str) -> ModuleType:
+    here = _look_here()
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise ModelError(
+                f"model {name!r}: there is no module {error.name!r}",
+                f"Run pplan where {module_name.split('.')[0]} can be imported from; looked in {here} "
+                "and the installed packages.",
+            ) from None
+        raise _import_failure(module_name, error) from error
+    except (Exception, SystemExit) as error:
+        raise _import_failure(module_name, error) from error
+
+
+def _import_failure(module_name: str, error: BaseException) -> ModelError:
+    return ModelError(
+        f"importing {module_name} failed: {first_line(error)}{at_user_line(error)}",
+        f'Mend it; python -c "import {module_name}" shows the same.',
+    )
+
+
+def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            near = difflib.get_close_matches(part, dir(target), n=3)
+            raise ModelError(
+                f"model {name!r}: {module.__name__} has no {attribute!r}",
+                f"Nearest: {', '.join(near)}." if near else f"Define {attribute} in {module.__file__}.",
+            )
+        target = getattr(target, part)
+    return target
+
+
+def _called(factory: Callable[[], Any] | Any, name: str) -> Any:
+    if not callable(factory):
+        raise ModelError(
+            f"model {name!r} is {described(factory)}, which cannot be called",
+            "Name a function that takes no arguments and returns an nn.Module.",
+        )
+    try:
+        return factory()
+    except (Exception, SystemExit) as error:
+        raise ModelError(
+            f"{name} failed: {first_line(error)}{at_user_line(error)}",
+            "Mend the factory; it is called without arguments.",
+        ) from error
