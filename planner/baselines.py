@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -46,22 +47,27 @@ def best_setting(
 ) -> tuple[Candidate | None, str]:
     """A straight plan with these layer counts and its fastest setting that fits, or None and the reason."""
     best: Candidate | None = None
+    trained = True
     for setting in settings:
         instance = space.instance(setting)
         places = list(instance.table.places)
         ends = [places.index(end) for end in np.cumsum(counts).tolist()]
         stages = len(ends)
-        fits = all(
-            instance.allowed(stages - stage, stages)[start, end]
-            for stage, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
-        )
+        bounds = list(pairwise([0, *ends]))
+        trained = trained and all(instance.usable[bound] for bound in bounds)
+        fits = all(instance.allowed(stages - s, stages)[bound] for s, bound in enumerate(bounds))
         plan = np.array([ends])
         if not fits or (best is not None and _bound(instance, plan) >= best.step_seconds):
             continue
         step = float(score(instance, plan)[0])
         if best is None or step < best.step_seconds:
             best = Candidate(setting, tuple(ends), step)
-    return best, "" if best else "does not fit"
+    if best is not None:
+        return best, ""
+    return (
+        None,
+        "does not fit" if trained else "a stage has no parameters, and the runtime trains every stage",
+    )
 
 
 def _bound(instance: Instance, plan: Ends) -> float:

@@ -65,10 +65,13 @@ class Problem:
         return self.stage_counts_for(self.runtime)
 
     def stage_counts_for(self, runtime: Runtime | None) -> range:
-        """1 to the devices or to what the cuts allow; one process reaches the devices of one node."""
+        """1 to the devices within reach or to what the cuts allow."""
+        return range(1, min(self.reached(runtime), self.chain.max_stages) + 1)
+
+    def reached(self, runtime: Runtime | None) -> int:
+        """Devices that `runtime` can use for a pipeline: one process has those of one node."""
         per_node = self.topology.gpus_per_node
-        reached = min(self.gpus, per_node) if runtime is not None and runtime.one_process else self.gpus
-        return range(1, min(reached, self.chain.max_stages) + 1)
+        return min(self.gpus, per_node) if runtime is not None and runtime.one_process else self.gpus
 
     @cached_property
     def space(self) -> Space:

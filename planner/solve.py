@@ -126,7 +126,7 @@ def _baselines(problem: Problem) -> list[_Row]:
     their best setting under the wishes."""
     free = problem.accumulating
     one = search(free.space, free.settings, [1]).best
-    space, stages = problem.space, problem.gpus
+    space, stages = problem.space, problem.reached(problem.runtime)
     simple = [(name, *fixed_partition(space, problem.settings, name, stages)) for name in PARTITIONS]
     return [_row("one-gpu", one, "does not fit"), _parallel_row(free), *(_row(*each) for each in simple)]
 

@@ -14,6 +14,7 @@ from pplan.cost_models.communication import exposed_all_reduce_seconds
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Link, Topology
+from pplan.planner.baselines import even
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.problem import Wishes
 from pplan.planner.solve import solve
@@ -225,6 +226,8 @@ def test_one_process_stays_on_one_node(make_chain: MakeChain, make_topology: Mak
     by_runtime = {tuple(other.runtimes): len(other.balance) for other in plan.alternatives}
     assert by_runtime["torchgpipe", "fairscale"] <= 2 < by_runtime["deepspeed",]
     alone = solved(chain, make_topology(6, per_node=2), runtime="torchgpipe")
+    two = solved(chain, make_topology(2, per_node=2), runtime="torchgpipe", mini_batch=alone.mini_batch)
+    assert [base.step_seconds for base in alone.baselines[2:]] == [b.step_seconds for b in two.baselines[2:]]
     assert len(alone.stages) <= 2
     assert "torchgpipe is one process: it reaches the 2 GPUs of one node" in alone.notes
 
@@ -249,6 +252,9 @@ def test_deepspeed_trains_every_stage(make_chain: MakeChain, make_topology: Make
     assert min(parts(for_deepspeed.balance)) > 0
     assert for_deepspeed.step_seconds > plan.prediction.step_seconds
     alone = solved(chain, make_topology(6), mini_batch=8, schedule="1f1b", runtime="deepspeed")
+    equal = next(base for base in alone.baselines if base.name == "even")
+    assert min(parts(even(chain, 6))) == 0
+    assert equal.reason == "a stage has no parameters, and the runtime trains every stage"
     assert alone.balance == for_deepspeed.balance
 
 
