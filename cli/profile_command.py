@@ -133,12 +133,15 @@ def _progress() -> Iterator[Callable[[Progress], None] | None]:
         rich_progress.TimeElapsedColumn(),
         rich_progress.TextColumn("{task.description}", markup=False),
     )
-    with rich_progress.Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+    screen = Console(file=sys.stderr)
+    # Drawn between passes only: a thread that draws at its own pace would disturb what is timed.
+    with rich_progress.Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("loading the model", total=1.0)
+        bar.refresh()
 
         def tell(now: Progress) -> None:
             layer = f", {now.layer}" if now.layer else ""
             text = f"micro-batch size {now.micro_batch_size}: {now.doing}{layer}"
-            bar.update(task, description=printable(text), completed=now.fraction)
+            bar.update(task, description=printable(text), completed=now.fraction, refresh=True)
 
         yield tell
