@@ -20,13 +20,6 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}"
 
 
-def counted(count: int, thing: str) -> str:
-    """`1 layer`, `3 layers`, `2 micro-batches`."""
-    if count == 1:
-        return f"1 {thing}"
-    return f"{count} {thing}{'es' if thing.endswith('ch') else 's'}"
-
-
 def ranges(numbers: Iterable[int]) -> str:
     """`[0, 1, 2, 5]` as `0-2, 5`."""
     runs: list[list[int]] = []

@@ -7,13 +7,11 @@ from itertools import islice
 from rich.console import Console
 from rich.table import Table
 
-from ..cost_models.quantities import format_bytes, format_seconds
-from ..planner.plan_file import Alternative, Baseline, Plan, PlannedStage
-from .figures import counted, percent, ranges, three_digits
+from ..cost_models.quantities import counted, format_bytes, format_seconds
+from ..cost_models.runtime import runtime_named
+from ..planner.plan_file import TIE, Alternative, Baseline, Plan, PlannedStage
+from .figures import percent, ranges, three_digits
 from .table_style import figure, gap, line, table, text, titled, word
-
-SAME = 1e-9
-"""Relative difference below which two steps count as equally long."""
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -82,8 +80,13 @@ def _figures(step: float, samples_per_second: float) -> str:
 def _rival_answer(plan: Plan, rival: Baseline) -> str:
     on = f" over {counted(plan.gpus, 'GPU')}" if rival.name == "data-parallel" and plan.gpus else ""
     step = rival.step_seconds or 0.0
-    asked = f"{plan.runtime} does not run it" if plan.runtime else "the options given leave it out"
+    unable = rival.name == "data-parallel" and plan.runtime and plan.gpus and not _replicates(plan)
+    asked = f"{plan.runtime} does not run it" if unable else "the options given leave it out"
     return f"{_RIVALS[rival.name]}{on} is the fastest: {_figures(step, plan.mini_batch / step)}; {asked}."
+
+
+def _replicates(plan: Plan) -> bool:
+    return runtime_named(plan.runtime or "").runs_replicas([plan.gpus or 1])
 
 
 def _fewer(plan: Plan, used: int, offered: int) -> str:
@@ -113,7 +116,7 @@ def _may_run(plan: Plan, other: Alternative) -> bool:
 
 def _faster_baseline(plan: Plan) -> Baseline | None:
     """Data parallelism or one GPU where it beats the plan: the search was then held away from it."""
-    limit = plan.prediction.step_seconds * (1 - SAME)
+    limit = plan.prediction.step_seconds * (1 - TIE)
     faster = [
         base
         for base in plan.baselines
@@ -212,7 +215,7 @@ def _baseline_row(base: Baseline, plan: Plan) -> list[str]:
 
 
 def _compared(step: float, own: float) -> str:
-    if abs(step - own) <= SAME * own:
+    if abs(step - own) <= TIE * own:
         return "the same"
     if step > own:
         return f"{three_digits(step / own)} x slower"
@@ -248,7 +251,9 @@ def _alternative_row(other: Alternative) -> list[str]:
 
 def print_ledger(plan: Plan, console: Console) -> None:
     """Prints the memory of every stage by term: one device of it, a column a stage."""
-    terms = list(dict.fromkeys(term for stage in plan.stages for term in stage.memory))
+    terms = list(
+        dict.fromkeys(term for stage in plan.stages for term, amount in stage.memory.items() if amount)
+    )
     if not terms:
         return
     rows = _ledger(plan.stages, terms)

@@ -44,8 +44,12 @@ MicroBatchSizes = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str,
-    typer.Option("--dtype", metavar="float32", help="Or float16, bfloat16, float64: of weights and input."),
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="float32",
+        help="Or float16, bfloat16, float64: of weights and input; else the model's own.",
+    ),
 ]
 Device = Annotated[
     str | None,
@@ -72,7 +76,7 @@ def profile_command(
     input_shape: Input = None,
     classes: Classes = None,
     micro_batch_sizes: MicroBatchSizes = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     device: Device = None,
     budget: Budget = "60s",
     seed: Seed = 0,

@@ -7,9 +7,9 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from ..cost_models.quantities import format_bytes, format_seconds
+from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..profiler.profile_file import LayerMeasurement, Profile, ProfiledLayer, WholeMeasurement
-from .figures import counted, percent, three_digits
+from .figures import percent, three_digits
 from .table_style import figure, line, table, text, titled
 
 HEAVIEST = 10

@@ -27,13 +27,15 @@ MEASURED = (
 class LayerCosts:
     """Every layer of a chain at one micro-batch size: vectors of one entry a layer, seconds and bytes.
 
-    `input_bytes` is what the first layer is fed. `outside` says in words where the size lies outside the
+    `trainable_bytes` are those of the parameters that get gradients. `input_bytes` is what the first layer is
+    fed. `outside` says in words where the size lies outside the
     measured ones (empty: it does not).
     """
 
     size: float
     input_bytes: float
     parameter_bytes: Vector
+    trainable_bytes: Vector
     buffer_bytes: Vector
     forward_seconds: Vector
     backward_seconds: Vector
@@ -57,6 +59,7 @@ class Chain:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     parameter_bytes: Vector
+    trainable_bytes: Vector
     buffer_bytes: Vector
     cut_after: npt.NDArray[np.bool_]
     input_bytes_per_sample: float
@@ -107,6 +110,7 @@ class Chain:
             size=size,
             input_bytes=self.input_bytes_per_sample * size,
             parameter_bytes=self.parameter_bytes,
+            trainable_bytes=self.trainable_bytes,
             buffer_bytes=self.buffer_bytes,
             outside=self._outside(size),
             **values,

@@ -28,12 +28,14 @@ FRAGMENTATION_RESERVE = 0.05
 class StageBytes:
     """What the ledger is made from: bytes of a stage's layers, at the micro-batch size of one replica.
 
-    `saved` is what backward needs of the stage's own layers, `saved_input` the part of its input that it
-    saves besides; `input` its whole input; `received` and `sent` the tensors that cross its two cuts (0 where
-    it has none); `workspace` the largest of its layers.
+    `trainable` are those of the parameters that get gradients. `saved` is what backward needs of the stage's
+    own layers, `saved_input` the part of its input that it saves besides; `input` its whole input; `received`
+    and `sent` the tensors that cross its two cuts (0 where it has none); `workspace` the largest of its
+    layers.
     """
 
     parameters: Amount
+    trainable: Amount
     buffers: Amount
     saved: Amount
     saved_input: Amount
@@ -63,12 +65,12 @@ def ledger(
     recomputes = recompute != "never"
     terms: dict[str, Amount] = {
         "weights": stage.parameters + stage.buffers,
-        "gradients": stage.parameters,
-        "optimizer": stage.parameters * _optimizer_states(optimizer),
+        "gradients": stage.trainable,
+        "optimizer": stage.trainable * _optimizer_states(optimizer),
         "weight_versions": stage.parameters * (weight_versions - 1),
         "activations": (1 if recomputes else in_flight) * (stage.saved + stage.saved_input),
         "stage_inputs": stage.input * (in_flight if recomputes else 0),
-        "communication": stage.received + stage.sent + (stage.parameters if replicas > 1 else 0.0),
+        "communication": stage.received + stage.sent + (stage.trainable if replicas > 1 else 0.0),
         "workspace": stage.workspace,
     }
     return terms | {"reserve": FRAGMENTATION_RESERVE * total(terms)}

@@ -143,3 +143,10 @@ def _bits_refused(text: str, name: str, bits_per_second: float, as_bytes: str) -
         f"{text.strip()} is {format_rate(bits_per_second / 8).replace(' ', '')} in bytes: give that, "
         f"or {as_bytes} if you meant bytes.",
     )
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 layer`, `3 layers`, `2 micro-batches`."""
+    if count == 1:
+        return f"1 {thing}"
+    return f"{count} {thing}{'es' if thing.endswith('ch') else 's'}"

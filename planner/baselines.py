@@ -66,7 +66,7 @@ def best_setting(
         return best, ""
     return (
         None,
-        "does not fit" if trained else "a stage has no parameters, and the runtime trains every stage",
+        "does not fit" if trained else "a stage has nothing to train, and the runtime trains every stage",
     )
 
 

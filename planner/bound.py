@@ -43,6 +43,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..cost_models.communication import point_to_point_seconds
 from ..cost_models.schedules import schedule_named
 from ..cost_models.topology import Link
 from .setting import Setting
@@ -85,11 +86,11 @@ class Instance:
 
     def occupancy(self, boundary: int) -> Floats:
         """(places,): seconds for which a transfer takes the link."""
-        return self.table.crossing / self.links[boundary].bandwidth_bytes_per_second
+        return self.links[boundary].occupancy_seconds(self.table.crossing)
 
     def transfer(self, boundary: int) -> Floats:
         """(places,): seconds until a transfer has arrived."""
-        return self.occupancy(boundary) + self.links[boundary].latency_seconds
+        return point_to_point_seconds(self.links[boundary], self.table.crossing)
 
     def allowed(self, remaining: int, stages: int) -> npt.NDArray[np.bool_]:
         """Which stages may be the one with `remaining` stages from it to the end."""
@@ -107,7 +108,7 @@ class Instance:
     @cached_property
     def usable(self) -> npt.NDArray[np.bool_]:
         """Which stages may be, whatever the memory."""
-        trained = np.asarray(self.table.stage_bytes.parameters) > 0
+        trained = np.asarray(self.table.stage_bytes.trainable) > 0
         return self.table.valid & trained if self.trains_every_stage else self.table.valid
 
     @property

@@ -11,7 +11,7 @@ from ..cost_models.communication import exposed_all_reduce_seconds
 from ..cost_models.memory import Recompute
 from ..cost_models.timeline import PipelineCosts
 from .search import Space
-from .setting import Setting
+from .setting import MOST_MICRO_BATCHES, Setting
 
 RECOMPUTES: tuple[Recompute, ...] = ("never", "always")
 
@@ -70,7 +70,7 @@ def _plans(
     space: Space, replicas: int, mini_batch: int, recomputes: Sequence[Recompute], micro_batches: int | None
 ) -> Iterator[DataParallel]:
     share = mini_batch // replicas
-    for count in range(1, share + 1):
+    for count in range(1, min(share, MOST_MICRO_BATCHES) + 1):
         size = share // count
         if share % count or micro_batches not in (None, count):
             continue
@@ -84,7 +84,7 @@ def _plans(
 def _plan(space: Space, setting: Setting, replicas: int) -> DataParallel:
     table = space.table(setting.micro_batch_size / replicas)
     exposed = exposed_all_reduce_seconds(
-        table.costs.backward_seconds, table.costs.parameter_bytes, space.topology, range(replicas)
+        table.costs.backward_seconds, table.costs.trainable_bytes, space.topology, range(replicas)
     )
     forward, backward = float(table.forward[0, -1]), float(table.backward[0, -1])
     step = setting.micro_batches * (forward + backward) + setting.recomputed * forward + exposed

@@ -17,7 +17,7 @@ SCHEDULES = (
 )
 """The schedules a plan may name; pplan solves for some of them."""
 TIE = 1e-9
-"""Relative difference that rounding makes between a step and its bound."""
+"""Share of a step below which two are equal; a bound closer than this to a step excludes anything faster."""
 
 
 def _known_schedule(name: str) -> str:

@@ -9,11 +9,12 @@ from functools import cached_property
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.memory import OPTIMIZER_STATES, Recompute
+from ..cost_models.quantities import counted
 from ..cost_models.runtime import Runtime, runtime_named
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .search import Space
-from .setting import Setting, settings
+from .setting import MOST_MICRO_BATCHES, Setting, settings
 
 RECOMPUTES: tuple[Recompute, ...] = ("never", "except_last", "always")
 
@@ -138,12 +139,14 @@ class Problem:
         if self.wishes.micro_batches is not None:
             return [self._wished_size(self.wishes.micro_batches)]
         sizes = [
-            s for s in range(1, min(batch, measured[-1]) + 1) if batch % s == 0 and self.chain.reaches(s)
+            size
+            for size in range(-(-batch // MOST_MICRO_BATCHES), min(batch, measured[-1]) + 1)
+            if batch % size == 0 and self.chain.reaches(size)
         ]
         if not sizes:
             raise UsageError(
-                f"--mini-batch {batch}: no micro-batch size that the profile reaches divides it "
-                f"(measured: {some(measured)})",
+                f"--mini-batch {batch}: no micro-batch size that the profile reaches makes it, in at most "
+                f"{MOST_MICRO_BATCHES} micro-batches (measured sizes: {some(measured)})",
                 f"Use a multiple of {measured[-1]}, or measure more sizes with pplan profile.",
             )
         return sizes
@@ -151,9 +154,10 @@ class Problem:
     def _wished_size(self, micro_batches: int) -> int:
         batch = self.mini_batch
         if batch % micro_batches:
+            fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
             raise UsageError(
                 f"--micro-batches {micro_batches}: a mini-batch of {batch} does not divide into so many",
-                f"Use a divisor of {batch}: {some([d for d in range(1, batch + 1) if batch % d == 0])}.",
+                f"Use a divisor of {batch}: {some(fitting)}.",
             )
         self.chain.at(batch // micro_batches, past_largest=True)
         return batch // micro_batches
@@ -186,11 +190,6 @@ class Problem:
         return text + (f"; data parallelism over {self.gpus} GPUs" if self.may_replicate else "")
 
 
-def counted(count: int, word: str) -> str:
-    """`1 stage`, `2 stages`."""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
 def some(values: Sequence[int]) -> str:
     """The values in words, the first twelve and the last of many."""
     shown = ", ".join(str(value) for value in values[:12])
@@ -207,6 +206,11 @@ def _check_counts(chain: Chain, gpus: int, wishes: Wishes) -> None:
     for option, value in (("--mini-batch", wishes.mini_batch), ("--micro-batches", wishes.micro_batches)):
         if value is not None and value < 1:
             raise UsageError(f"{option} {value}: must be at least 1", "Give a count of 1 or more.")
+    if wishes.micro_batches is not None and wishes.micro_batches > MOST_MICRO_BATCHES:
+        raise UsageError(
+            f"--micro-batches {wishes.micro_batches}: at most {MOST_MICRO_BATCHES} are simulated",
+            "The bubble of so many is nothing: use fewer, larger ones.",
+        )
 
 
 def _check_words(wishes: Wishes) -> None:

@@ -26,11 +26,9 @@ from ..cost_models.timeline import PipelineCosts, step_seconds
 from ..cost_models.topology import Topology
 from .balance import balance_table
 from .bound import Bound, Ends, Floats, Instance, State, bound_of
+from .plan_file import TIE
 from .setting import Setting
 from .stage_table import StageTable
-
-TIE = 1e-9
-"""Plans closer than this share of a step are equal; bounds closer than this exclude."""
 
 BEAM = 32
 WIDTH = 500_000

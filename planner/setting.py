@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from ..cost_models.memory import Recompute
 
+MOST_MICRO_BATCHES = 2**14
+"""Of a step. Every one of them is simulated on every stage."""
+
 
 @dataclass(frozen=True)
 class Setting:

@@ -9,16 +9,17 @@ from itertools import pairwise
 import numpy as np
 
 from ..cost_models.layer import Chain
+from ..cost_models.quantities import counted
 from ..cost_models.runtime import RUNTIMES, Runtime
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .baselines import PARTITIONS, fixed_partition
 from .data_parallel import DataParallel, data_parallel
 from .infeasible import no_plan_fits
-from .plan_file import Alternative, Baseline, Plan, PlannedStage, Prediction, ProfileReference
+from .plan_file import TIE, Alternative, Baseline, Plan, PlannedStage, Prediction, ProfileReference
 from .planned import data_parallel_bubble, data_parallel_stage, pipeline_bubble, pipeline_stages
-from .problem import Problem, Wishes, counted
-from .search import TIE, Candidate, Found, search
+from .problem import Problem, Wishes
+from .search import Candidate, Found, search
 from .setting import Setting
 
 
@@ -176,7 +177,7 @@ def _answers(problem: Problem, found: Found, runtime: Runtime, own: Sequence[Set
     """Whether the best plan of all is proven to be the best that `runtime` runs, too."""
     if found.best is None or not found.exact or runtime.one_process or problem.runtime is not None:
         return False
-    trained = problem.space.instance(found.best.setting).table.stage_bytes.parameters
+    trained = problem.space.instance(found.best.setting).table.stage_bytes.trainable
     stages = pairwise([0, *found.best.ends])
     every = all(np.asarray(trained)[i, j] > 0 for i, j in stages)
     return found.best.setting in own and (every or not runtime.trains_every_stage)

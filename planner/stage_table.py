@@ -79,6 +79,7 @@ class StageTable:
         starts = np.array(self.places[:-1], dtype=int)
         return StageBytes(
             parameters=self._between(costs.parameter_bytes),
+            trainable=self._between(costs.trainable_bytes),
             buffers=self._between(costs.buffer_bytes),
             saved=self._between(costs.saved_bytes),
             saved_input=np.append(costs.saved_input_bytes[starts], 0.0)[:, None],

@@ -125,7 +125,7 @@ def profile(
     input_shape: Sequence[int] | None = None,
     classes: int | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     device: str | None = None,
     budget_seconds: float = 60.0,
     seed: int = 0,
@@ -134,9 +134,9 @@ def profile(
     """Measures every layer of `model`, forward and backward, at several micro-batch sizes.
 
     `model` is a torchvision model's name, `package.module:factory`, or a module with its `example_input` (a
-    batch of at least one sample). `input_shape` is that of one sample. `device` defaults to CUDA where there
-    is one. The measuring takes about `budget_seconds` over all sizes together; `progress` is told what is in
-    hand.
+    batch of at least one sample). `input_shape` is that of one sample. `dtype` defaults to the model's own,
+    `device` to CUDA where there is one. The measuring takes about `budget_seconds` over all sizes together;
+    `progress` is told what is in hand.
 
     Raises UsageError, ModelError, MachineError.
     """
@@ -151,7 +151,8 @@ def profile(
     sizes = arguments.wholes("micro_batch_sizes", micro_batch_sizes)
     budget_seconds = arguments.number("budget_seconds", budget_seconds)
     device_named(arguments.optional_word("device", device))
-    dtype_named(arguments.word("dtype", dtype))
+    if dtype is not None:
+        dtype_named(arguments.word("dtype", dtype))
     loaded = _loaded(
         model,
         example_input,

@@ -48,6 +48,8 @@ class ProfiledLayer(Record):
     name: Annotated[str, Field(min_length=1)]
     kind: str = ""
     parameter_bytes: Bytes
+    trainable_bytes: Bytes | None = None
+    """Of the parameters, those that need a gradient; None: all."""
     buffer_bytes: Bytes = 0
     cut_after: bool = True
     cut_reason: str | None = None
@@ -168,6 +170,13 @@ class Profile(Document):
             names=tuple(layer.name for layer in self.layers),
             sizes=tuple(self.micro_batch_sizes),
             parameter_bytes=np.array([layer.parameter_bytes for layer in self.layers], dtype=np.float64),
+            trainable_bytes=np.array(
+                [
+                    layer.parameter_bytes if layer.trainable_bytes is None else layer.trainable_bytes
+                    for layer in self.layers
+                ],
+                dtype=np.float64,
+            ),
             buffer_bytes=np.array([layer.buffer_bytes for layer in self.layers], dtype=np.float64),
             cut_after=np.array([layer.cut_after for layer in self.layers[:-1]] + [False], dtype=bool),
             input_bytes_per_sample=float(self.input_bytes_per_sample),

@@ -37,7 +37,7 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any]) -> None:
         "input_shape": None,
         "classes": None,
         "micro_batch_sizes": None,
-        "dtype": "float32",
+        "dtype": None,
         "device": None,
         "budget_seconds": 60.0,
         "seed": 0,

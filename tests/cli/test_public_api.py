@@ -164,7 +164,7 @@ def test_arguments_of_a_wrong_type(profile: Profile, wishes: dict[str, Any], wha
         ("profile", ("vgg11",), {"classes": "3"}, "classes='3': is not a whole number"),
         ("profile", ("vgg11",), {"seed": None}, "seed=None: is not a whole number"),
         ("profile", ("vgg11",), {"device": 0}, "device=0: is not a text"),
-        ("profile", ("vgg11",), {"dtype": None}, "dtype=None: is not a text"),
+        ("profile", ("vgg11",), {"dtype": 32}, "dtype=32: is not a text"),
         ("profile", (3,), {}, "model=3: is not a Module but of type int"),
         ("sequential", ("vgg11", None), {}, "model='vgg11': is not a Module but of type str"),
     ],

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pplan.cli.figures import counted
 from pplan.cli.plan_tables import answer_lines, print_ledger, print_plan
 from pplan.cli.profile_tables import print_profile
 from pplan.cli.table_style import figure, table, text, word
+from pplan.cost_models.quantities import counted
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
@@ -103,6 +103,13 @@ def test_answer_when_a_runtime_leaves_out_the_faster_way(plan: Plan) -> None:
         "torchgpipe does not run it.",
         "This plan is a pipeline of 3 stages over 6 GPUs: 650 ms a step, 98.5 samples/s.",
     ]
+
+
+@pytest.mark.parametrize(("runtime", "name"), [("deepspeed", "data-parallel"), ("torchgpipe", "one-gpu")])
+def test_answer_when_options_leave_out_what_the_runtime_runs(plan: Plan, runtime: str, name: str) -> None:
+    baselines = [plan.baselines[1].model_copy(update={"name": name, "step_seconds": 0.5})]
+    first = answer_lines(changed(plan, runtime=runtime, baselines=baselines, gpus=6))[0]
+    assert first.endswith("the options given leave it out.")
 
 
 def test_answer_is_not_proven_without_exact(plan: Plan) -> None:

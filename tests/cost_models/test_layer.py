@@ -16,6 +16,7 @@ def chain(sizes: tuple[int, ...], seconds: list[list[float]], cut_after: list[bo
         names=tuple(f"layer{i}" for i in range(len(table))),
         sizes=sizes,
         parameter_bytes=np.zeros(len(table)),
+        trainable_bytes=np.zeros(len(table)),
         buffer_bytes=np.zeros(len(table)),
         cut_after=np.array(cut_after if cut_after is not None else [True] * (len(table) - 1) + [False]),
         input_bytes_per_sample=3.0,

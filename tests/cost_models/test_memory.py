@@ -10,6 +10,7 @@ from pplan.cost_models.memory import StageBytes, ledger, total
 
 STAGE = StageBytes(
     parameters=1000.0,
+    trainable=800.0,
     buffers=10.0,
     saved=200.0,
     saved_input=30.0,
@@ -24,27 +25,27 @@ def test_without_recomputation() -> None:
     terms = ledger(STAGE, in_flight=4, recompute="never", optimizer="adam")
     assert terms == {
         "weights": 1010,
-        "gradients": 1000,
-        "optimizer": 2000,
+        "gradients": 800,
+        "optimizer": 1600,
         "weight_versions": 0,
         "activations": 4 * 230,
         "stage_inputs": 0,
         "communication": 90,
         "workspace": 7,
-        "reserve": pytest.approx(0.05 * 5027),
+        "reserve": pytest.approx(0.05 * 4427),
     }
-    assert total(terms) == pytest.approx(1.05 * 5027)
+    assert total(terms) == pytest.approx(1.05 * 4427)
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 def test_recomputation_keeps_inputs_and_one_micro_batch(mode: str) -> None:
     terms = ledger(STAGE, in_flight=4, recompute=mode, optimizer="momentum")
-    assert (terms["activations"], terms["stage_inputs"], terms["optimizer"]) == (230, 160, 1000)
+    assert (terms["activations"], terms["stage_inputs"], terms["optimizer"]) == (230, 160, 800)
 
 
 def test_replicas_hold_buckets_and_versions_hold_weights() -> None:
     terms = ledger(STAGE, in_flight=1, recompute="never", optimizer="sgd", replicas=2, weight_versions=3)
-    assert (terms["communication"], terms["weight_versions"], terms["optimizer"]) == (1090, 2000, 0)
+    assert (terms["communication"], terms["weight_versions"], terms["optimizer"]) == (890, 2000, 0)
 
 
 def test_arrays_are_the_single_stages() -> None:

@@ -32,7 +32,8 @@ def _chain(
     return Chain(
         names=tuple(f"layer{i}" for i in range(layers)),
         sizes=sizes,
-        parameter_bytes=100 * rng.random(layers),
+        parameter_bytes=(parameters := 100 * rng.random(layers)),
+        trainable_bytes=parameters * (rng.random(layers) < 0.9),
         buffer_bytes=rng.random(layers),
         cut_after=np.append(rng.random(layers - 1) < cuts, False),
         input_bytes_per_sample=5.0,

@@ -29,6 +29,7 @@ def space(make_chain: MakeChain, make_topology: MakeTopology) -> Space:
         forward_seconds=per_sample * sizes + alone,
         backward_seconds=2 * per_sample * sizes + alone,
         parameter_bytes=np.array([40.0, 40.0]),
+        trainable_bytes=np.array([40.0, 40.0]),
         buffer_bytes=np.zeros(2),
         saved_bytes=100 * per_sample * sizes,
         saved_input_bytes=np.zeros((2, 3)),

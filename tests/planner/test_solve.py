@@ -29,7 +29,8 @@ def solved(chain: Chain, topology: Topology, **wishes: object) -> Plan:
 
 
 def with_parameters(chain: Chain, size: float) -> Chain:
-    return replace(chain, parameter_bytes=np.full(len(chain), size))
+    weights = np.full(len(chain), size)
+    return replace(chain, parameter_bytes=weights, trainable_bytes=weights)
 
 
 def test_data_parallelism_wins_where_weights_are_light(
@@ -41,7 +42,7 @@ def test_data_parallelism_wins_where_weights_are_light(
     assert (plan.mini_batch, plan.micro_batches, plan.micro_batch_size) == (12, 1, 12)
     costs = chain.at(4)
     exposed = exposed_all_reduce_seconds(
-        costs.backward_seconds, costs.parameter_bytes, make_topology(3), range(3)
+        costs.backward_seconds, costs.trainable_bytes, make_topology(3), range(3)
     )
     step = costs.forward_seconds.sum() + costs.backward_seconds.sum() + exposed
     assert plan.prediction.step_seconds == pytest.approx(step)
@@ -131,7 +132,7 @@ def test_ledger_and_stages_add_up(make_chain: MakeChain, make_topology: MakeTopo
     for stage in plan.stages:
         assert stage.memory_bytes == sum(stage.memory.values()) <= 4000
         assert stage.memory_limit_bytes == 4000
-        weights = chain.parameter_bytes[stage.first_layer : stage.last_layer + 1].sum()
+        weights = chain.trainable_bytes[stage.first_layer : stage.last_layer + 1].sum()
         assert stage.memory["optimizer"] == round(2 * weights)
 
 
@@ -187,6 +188,12 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
         ({"mini_batch": 0}, "--mini-batch 0: must be at least 1"),
         ({"mini_batch": 64, "micro_batches": 0}, "--micro-batches 0: must be at least 1"),
         ({"mini_batch": 64, "micro_batches": 5}, "--micro-batches 5: a mini-batch of 64 does not divide"),
+        ({"mini_batch": 10**20}, "in at most 16384 micro-batches"),
+        ({"mini_batch": 10**20, "micro_batches": 7}, "does not divide into so many"),
+        (
+            {"mini_batch": 2**20, "micro_batches": 2**20},
+            "--micro-batches 1048576: at most 16384 are simulated",
+        ),
         ({"schedule": "chimera"}, "--schedule 'chimera': not known"),
         ({"recompute": "sometimes"}, "--recompute 'sometimes': not known"),
         ({"optimizer": "lion"}, "--optimizer 'lion': not known"),
@@ -215,7 +222,9 @@ def test_more_gpus_than_layers(make_chain: MakeChain, make_topology: MakeTopolog
 
 
 def test_a_mini_batch_that_nothing_divides(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    with pytest.raises(UsageError, match="--mini-batch 12: no micro-batch size that the profile reaches"):
+    with pytest.raises(
+        UsageError, match="--mini-batch 12: no micro-batch size that the profile reaches makes it"
+    ):
         solved(make_chain(1, 5, sizes=(8,)), make_topology(2), mini_batch=12)
 
 
@@ -238,13 +247,14 @@ def test_deepspeed_trains_every_stage(make_chain: MakeChain, make_topology: Make
     bare = np.arange(8) % 2 == 1
     chain = replace(
         chain,
-        parameter_bytes=np.where(bare, 0.0, 1e6),
+        parameter_bytes=np.full(8, 1e6),
+        trainable_bytes=np.where(bare, 0.0, 1e6),
         forward_seconds=chain.forward_seconds + 5.0 * bare[:, None],
     )
 
     def parts(balance: list[int]) -> list[float]:
         ends = np.cumsum([0, *balance])
-        return [float(chain.parameter_bytes[a:b].sum()) for a, b in pairwise(ends)]
+        return [float(chain.trainable_bytes[a:b].sum()) for a, b in pairwise(ends)]
 
     plan = solved(chain, make_topology(6), mini_batch=8, schedule="1f1b")
     assert min(parts(plan.balance)) == 0
@@ -254,7 +264,7 @@ def test_deepspeed_trains_every_stage(make_chain: MakeChain, make_topology: Make
     alone = solved(chain, make_topology(6), mini_batch=8, schedule="1f1b", runtime="deepspeed")
     equal = next(base for base in alone.baselines if base.name == "even")
     assert min(parts(even(chain, 6))) == 0
-    assert equal.reason == "a stage has no parameters, and the runtime trains every stage"
+    assert equal.reason == "a stage has nothing to train, and the runtime trains every stage"
     assert alone.balance == for_deepspeed.balance
 
 
