@@ -11,7 +11,9 @@ from typing import Any
 from ..cost_models.errors import UsageError
 
 
-def whole(name: str, value: Any, *, at_least: int = 1, example: str = "") -> int:
+def whole(
+    name: str, value: Any, *, at_least: int = 1, at_most: int | None = None, example: str = ""
+) -> int:
     """A whole number, numpy's too. Raises UsageError."""
     hint = f"Give a whole number, as in {name}={example or max(at_least, 8)}."
     if isinstance(value, bool):
@@ -21,7 +23,9 @@ def whole(name: str, value: Any, *, at_least: int = 1, example: str = "") -> int
     except TypeError:
         raise _wrong(name, value, "a whole number", hint) from None
     if number < at_least:
-        raise UsageError(f"{name}={number}: must be at least {at_least}", hint)
+        raise UsageError(f"{name}={_told(number)}: must be at least {at_least}", hint)
+    if at_most is not None and number > at_most:
+        raise UsageError(f"{name}={_told(number)}: must be at most {at_most}", hint)
     return number
 
 
@@ -84,6 +88,11 @@ def instance(name: str, value: Any, kind: type, hint: str) -> None:
     """Raises UsageError where `value` is not a `kind`."""
     if not isinstance(value, kind):
         raise _wrong(name, value, f"a {kind.__name__}", hint)
+
+
+def _told(number: int) -> str:
+    """The number; Python writes none of more than 4300 digits."""
+    return str(number) if number.bit_length() <= 256 else f"(a number of {number.bit_length()} bits)"
 
 
 def _goes_through(values: Any) -> bool:

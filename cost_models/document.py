@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from .errors import FileError
+from .runtime import RUNTIMES
 
 
 class Record(BaseModel):
@@ -34,7 +35,10 @@ class MadeBy(Record):
 
 
 class Document(Record):
-    """A whole file. `kind` is the word a message uses for it, `newest_schema` the newest version known."""
+    """A whole file. `kind` is the word a message uses for it, `newest_schema` the newest version known.
+
+    The kind of a file for a training runtime is the runtime's name.
+    """
 
     kind: ClassVar[str] = "document"
     newest_schema: ClassVar[int] = 1
@@ -42,13 +46,13 @@ class Document(Record):
     schema_version: int = Field(default=1, alias="schema", ge=1)
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: str | Path) -> Self:
         """Reads and validates the file at `path`.
 
         Raises FileError: missing, unreadable, truncated, of another kind, newer than this pplan, or with a
         field whose value is not allowed (named with what was expected).
         """
-        return cls.parse(read_text(path, cls.kind), str(path))
+        return cls.parse(read_text(Path(path), cls.kind), str(path))
 
     @classmethod
     def parse(cls, text: str, where: str) -> Self:
@@ -64,9 +68,9 @@ class Document(Record):
         """The text of the file, keys as in the file."""
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
 
-    def save(self, path: Path, *, force: bool) -> None:
+    def save(self, path: str | Path, *, force: bool) -> None:
         """Writes the file; an existing one is replaced only with `force`. Raises FileError."""
-        write_whole(path, self.to_json(), force=force)
+        write_whole(Path(path), self.to_json(), force=force)
 
 
 def read_bytes(path: Path, kind: str) -> bytes:
@@ -156,9 +160,10 @@ def kind_of(text: str) -> str | None:
     return next(iter(_kinds(content)), None) if isinstance(content, dict) else None
 
 
-KINDS = {"profile": "layers", "plan": "prediction", "file for a runtime": "step_seconds"}
+FOR_A_RUNTIME = "file for a runtime"
+KINDS = {"profile": "layers", "plan": "prediction", FOR_A_RUNTIME: "step_seconds"}
 """A key at the top of a file that only files of this kind have."""
-_VERBS = {"profile": "profile", "plan": "solve"}
+_VERBS = {"profile": "profile", "plan": "solve"} | {name: f"export {name}" for name in RUNTIMES}
 SHOWN = 80
 """Characters of a wrong value that an error shows."""
 
@@ -173,6 +178,10 @@ def _umask() -> int:
     return mask
 
 
+def _named(kind: str) -> str:
+    return f"{kind} file" if kind in RUNTIMES else kind
+
+
 def _again(kind: str) -> str:
     return f"Make it again with `pplan {_VERBS.get(kind, kind)}`, or name another file."
 
@@ -185,23 +194,25 @@ def _parse_json(text: str, where: str, kind: str) -> Any:
             f"{where}: not a whole JSON file (line {error.lineno}: {error.msg})", _again(kind)
         ) from error
     except RecursionError as error:
-        raise FileError(f"{where}: not a {kind} of pplan: nested too deep", _again(kind)) from error
+        raise FileError(f"{where}: not a {_named(kind)} of pplan: nested too deep", _again(kind)) from error
     except ValueError as error:
-        raise FileError(f"{where}: not a {kind} of pplan: a number is too long", _again(kind)) from error
+        raise FileError(
+            f"{where}: not a {_named(kind)} of pplan: a number is too long", _again(kind)
+        ) from error
 
 
 def _check_content(content: Any, where: str, document: type[Document]) -> None:
     """Raises FileError for another kind of file, and for one of a later pplan."""
-    kind = document.kind
+    kind, name = document.kind, _named(document.kind)
     if not isinstance(content, dict) or "schema" not in content:
-        raise FileError(f"{where}: not a {kind} of pplan (it has no key 'schema')", _again(kind))
-    others = _kinds(content)
-    if others and KINDS.get(kind, kind) not in content:
-        raise FileError(f"{where}: this is a {others[0]}, a {kind} is needed here", _again(kind))
+        raise FileError(f"{where}: not a {name} of pplan (it has no key 'schema')", _again(kind))
+    found, own = _kinds(content), FOR_A_RUNTIME if kind in RUNTIMES else kind
+    if found and own not in found:
+        raise FileError(f"{where}: this is a {found[0]}, a {name} is needed here", _again(kind))
     version = content["schema"]
     if isinstance(version, int) and version > document.newest_schema:
         raise FileError(
-            f"{where}: schema is {version}, this pplan reads {kind}s up to {document.newest_schema}",
+            f"{where}: schema is {version}, this pplan reads {name}s up to {document.newest_schema}",
             "Install the pplan that wrote it, or newer: pip install --upgrade pplan",
         )
 

@@ -121,13 +121,6 @@ def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
 
 
 def _of_plan(plan: Plan) -> Choice:
-    for i, stage in enumerate(plan.stages):
-        if len(stage.devices) != stage.replicas:
-            raise ExportError(
-                f"stage {i} of the plan of {plan.model} has {stage.replicas} replicas and the devices "
-                f"{stage.devices}",
-                "Make the plan again: pplan solve",
-            )
     return Choice(
         balance=tuple(plan.balance),
         replicas=plan.replicas[0],

@@ -58,8 +58,14 @@ class DeepspeedExport(Exported):
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
-        if len(self.parts) != self.num_stages + 1 or self.parts[0] != 0 or self.parts != sorted(self.parts):
+        ascending = all(first < end for first, end in pairwise(self.parts))
+        if len(self.parts) != self.num_stages + 1 or self.parts[0] != 0 or not ascending:
             raise ValueError(f"parts {self.parts} are not the bounds of {self.num_stages} stages")
+        if len(self.devices) != self.num_stages * self.replicas:
+            raise ValueError(
+                f"devices are {len(self.devices)}, num_stages {self.num_stages} times replicas "
+                f"{self.replicas} must be as many"
+            )
         return self
 
 
@@ -113,7 +119,7 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
 
 
 def build(
-    source: DeepspeedExport | Path,
+    source: DeepspeedExport | str | Path,
     model: nn.Sequential,
     loss_function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     *,
@@ -126,8 +132,9 @@ def build(
 
     Call it in every process after `deepspeed.init_distributed()`, and pass the result to
     `deepspeed.initialize(model=..., config=source.config, model_parameters=...)`.
-    Raises FileError; ExportError where the model is not the one of the file, or a stage has no parameters,
-    which DeepSpeed's optimizers refuse; MachineError without DeepSpeed or with another number of processes.
+    Raises UsageError, FileError; ExportError where the model is not the one of the file, or a stage has no parameters,
+    which DeepSpeed's optimizers refuse; MachineError without DeepSpeed, before
+    `deepspeed.init_distributed()` or with another number of processes.
     """
     document = opened(source, DeepspeedExport)
     check_layers(document, document.parts[-1], model, layer_names)
@@ -137,6 +144,11 @@ def build(
         from deepspeed.pipe import PipelineModule
     except ImportError as error:
         raise missing_package("deepspeed", error) from error
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise MachineError(
+            "torch.distributed is not initialized, DeepSpeed's stages are processes of it",
+            "Call deepspeed.init_distributed() first, in a script started with torchrun.",
+        )
     processes, needed = torch.distributed.get_world_size(), document.num_stages * document.replicas
     if processes != needed:
         raise MachineError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..cost_models.document import MadeBy
+from ..cost_models.errors import UsageError
 from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import Plan
 from . import deepspeed, fairscale, torchgpipe
@@ -37,4 +38,6 @@ def export(
     Raises UsageError (unknown runtime or device), ExportError (nothing in the plan is for this runtime).
     """
     exporter = EXPORTERS[runtime_named(runtime).name]
+    if device not in ("cuda", "cpu"):
+        raise UsageError(f"device {device!r} cannot be exported for", "Use cuda, or cpu to try without a GPU.")
     return exporter(plan, device=device, made_by=made_by or MadeBy())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from ..cost_models.document import Document, sha256
-from ..cost_models.errors import ExportError, FileError, MachineError
+from ..cost_models.errors import ExportError, MachineError, UsageError
 from ..planner.plan_file import Plan
 
 if TYPE_CHECKING:
@@ -21,39 +21,29 @@ Count = Annotated[int, Field(ge=1)]
 class Exported(Document):
     """A plan in a runtime's own words (`NAME.RUNTIME.json`); `kind` is the runtime's name."""
 
-    schema_version: int = Field(default=1, alias="schema", ge=1, le=1)
     runtime: str
     model: str
     layers_sha256: str = ""
     """Of the names of the model's layers, one a line, as in the plan."""
     mini_batch: Count
     micro_batch_size: Count
-    step_seconds: float
+    step_seconds: Annotated[float, Field(gt=0)]
     """Predicted seconds of a step."""
-
-    @classmethod
-    def parse(cls, text: str, where: str) -> Self:
-        """The document in `text`; `where` names it in errors. Raises FileError for anything else.
-
-        Not Document.parse, which tells files apart by their keys: here the value of `runtime` does.
-        """
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = "".join(f"{part}: " for part in first["loc"][:1])
-            raise FileError(
-                f"{where}: not a file for {cls.kind}: {field}{first['msg']}",
-                f"Make it with `pplan export {cls.kind}`, or name another file.",
-            ) from error
 
 
 E = TypeVar("E", bound=Exported)
 
 
-def opened(source: E | Path, kind: type[E]) -> E:
-    """`source` itself, or the document of class `kind` in the file it names. Raises FileError."""
-    return kind.load(source) if isinstance(source, Path) else source
+def opened(source: E | str | Path, kind: type[E]) -> E:
+    """`source` itself, or the document of class `kind` in the file it names. Raises UsageError, FileError."""
+    if isinstance(source, str | Path):
+        return kind.load(source)
+    if not isinstance(source, kind):
+        raise UsageError(
+            f"source is of type {type(source).__name__}, {kind.kind} takes a {kind.__name__} or a path",
+            f'Give what pplan.export("{kind.kind}", plan) returns, or the path of its file.',
+        )
+    return source
 
 
 def layers_hash(plan: Plan) -> str:
@@ -67,12 +57,20 @@ def names_hash(names: Sequence[str]) -> str:
 
 
 def check_layers(document: Exported, layers: int, model: nn.Sequential, names: Sequence[str] | None) -> None:
-    """Raises ExportError where `model` has not the `layers` layers the document was made for.
+    """Raises ExportError where `model` is no nn.Sequential of the `layers` layers the document was made for.
 
     `names` are those of the model's layers in its profile; None takes those that `pplan.sequential` gave it.
     An nn.Sequential that knows none is only counted.
     """
+    from torch import nn
+
     name = getattr(model, "model_name", "") or type(model).__name__
+    if not isinstance(model, nn.Sequential):
+        raise ExportError(
+            f"{document.kind} takes an nn.Sequential of {document.model}'s {layers} layers, "
+            f"the model is of type {name}",
+            "Give it pplan.sequential(model, example_input).",
+        )
     if len(model) != layers:
         raise ExportError(
             f"the {document.kind} file is for {document.model} with {layers} layers, "

@@ -25,13 +25,13 @@ class FairscaleExport(PipeExport):
 
 
 def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[FairscaleExport, str | None]:
-    """The file's content, and a remark where it is not the plan itself. Raises UsageError, ExportError."""
+    """The file's content, and a remark where it is not the plan itself. Raises ExportError."""
     content, remark = fields(plan, "fairscale", device)
     return FairscaleExport(**content, made_by=made_by), remark
 
 
 def build(
-    source: FairscaleExport | Path, model: nn.Sequential, *, layer_names: Sequence[str] | None = None
+    source: FairscaleExport | str | Path, model: nn.Sequential, *, layer_names: Sequence[str] | None = None
 ) -> Pipe:
     """`model`, one element a layer (as `pplan.sequential` makes it), on the devices of the file.
 
@@ -40,7 +40,8 @@ def build(
 
     Feed it mini-batches of `source.mini_batch` samples on `devices[0]`; its output is on `devices[-1]`. Drop
     the Pipe and call gc.collect() before the interpreter ends: its threads keep a living one from exiting.
-    Raises FileError, ExportError where the model is not the one of the file, MachineError without FairScale.
+    Raises UsageError, FileError, ExportError where the model is not the one of the file, MachineError without
+    FairScale.
     """
     document = opened(source, FairscaleExport)
     check_layers(document, sum(document.balance), model, layer_names)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..cost_models.document import MadeBy
-from ..cost_models.errors import UsageError
 from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import Plan
 from .choice import Choice, choose
@@ -26,12 +26,26 @@ class PipeExport(Exported):
     balance: Annotated[list[Count], Field(min_length=1)]
     """Layers of each stage."""
     devices: list[str]
-    """By stage."""
+    """By stage: "cpu" or "cuda:N"."""
     chunks: Count
     """Micro-batches."""
     checkpoint: Checkpoint
     """Which micro-batches are recomputed."""
     made_by: MadeBy = MadeBy()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.devices) != len(self.balance):
+            raise ValueError(f"devices are {len(self.devices)}, balance has {len(self.balance)} stages")
+        for number, device in enumerate(self.devices):
+            if not re.fullmatch(r"cpu|cuda:[0-9]+", device):
+                raise ValueError(f"devices.{number}: must be 'cpu' or 'cuda:N', the value is {device!r}")
+        if self.chunks * self.micro_batch_size != self.mini_batch:
+            raise ValueError(
+                f"chunks {self.chunks} times micro_batch_size {self.micro_batch_size} "
+                f"do not make a mini_batch of {self.mini_batch}"
+            )
+        return self
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of the constructor."""
@@ -42,7 +56,7 @@ def fields(plan: Plan, runtime: str, device: str) -> tuple[dict[str, Any], str |
     """The fields of a PipeExport but `made_by`, for the plan or its best alternative, and the remark on it.
 
     `device` is "cuda" (stage by stage the plan's devices) or "cpu" (all stages on it, to try the file out).
-    Raises UsageError for another device, ExportError.
+    Raises ExportError.
     """
     choice, remark = choose(plan, runtime_named(runtime))
     return {
@@ -62,6 +76,4 @@ def fields(plan: Plan, runtime: str, device: str) -> tuple[dict[str, Any], str |
 def _devices(choice: Choice, device: str) -> list[str]:
     if device == "cpu":
         return ["cpu"] * len(choice.balance)
-    if device == "cuda":
-        return [f"cuda:{number}" for number in choice.devices]
-    raise UsageError(f"device {device!r} cannot be exported for", "Use cuda, or cpu to try without a GPU.")
+    return [f"cuda:{number}" for number in choice.devices]

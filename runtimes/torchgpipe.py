@@ -24,13 +24,13 @@ class TorchgpipeExport(PipeExport):
 
 
 def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchgpipeExport, str | None]:
-    """The file's content, and a remark where it is not the plan itself. Raises UsageError, ExportError."""
+    """The file's content, and a remark where it is not the plan itself. Raises ExportError."""
     content, remark = fields(plan, "torchgpipe", device)
     return TorchgpipeExport(**content, made_by=made_by), remark
 
 
 def build(
-    source: TorchgpipeExport | Path, model: nn.Sequential, *, layer_names: Sequence[str] | None = None
+    source: TorchgpipeExport | str | Path, model: nn.Sequential, *, layer_names: Sequence[str] | None = None
 ) -> GPipe:
     """`model`, one element a layer (as `pplan.sequential` makes it), on the devices of the file.
 
@@ -38,7 +38,8 @@ def build(
     what `pplan.sequential` called them. An nn.Sequential without names must only have as many.
 
     Feed it mini-batches of `source.mini_batch` samples on `devices[0]`; its output is on `devices[-1]`.
-    Raises FileError, ExportError where the model is not the one of the file, MachineError without torchgpipe.
+    Raises UsageError, FileError, ExportError where the model is not the one of the file, MachineError without
+    torchgpipe.
     """
     document = opened(source, TorchgpipeExport)
     check_layers(document, sum(document.balance), model, layer_names)
