@@ -11,9 +11,7 @@ from typing import Any
 from ..cost_models.errors import UsageError
 
 
-def whole(
-    name: str, value: Any, *, at_least: int = 1, at_most: int | None = None, example: str = ""
-) -> int:
+def whole(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None, example: str = "") -> int:
     """A whole number, numpy's too. Raises UsageError."""
     hint = f"Give a whole number, as in {name}={example or max(at_least, 8)}."
     if isinstance(value, bool):

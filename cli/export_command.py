@@ -73,9 +73,9 @@ def _show(document: Exported, path: Path) -> None:
         result(f"{key.replace('_', ' ')}: {printable(str(shown))}\n")
     name = document.runtime
     loss = ", loss_function" if name == "deepspeed" else ""
-    build = f"{name}.build(Path({str(path)!r}), pplan.sequential(model, example_input){loss})"
+    build = f"{name}.build({str(path)!r}, pplan.sequential(model, example_input){loss})"
     result(
-        "\nIn the training script, after `import pplan` and `from pathlib import Path`:\n"
+        "\nIn the training script, after `import pplan`:\n"
         f"    from pplan.runtimes import {name}\n"
         f"    model = {build}\n"
     )

@@ -2,7 +2,7 @@
 
     profile = pplan.profile("vgg19")
     plan = pplan.solve(profile, gpus=8)
-    pplan.export("torchgpipe", plan).save(Path("vgg19.torchgpipe.json"), force=False)
+    pplan.export("torchgpipe", plan).save("vgg19.torchgpipe.json", force=False)
 
 The words are those of the command line. Importing pplan loads no torch: only `profile` and `sequential` do.
 """
@@ -147,7 +147,7 @@ def profile(
     from .profiler.measure import profile_model
 
     # A model can take long to build: what is refused anyway is refused before.
-    seed = arguments.whole("seed", seed, at_least=0)
+    seed = arguments.whole("seed", seed, at_least=0, at_most=2**63 - 1)
     sizes = arguments.wholes("micro_batch_sizes", micro_batch_sizes)
     budget_seconds = arguments.number("budget_seconds", budget_seconds)
     device_named(arguments.optional_word("device", device))

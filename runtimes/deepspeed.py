@@ -132,8 +132,8 @@ def build(
 
     Call it in every process after `deepspeed.init_distributed()`, and pass the result to
     `deepspeed.initialize(model=..., config=source.config, model_parameters=...)`.
-    Raises UsageError, FileError; ExportError where the model is not the one of the file, or a stage has no parameters,
-    which DeepSpeed's optimizers refuse; MachineError without DeepSpeed, before
+    Raises UsageError, FileError; ExportError where the model is not the one of the file, or a stage has no
+    parameters, which DeepSpeed's optimizers refuse; MachineError without DeepSpeed, before
     `deepspeed.init_distributed()` or with another number of processes.
     """
     document = opened(source, DeepspeedExport)

@@ -39,5 +39,7 @@ def export(
     """
     exporter = EXPORTERS[runtime_named(runtime).name]
     if device not in ("cuda", "cpu"):
-        raise UsageError(f"device {device!r} cannot be exported for", "Use cuda, or cpu to try without a GPU.")
+        raise UsageError(
+            f"device {device!r} cannot be exported for", "Use cuda, or cpu to try without a GPU."
+        )
     return exporter(plan, device=device, made_by=made_by or MadeBy())

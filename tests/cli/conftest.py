@@ -121,8 +121,11 @@ def profile() -> Profile:
             "input_shape": [3, 32, 32],
             "layers": layers,
             "whole": whole,
-            "unmeasured": [{"micro_batch_size": 16, "reason": "does not fit"}],
-            "notes": ["The machine was busy."],
+            "unmeasured": [{"micro_batch_size": 16, "reason": "does not fit", "detail": "out of memory"}],
+            "notes": [
+                "micro-batch size 16 was not measured (does not fit): out of memory",
+                "The machine was busy.",
+            ],
             "made_by": {
                 "pplan": "0.1.0",
                 "torch": "2.15.0",

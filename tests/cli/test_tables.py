@@ -13,6 +13,7 @@ from rich.console import Console
 from pplan.cli.plan_tables import answer_lines, print_ledger, print_plan
 from pplan.cli.profile_tables import print_profile
 from pplan.cli.table_style import figure, table, text, word
+from pplan.cost_models.document import MadeBy
 from pplan.cost_models.quantities import counted
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
@@ -193,6 +194,18 @@ def test_one_is_not_many(profile: Profile) -> None:
         "2 GPUs",
         "2 micro-batches",
     ]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_size_that_was_not_measured_is_told_once(profile: Profile, by_hand: bool) -> None:
+    """By the profiler's note; where the profile is not pplan's own, by its entry, whatever notes it has."""
+    if by_hand:
+        profile = profile.model_copy(update={"made_by": MadeBy(), "notes": ["micro-batch size 16 is large."]})
+    console = _console(110)
+    print_profile(profile, console)
+    told = "icro-batch size 16 was not measured (does not fit): out of memory"
+    assert _text(console).count(told) == 1
+    assert _text(console).splitlines()[-1] == f"Note: {profile.notes[-1]}"
 
 
 def test_names_do_not_steer_the_terminal(plan: Plan, profile: Profile) -> None:

@@ -54,6 +54,17 @@ def test_round_trip(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "toy.json").read_text())["schema"] == 1
 
 
+def test_a_path_may_be_a_text(tmp_path: Path) -> None:
+    toy, path = Toy(parts=[Part(seconds=0.5)]), str(tmp_path / "toy.json")
+    toy.save(path, force=False)
+    toy.save(path, force=True)
+    assert Toy.load(path) == toy
+    with pytest.raises(FileError, match="exists already"):
+        toy.save(path, force=False)
+    with pytest.raises(FileError, match="no such toy file"):
+        Toy.load(f"{path}.gone")
+
+
 @pytest.mark.parametrize("depth", [300, 100_000])
 def test_json_that_is_too_deep(depth: int) -> None:
     nested = "[" * depth + "]" * depth

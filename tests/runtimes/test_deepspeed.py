@@ -107,11 +107,36 @@ def test_a_missing_package_names_its_extra(make_plan: MakePlan, monkeypatch: pyt
     assert 'pip install "pplan[deepspeed]"' in caught.value.hint
 
 
-def test_another_number_of_processes_is_refused(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_sequential_is_refused(make_plan: MakePlan) -> None:
+    document = exported(make_plan([4, 6], schedule="1f1b"))
+    layers: Any = nn.ModuleList(ten_layers())
+    with pytest.raises(ExportError, match="the model is of type ModuleList") as caught:
+        build(document, layers, nn.functional.mse_loss)
+    assert "pplan.sequential(model, example_input)" in caught.value.hint
+
+
+@pytest.fixture
+def no_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of that name with nothing in it."""
     pipe = types.ModuleType("deepspeed.pipe")
     pipe.PipelineModule = object  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     monkeypatch.setitem(sys.modules, "deepspeed.pipe", pipe)
+
+
+@pytest.mark.usefixtures("no_deepspeed")
+def test_processes_that_do_not_know_each_other(make_plan: MakePlan, tmp_path: Path) -> None:
+    assert not torch.distributed.is_initialized()
+    path = str(tmp_path / "small.deepspeed.json")
+    exported(make_plan([4, 6], schedule="1f1b")).save(path, force=False)
+    with pytest.raises(MachineError, match=r"torch\.distributed is not initialized") as caught:
+        build(path, ten_layers(), nn.functional.mse_loss)
+    assert "deepspeed.init_distributed()" in caught.value.hint
+
+
+@pytest.mark.usefixtures("no_deepspeed")
+def test_another_number_of_processes_is_refused(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     document = exported(make_plan([4, 6], schedule="1f1b"))
     with pytest.raises(MachineError, match="4 processes, but 2 stages x 1 replicas") as caught:

@@ -18,6 +18,8 @@ from pplan.planner.plan_file import Plan
 from pplan.runtimes.deepspeed import DeepspeedExport
 from pplan.runtimes.export import EXPORTERS, export
 from pplan.runtimes.exported import Exported
+from pplan.runtimes.fairscale import FairscaleExport
+from pplan.runtimes.pipe import PipeExport
 from pplan.runtimes.torchgpipe import TorchgpipeExport
 
 MakePlan = Callable[..., Plan]
@@ -147,15 +149,13 @@ def test_devices_are_the_plans(make_plan: MakePlan) -> None:
     moved = plan.model_copy(update={"stages": stages})
     assert content(export("torchgpipe", moved)[0])["devices"] == ["cuda:3", "cuda:1"]
     assert content(export("torchgpipe", moved, device="cpu")[0])["devices"] == ["cpu", "cpu"]
-    with pytest.raises(UsageError, match="'tpu'"):
-        export("torchgpipe", moved, device="tpu")
 
 
-def test_a_stage_without_devices_is_refused(make_plan: MakePlan) -> None:
-    plan = make_plan([4, 6])
-    stages = [plan.stages[0], plan.stages[1].model_copy(update={"devices": []})]
-    with pytest.raises(ExportError, match=r"stage 1 .* 1 replicas and the devices \[\]"):
-        export("torchgpipe", plan.model_copy(update={"stages": stages}))
+@pytest.mark.parametrize("device", ["tpu", "cuda:0", ""])
+@pytest.mark.parametrize("runtime", list(RUNTIMES))
+def test_an_unknown_device(make_plan: MakePlan, runtime: str, device: str) -> None:
+    with pytest.raises(UsageError, match=f"device '{device}' cannot be exported for"):
+        export(runtime, make_plan([4, 6], micro_batches=1), device=device)
 
 
 def test_the_best_usable_alternative_is_taken(make_plan: MakePlan, alternative: MakeAlternative) -> None:
@@ -254,10 +254,12 @@ def test_round_trip(make_plan: MakePlan, runtime: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"schema": 1, "runtime": "torch', "Invalid JSON"),
-        ("[]", "not a file for torchgpipe"),
-        ("{}", "runtime: Field required"),
-        ('{"schema": 2, "runtime": "torchgpipe"}', "schema: Input should be less than or equal to 1"),
+        ('{"schema": 1, "runtime": "torch', "not a whole JSON file (line 1"),
+        ("[]", "not a torchgpipe file of pplan"),
+        ("{}", "not a torchgpipe file of pplan (it has no key 'schema')"),
+        ('{"schema": 1}', "runtime: Field required (and "),
+        ('{"schema": 2, "runtime": "torchgpipe"}', "schema is 2, this pplan reads torchgpipe files up to 1"),
+        ('{"schema": 1, "layers": []}', "this is a profile, a torchgpipe file is needed here"),
     ],
 )
 def test_garbage_is_refused(tmp_path: Path, text: str, reason: str) -> None:
@@ -265,23 +267,60 @@ def test_garbage_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     path.write_text(text)
     with pytest.raises(FileError) as caught:
         TorchgpipeExport.load(path)
-    assert reason in caught.value.what
-    assert str(path) in caught.value.what
-    assert "pplan export torchgpipe" in caught.value.hint
+    assert caught.value.what.startswith(f"{path}: {reason}")
+    assert ("install" if '"schema": 2' in text else "`pplan export torchgpipe`") in caught.value.hint
 
 
 def test_another_runtimes_file_is_refused(make_plan: MakePlan, tmp_path: Path) -> None:
     path = tmp_path / "small.fairscale.json"
     export("fairscale", make_plan([4, 6]))[0].save(path, force=False)
-    with pytest.raises(FileError, match="runtime: Input should be 'torchgpipe'"):
+    with pytest.raises(FileError) as caught:
         TorchgpipeExport.load(path)
+    assert caught.value.what == f"{path}: runtime: Input should be 'torchgpipe', the value is 'fairscale'"
 
 
-def test_parts_that_are_no_bounds_are_refused(make_plan: MakePlan) -> None:
-    text = export("deepspeed", make_plan([4, 6], schedule="1f1b"))[0].to_json()
-    broken = json.dumps(json.loads(text) | {"parts": [0, 10]})
-    with pytest.raises(FileError, match="are not the bounds of 2 stages"):
-        DeepspeedExport.parse(broken, "x.json")
+@pytest.mark.parametrize("parts", [[0, 10], [0, 0, 10], [0, 10, 10], [0, 12, 10], [1, 4, 10], [0, 4, 8, 10]])
+def test_parts_that_are_no_bounds_are_refused(make_plan: MakePlan, parts: list[int]) -> None:
+    known = content(export("deepspeed", make_plan([4, 6], schedule="1f1b"))[0])
+    with pytest.raises(FileError) as caught:
+        DeepspeedExport.parse(json.dumps(known | {"parts": parts}), "x.json")
+    assert caught.value.what == f"x.json: parts {parts} are not the bounds of 2 stages"
+    assert "`pplan export deepspeed`" in caught.value.hint
+
+
+def test_ranks_without_a_device_are_refused(make_plan: MakePlan) -> None:
+    known = content(export("deepspeed", make_plan([4, 6], replicas=[2, 2], schedule="1f1b"))[0])
+    assert known["devices"] == [0, 1, 2, 3]
+    with pytest.raises(FileError) as caught:
+        DeepspeedExport.parse(json.dumps(known | {"devices": [0, 1]}), "x.json")
+    assert caught.value.what == ("x.json: devices are 2, num_stages 2 times replicas 2 must be as many")
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"devices": ["cuda:0"]}, "devices are 1, balance has 2 stages"),
+        ({"devices": ["cpu", "cuda"]}, "devices.1: must be 'cpu' or 'cuda:N', the value is 'cuda'"),
+        ({"devices": ["cuda:0\n", "cpu"]}, r"devices.0: must be 'cpu' or 'cuda:N', the value is 'cuda:0\n'"),
+        ({"devices": [0, 1]}, "devices.0: Input should be a valid string, the value is 0 (and 1 more)"),
+        ({"chunks": 4}, "chunks 4 times micro_batch_size 2 do not make a mini_batch of 4"),
+        ({"chunks": "2"}, "chunks: Input should be a valid integer, the value is '2'"),
+        ({"chunks": 2.0}, "chunks: Input should be a valid integer, the value is 2.0"),
+        ({"balance": [4, 0]}, "balance.1: Input should be greater than or equal to 1, the value is 0"),
+        ({"step_seconds": "0.5"}, "step_seconds: Input should be a valid number, the value is '0.5'"),
+        ({"step_seconds": 0}, "step_seconds: Input should be greater than 0, the value is 0"),
+    ],
+)
+@pytest.mark.parametrize("kind", [TorchgpipeExport, FairscaleExport])
+def test_a_file_that_contradicts_itself(
+    make_plan: MakePlan, kind: type[PipeExport], keys: dict[str, Any], what: str
+) -> None:
+    known = content(export(kind.kind, make_plan([4, 6]))[0])
+    assert kind.parse(json.dumps(known | {"devices": ["cpu", "cuda:12"]}), "x.json").chunks == 2
+    with pytest.raises(FileError) as caught:
+        kind.parse(json.dumps(known | keys), "x.json")
+    assert caught.value.what == f"x.json: {what}"
+    assert f"`pplan export {kind.kind}`" in caught.value.hint
 
 
 def test_runtime_facts() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from pplan.cost_models.errors import ExportError, MachineError
+from pplan.cost_models.errors import ExportError, FileError, MachineError, UsageError
 from pplan.planner.plan_file import Plan
 from pplan.profiler.layers import chain_of
 from pplan.profiler.sequential import sequential
@@ -273,6 +273,28 @@ def test_another_models_layers_are_refused(make_plan: MakePlan) -> None:
     assert isinstance(document, torchgpipe.TorchgpipeExport)
     with pytest.raises(ExportError, match=r"for vgg11 with 11 layers, the model \(Sequential\) has 10"):
         torchgpipe.build(document, small_model())
+
+
+def test_what_is_no_sequential_is_refused(make_plan: MakePlan, runtime: str) -> None:
+    document, _ = export(runtime, make_plan([4, 6]), device="cpu")
+    whole: Any = Reused()
+    with pytest.raises(ExportError, match="the model is of type Reused") as caught:
+        BUILDERS[runtime](document, whole)
+    assert "pplan.sequential(model, example_input)" in caught.value.hint
+
+
+def test_a_file_is_named_by_a_text_too(make_plan: MakePlan, tmp_path: Path, runtime: str) -> None:
+    path = str(tmp_path / f"small.{runtime}.json")
+    export(runtime, make_plan([4, 6]), device="cpu")[0].save(path, force=False)
+    assert [len(part) for part in BUILDERS[runtime](path, small_model()).partitions] == [4, 6]
+    with pytest.raises(FileError, match=f"no such {runtime} file"):
+        BUILDERS[runtime](f"{path}.gone", small_model())
+
+
+def test_another_runtimes_document_is_refused(make_plan: MakePlan, runtime: str) -> None:
+    other, _ = export("deepspeed", make_plan([4, 6], micro_batches=1))
+    with pytest.raises(UsageError, match=f"source is of type DeepspeedExport, {runtime} takes a "):
+        BUILDERS[runtime](other, small_model())
 
 
 def test_other_layer_names_are_refused(make_plan: MakePlan) -> None:
