@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-import networkx as nx
 import torch
 from torch import Tensor, nn
 
 from ..cost_models.errors import ModelError
+from .copies import copied, copied_to_meta
 from .held_earlier import tensors_used
 from .layer_sequential import LayerSequential
-from .models import check_example, model_name, seeded
+from .models import check_example, model_name, refuse_lazy, seeded
+from .out_of_memory import is_out_of_memory
 from .tracing import traced_segments
 from .user_code import at_user_line, first_line
 
 _INPUT = -1
 """Where a layer's index stands for whose output it is: the model's input."""
+_OTHER_DTYPE = r"dtype|scalar type|Input type .* should be the same|not implemented for '|desired output type"
+"""How torch says that a layer takes another dtype."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,17 +47,20 @@ class Layer:
         return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
+    def trainable_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.parameters if parameter.requires_grad)
+
+    @property
     def buffer_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerChain:
-    """The layers in the order they run, and the graph of who feeds whom (nodes are names)."""
+    """The layers in the order they run; each feeds the next."""
 
     model_name: str
     layers: tuple[Layer, ...]
-    graph: nx.DiGraph
     overwrites_input: bool
     """Whether a layer changes the model's input in place."""
 
@@ -131,10 +137,12 @@ def chain_of(model: nn.Module, example_input: Tensor, *, name: str | None = None
     device. A cut is refused where a later layer overwrites the crossing tensor (its version counter tells,
     through views too) and between the users of a shared parameter or buffer.
 
-    Raises ModelError: not traceable (with the line), more than one input, or failing on this input.
+    Raises ModelError: not traceable (with the line), more than one input, with hooks of its own, lazy, or
+    failing on this input.
     """
     name = name or model_name(model)
     check_example(name, example_input)
+    refuse_lazy(name, model)
     segments = list(_segments(model, name))
     if not segments:
         raise ModelError(f"{name} has no layers", "Give a model that computes something.")
@@ -153,10 +161,7 @@ def chain_of(model: nn.Module, example_input: Tensor, *, name: str | None = None
         Layer(names[i], kinds[i], modules[i], segments[i].path, *firsts[i], reasons[i])
         for i in range(len(segments))
     )
-    graph = nx.DiGraph()
-    graph.add_nodes_from(names)
-    nx.add_path(graph, names)
-    return LayerChain(name, layers, graph, trial.overwrites_input)
+    return LayerChain(name, layers, trial.overwrites_input)
 
 
 def layer_failure(name: str, kind: str, given: object, error: BaseException) -> ModelError:
@@ -166,35 +171,51 @@ def layer_failure(name: str, kind: str, given: object, error: BaseException) -> 
     return ModelError(
         f"layer {name} ({kind}) failed on an input of shape {shape}{dtype}, "
         f"batch first: {first_line(error)}{at_user_line(error)}",
-        "Give the shape of one sample that the model takes, without the batch, as in --input 3x224x224.",
+        _hint(str(error)),
     )
 
 
+def _hint(said: str) -> str:
+    """What may mend a layer's failure, by torch's words."""
+    if "more than 1 value per channel" in said:
+        return "Name micro-batch sizes of 2 or more, as in --micro-batch-sizes 2,4,8."
+    if re.search(_OTHER_DTYPE, said):
+        return (
+            "Give an input of the dtype that the layer takes (a factory may return one with its module), "
+            "or name another --dtype."
+        )
+    return "Give the shape of one sample that the model takes, without the batch, as in --input 3x224x224."
+
+
 def _segments(model: nn.Module, name: str) -> Sequence[Segment]:
+    if _has_hooks(model):
+        raise ModelError(
+            f"{name} has hooks of its own, which running its layers one by one would leave out",
+            "Remove the hook, or wrap the model: nn.Sequential(model) keeps it, as one layer.",
+        )
     if is_plain_sequential(model):
         return [ModuleSegment(path) for path in _elements(model, "")]
-    return traced_segments(copied(model, name), name)
-
-
-def copied(model: nn.Module, name: str) -> nn.Module:
-    """A copy to do things to. Raises ModelError."""
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise ModelError(
-            f"{name} cannot be copied: {first_line(error)}{at_user_line(error)}",
-            "It is measured on a copy; keep only parameters, buffers and plain values in its attributes.",
-        ) from error
+    return traced_segments(model, name)
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
     """Whether running the elements one after another is all that the module does."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward is nn.Sequential.forward
         and type(module).__call__ is nn.Module.__call__
-        and not any(hooks)
+        and not _has_hooks(module)
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
     )
 
 
@@ -217,19 +238,21 @@ def _tried(segments: Sequence[Segment], model: nn.Module, example_input: Tensor,
     for place, given in itertools.product((_on_meta, _for_real), inputs):
         try:
             with torch.no_grad(), seeded(0):
-                return _run_through(segments, *place(copied(model, name), given))
+                return _run_through(segments, *place(model, name, given))
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             failures.append(error)
     raise failures[len(inputs)]
 
 
-def _on_meta(model: nn.Module, example_input: Tensor) -> tuple[nn.Module, Tensor]:
-    return model.to("meta"), torch.empty_like(example_input, device="meta")
+def _on_meta(model: nn.Module, name: str, example_input: Tensor) -> tuple[nn.Module, Tensor]:
+    return copied_to_meta(model, name), torch.empty_like(example_input, device="meta")
 
 
-def _for_real(model: nn.Module, example_input: Tensor) -> tuple[nn.Module, Tensor]:
+def _for_real(model: nn.Module, name: str, example_input: Tensor) -> tuple[nn.Module, Tensor]:
     device = next((tensor.device for tensor in model.parameters()), example_input.device)
-    return model, example_input.detach().to(device, copy=True)
+    return copied(model, name), example_input.detach().to(device, copy=True)
 
 
 def _run_through(segments: Sequence[Segment], model: nn.Module, value: Tensor) -> Trial:
@@ -242,6 +265,8 @@ def _run_through(segments: Sequence[Segment], model: nn.Module, value: Tensor) -
         try:
             current = module(current)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise layer_failure(segment.name, segment.kind(model), current, error) from error
         for earlier in [i for i, (tensor, version) in watched.items() if tensor._version != version]:
             overwritten[earlier] = index

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from ..cost_models.errors import MachineError, UsageError
+from ..cost_models.errors import MachineError, ModelError, UsageError
 from .clocks import Clock, CpuClock, CudaClock
-from .layers import chain_of, copied
-from .machine import device_memory_bytes, device_name, device_named, dtype_named, versions
-from .models import LoadedModel, from_module, is_positive, seeded
+from .copies import copied
+from .layers import chain_of
+from .machine import DTYPES, device_memory_bytes, device_name, device_named, dtype_named, versions
+from .models import LoadedModel, checked_seed, from_module, is_positive, own_dtype, refuse_lazy, seeded
+from .out_of_memory import is_out_of_memory, refusal
 from .profile_file import LayerMeasurement, Profile, ProfiledLayer, WholeMeasurement
 from .sweep import Progress, SizeRun, Subject, Sweep
 
@@ -25,7 +28,7 @@ def profile_model(
     model: LoadedModel | tuple[nn.Module, Tensor],
     *,
     micro_batch_sizes: Sequence[int] | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     device: str | None = None,
     budget_seconds: float = 60.0,
     rounds: int | None = None,
@@ -36,19 +39,22 @@ def profile_model(
     """Measures every layer of `model`, and the whole model, at several micro-batch sizes.
 
     `model`: loaded, or a module and an example input, shape (batch, ...). It is measured on a copy, in the
-    mode (training or not) it is in. `micro_batch_sizes`: those, or by default 1, 2, 4, ..., the
-    smallest first and as far as `budget_seconds` and memory reach; the notes say what was asked for and left
-    out. `rounds`: so many timed passes at each size instead of a budget.
+    mode (training or not) it is in. `dtype`: what the copy and floating inputs are converted to; by default
+    the model's own, or float32 where it has several or none. `micro_batch_sizes`: those, or by default 1, 2,
+    4, ..., the smallest first and as far as `budget_seconds` and memory reach; the notes say what was
+    asked for and left out. `rounds`: so many timed passes at each size instead of a budget. `seed`: 0 to
+    2**63 - 1.
 
     Raises UsageError, ModelError, MachineError.
     """
+    seed = checked_seed(seed)
     loaded = model if isinstance(model, LoadedModel) else from_module(*model, seed=seed)
     sizes = _checked(micro_batch_sizes, budget_seconds, rounds)
     subject = _subject(loaded, sizes[0] if sizes else 1, dtype, device, seed, clock)
     sweep = Sweep(subject, sizes, budget_seconds, rounds, progress)
     with seeded(seed), torch.enable_grad(), _on(subject.device):
         sweep.measure()
-    return _profile(subject, sweep, dtype)
+    return _profile(subject, sweep)
 
 
 def _checked(
@@ -74,18 +80,54 @@ def _checked(
 
 
 def _subject(
-    loaded: LoadedModel, smallest: int, dtype: str, device: str | None, seed: int, clock: Clock | None
+    loaded: LoadedModel, smallest: int, dtype: str | None, device: str | None, seed: int, clock: Clock | None
 ) -> Subject:
-    kind, place = dtype_named(dtype), device_named(device)
-    copy = copied(loaded.module, loaded.name).to(place, kind)
-    for parameter in copy.parameters():
-        parameter.grad = None
-    example = loaded.example_input_for(smallest)
-    if example.dtype.is_floating_point:
-        example = example.to(kind)
+    place = device_named(device)
+    kind, notes = _dtype(loaded, dtype)
     clock = clock or (CudaClock(place) if place.type == "cuda" else CpuClock())
-    chain = chain_of(copy, example, name=loaded.name)
-    return Subject(dataclasses.replace(loaded, module=copy), chain, place, kind, clock, seed)
+    try:
+        copy = copied(loaded.module, loaded.name).to(place, kind)
+        for parameter in copy.parameters():
+            parameter.grad = None
+        example = loaded.example_input_for(smallest)
+        if example.dtype.is_floating_point:
+            example = example.to(kind)
+        chain = chain_of(copy, example, name=loaded.name)
+        return Subject(dataclasses.replace(loaded, module=copy), chain, place, kind, clock, seed, notes)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = refusal(error)
+    raise MachineError(
+        f"{loaded.name}: the model does not fit on {place}: {said}",
+        "Use a smaller --dtype, a smaller model, or a device of more memory.",
+    )
+
+
+def _dtype(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple[str, ...]]:
+    """What the model is converted to, and what is to be said of it. Raises UsageError, ModelError."""
+    asked = None if name is None else dtype_named(name)
+    module = loaded.module
+    refuse_lazy(loaded.name, module)
+    tensors = list(itertools.chain(module.named_parameters(), module.named_buffers()))
+    for path, tensor in tensors:
+        if tensor.is_complex():
+            raise ModelError(
+                f"{loaded.name}: {path} is {_dtype_name(tensor.dtype)}; only real numbers can be measured",
+                "Keep real and imaginary parts in tensors of their own (torch.view_as_real).",
+            )
+    if asked is not None:
+        return asked, ()
+    own = own_dtype(module)
+    if own is not None and own in DTYPES.values():
+        return own, ()
+    kinds = sorted({_dtype_name(tensor.dtype) for _, tensor in tensors if tensor.dtype.is_floating_point})
+    note = f"the model is in {' and '.join(kinds)} and was measured in float32; choose another with --dtype"
+    return torch.float32, (note,) if kinds else ()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
@@ -100,7 +142,7 @@ def _on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _profile(subject: Subject, sweep: Sweep, dtype: str) -> Profile:
+def _profile(subject: Subject, sweep: Sweep) -> Profile:
     loaded, chain, device = subject.loaded, subject.chain, subject.device
     whole = [_whole(run) for run in sweep.runs]
     one = loaded.example_input_for(1)
@@ -111,7 +153,7 @@ def _profile(subject: Subject, sweep: Sweep, dtype: str) -> Profile:
         device=device.type,
         device_name=device_name(device),
         device_memory_bytes=device_memory_bytes(device),
-        dtype=dtype,
+        dtype=_dtype_name(subject.dtype),
         input_shape=list(loaded.input_shape),
         input_bytes_per_sample=one.numel() * item,
         classes=loaded.classes,
@@ -122,6 +164,7 @@ def _profile(subject: Subject, sweep: Sweep, dtype: str) -> Profile:
                 name=layer.name,
                 kind=layer.kind,
                 parameter_bytes=layer.parameter_bytes,
+                trainable_bytes=layer.trainable_bytes,
                 buffer_bytes=layer.buffer_bytes,
                 cut_after=layer.cut_reason is None,
                 cut_reason=layer.cut_reason,
@@ -129,7 +172,7 @@ def _profile(subject: Subject, sweep: Sweep, dtype: str) -> Profile:
             )
             for index, layer in enumerate(chain.layers)
         ],
-        edges=list(chain.graph.edges),
+        edges=list(itertools.pairwise(layer.name for layer in chain.layers)),
         whole=whole,
         unmeasured=sweep.unmeasured,
         notes=[*_notes(subject, sweep), *(note for each in whole for note in _closing_note(each))],
@@ -181,7 +224,7 @@ def _whole(run: SizeRun) -> WholeMeasurement:
 
 
 def _notes(subject: Subject, sweep: Sweep) -> list[str]:
-    notes = list(sweep.notes)
+    notes = [*subject.notes, *sweep.notes]
     if not subject.loaded.module.training:
         notes.append("the model is in evaluation mode and was measured so")
     for left in sweep.unmeasured:

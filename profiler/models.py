@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..cost_models.errors import ModelError, UsageError
 from .factories import described, made_by_factory, refuse_module
@@ -20,6 +21,7 @@ from .layer_sequential import LayerSequential
 from .user_code import first_line
 
 _DEFAULT_SIDE = 224
+_SEEDS = 2**63
 _FRAMES = 16
 """Frames of a clip: what torchvision's video models were trained on."""
 
@@ -64,8 +66,9 @@ def load_model(
     sample; by default torchvision's own for the model, the example's, or 3x224x224.
 
     Raises ModelError: unknown, not importable, not callable, failing, or returning something else; UsageError
-    for `classes` or `input_shape` that are no positive whole numbers.
+    for `classes` or `input_shape` that are no positive whole numbers, or a seed beyond 0 to 2**63 - 1.
     """
+    seed = checked_seed(seed)
     shape = None if input_shape is None else _checked_shape(input_shape)
     if classes is not None and not is_positive(classes):
         raise UsageError(f"classes {classes!r}: must be a whole number of at least 1", "As in classes=1000.")
@@ -117,6 +120,31 @@ def seeded(seed: int) -> Iterator[None]:
 def is_positive(number: object) -> bool:
     """Whether it is a whole number of at least 1, of Python's or of numpy's."""
     return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 1
+
+
+def checked_seed(seed: int) -> int:
+    """Raises UsageError where torch, or the file of a profile, could not hold it."""
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= int(seed) < _SEEDS:
+        raise UsageError(f"seed {seed!r}: must be a whole number from 0 to 2**63 - 1", "As in seed=0.")
+    return int(seed)
+
+
+def refuse_lazy(name: str, module: nn.Module) -> None:
+    """Raises ModelError where a parameter or buffer has no shape yet."""
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{name}: {path} is lazy and has no shape yet", "Run it once first, on an input of its own."
+            )
+
+
+def own_dtype(module: nn.Module) -> torch.dtype | None:
+    """That of all floating parameters (of buffers, where there are none); None: several, or none at all."""
+    for tensors in (module.parameters(), module.buffers()):
+        dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
+        if dtypes:
+            return dtypes.pop() if len(dtypes) == 1 else None
+    return None
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import copy
 
 from torch import fx, nn
 
+from .graph_module import graph_module
 from .held_earlier import Again, Borrowed, Borrows
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -112,7 +113,8 @@ class Sharing:
                 with graph.inserting_before(node):
                     node.replace_all_uses_with(graph.call_module(place))
                 graph.erase_node(node)
-        return _graph_module(module, root, graph)
+        made = graph_module(graph, root, module, name=type(module).__name__)
+        return _with_hooks_of(module, made)
 
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> object:
@@ -123,20 +125,9 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> object:
     return getattr(module.get_submodule(owner), name)
 
 
-def _graph_module(source: fx.GraphModule, root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """`graph` with what `root` has, and the rest from `source`, whose hooks it keeps."""
-    targets = [str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")]
-    for top in dict.fromkeys(target.partition(".")[0] for target in targets):
-        if not hasattr(root, top):
-            setattr(root, top, getattr(source, top))
-    made = fx.GraphModule(root, graph, type(source).__name__)
+def _with_hooks_of(source: fx.GraphModule, made: fx.GraphModule) -> fx.GraphModule:
     made.meta = source.meta
     for name, value in vars(source).items():
         if "hooks" in name:
             made.__dict__[name] = copy.copy(value)
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            owner, _, name = str(node.target).rpartition(".")
-            if name in source.get_submodule(owner)._non_persistent_buffers_set:
-                made.get_submodule(owner)._non_persistent_buffers_set.add(name)
     return made

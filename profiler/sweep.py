@@ -18,6 +18,7 @@ from .clocks import Clock
 from .layers import Layer, LayerChain
 from .machine import free_host_bytes
 from .models import LoadedModel
+from .out_of_memory import is_out_of_memory, refusal
 from .profile_file import Unmeasured
 from .timing import (
     OutputGradients,
@@ -25,7 +26,6 @@ from .timing import (
     Stamps,
     Watcher,
     WholeTimes,
-    is_out_of_memory,
     run_layers,
     run_whole,
 )
@@ -61,6 +61,8 @@ class Subject:
     dtype: torch.dtype
     clock: Clock
     seed: int
+    notes: tuple[str, ...] = ()
+    """What the profile is to say of it."""
 
 
 class SizeRun:
@@ -244,7 +246,7 @@ class Sweep:
             return None
         except Exception as error:
             if is_out_of_memory(error):
-                said = str(error).split("\n", 1)[0][:300] or type(error).__name__
+                said = refusal(error)
             elif isinstance(error, ModelError) and self.sizes is None and size == 1:
                 self.notes.append(f"micro-batch size 1 is left out: {error.what}")
                 return None

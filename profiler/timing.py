@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..cost_models.errors import ModelError
 from .clocks import Clock
 from .layers import Layer, layer_failure
+from .out_of_memory import is_out_of_memory
 from .user_code import at_user_line, first_line
 
 Vector = npt.NDArray[np.float64]
@@ -121,19 +122,6 @@ def _backward(tensors: list[Tensor], starts: list[Tensor]) -> None:
             f"the model's backward failed: {first_line(error)}{at_user_line(error)}",
             "Check that output.backward() runs on the model itself.",
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's or the CPU's allocator refused."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in text
-        or "not enough memory" in text
-        or "out of memory" in text
-        or "STATUS_ALLOC_FAILED" in text
-    )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ import networkx as nx
 from torch import fx, nn
 
 from ..cost_models.errors import ModelError
+from .copies import copied
+from .graph_module import graph_module
+from .out_of_memory import is_out_of_memory
 from .user_code import at_user_line, first_line
 
 _AS_SEQUENTIAL = "Make it an nn.Sequential of its layers: then nothing needs to be traced."
@@ -26,7 +29,7 @@ class GraphSegment:
     fed_by: fx.Node
     result: Any
     constants: nn.Module
-    """The traced copy, which holds the tensors that the trace itself made."""
+    """Holds the tensors that the trace itself made, which the model lacks."""
 
     @property
     def path(self) -> str | None:
@@ -66,7 +69,7 @@ class GraphSegment:
             if source.op == "get_attr" and source not in copies:
                 copies[source] = graph.node_copy(source)
         graph.output(fx.node.map_arg(self.result, copies.__getitem__))
-        return _graph_module(model, self.constants, graph)
+        return graph_module(graph, model, self.constants)
 
     def followed_by(self, other: GraphSegment) -> GraphSegment:
         """Both as one."""
@@ -83,12 +86,14 @@ def traced_segments(model: nn.Module, name: str) -> list[GraphSegment]:
     """Parts `model` at every value that all paths from its input to its output go through.
 
     Those values are the dominators of the output in the graph of values; cuts that some other value would
-    cross all the same (one that the input does not lead to) are given up. `model` is called with stand-ins
-    for tensors and may keep some: give a copy.
+    cross all the same (one that the input does not lead to) are given up. A copy is called, with stand-ins
+    for tensors, of which it may keep some.
 
     Raises ModelError where the model cannot be traced, takes several inputs, or computes nothing.
     """
-    graph, source = _trace(model, name)
+    copy = copied(model, name)
+    graph, source = _trace(copy, name)
+    constants = _constants(graph, copy, model)
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     flow = nx.DiGraph()
     flow.add_nodes_from(node for node in graph.nodes if node.op not in ("get_attr", "placeholder"))
@@ -100,7 +105,7 @@ def traced_segments(model: nn.Module, name: str) -> list[GraphSegment]:
     cuts = _dominators(flow, source, output)
     places = _places(flow, source, cuts)
     kept = [cut for cut in cuts if cut not in _crossed(flow, source, cuts, places)]
-    return list(_parts(_places(flow, source, kept), source, kept, output, model))
+    return list(_parts(_places(flow, source, kept), source, kept, output, constants))
 
 
 class _Tracer(fx.Tracer):
@@ -114,9 +119,9 @@ def _trace(model: nn.Module, name: str) -> tuple[fx.Graph, fx.Node]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph = _Tracer().trace(model, concrete_args=_defaults(model, name))
-    except ModelError:
-        raise
     except Exception as error:
+        if isinstance(error, ModelError) or is_out_of_memory(error):
+            raise
         raise ModelError(
             f"{name} cannot be traced by torch.fx: {first_line(error)}{at_user_line(error)}", _AS_SEQUENTIAL
         ) from error
@@ -130,6 +135,11 @@ def _trace(model: nn.Module, name: str) -> tuple[fx.Graph, fx.Node]:
 def _defaults(model: nn.Module, name: str) -> dict[str, Any] | None:
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(model.forward).parameters.values())
+    if parameters and parameters[0].kind not in plain:
+        raise ModelError(
+            f"{name}: forward takes {_in_signature(parameters[0])}: name its one tensor",
+            "Wrap the model in a module whose forward takes one tensor, as in forward(self, x).",
+        )
     others = [
         parameter
         for index, parameter in enumerate(parameters)
@@ -142,6 +152,25 @@ def _defaults(model: nn.Module, name: str) -> dict[str, Any] | None:
             "Wrap the model in a module whose forward takes one tensor.",
         )
     return {parameter.name: parameter.default for parameter in others} or None
+
+
+def _in_signature(parameter: inspect.Parameter) -> str:
+    marks: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+        inspect.Parameter.KEYWORD_ONLY: "*, ",
+    }
+    return f"{marks.get(parameter.kind, '')}{parameter.name}"
+
+
+def _constants(graph: fx.Graph, traced: nn.Module, model: nn.Module) -> nn.Module:
+    """What the graph reads and `model` lacks, without the weights of the traced copy."""
+    found = nn.Module()
+    for node in graph.nodes:
+        top = str(node.target).partition(".")[0]
+        if node.op in ("get_attr", "call_module") and not hasattr(model, top):
+            setattr(found, top, getattr(traced, top))
+    return found
 
 
 def _erase(graph: fx.Graph, placeholders: Iterable[fx.Node]) -> None:
@@ -211,7 +240,7 @@ def _crossed(
 
 
 def _parts(
-    places: dict[fx.Node, int], source: fx.Node, cuts: list[fx.Node], output: fx.Node, model: nn.Module
+    places: dict[fx.Node, int], source: fx.Node, cuts: list[fx.Node], output: fx.Node, constants: nn.Module
 ) -> Iterator[GraphSegment]:
     results: list[Any] = [*cuts, output.args[0]]
     if cuts and results[-1] is cuts[-1]:
@@ -226,27 +255,4 @@ def _parts(
         results[-2:] = results[-1:]
     for index, (nodes, result) in enumerate(zip(parts, results, strict=True)):
         if nodes:
-            yield GraphSegment(tuple(nodes), cuts[index - 1] if index else source, result, model)
-
-
-def _graph_module(model: nn.Module, constants: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    targets = [str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")]
-    root = nn.Module()
-    root.training = model.training
-    for top in dict.fromkeys(target.partition(".")[0] for target in targets):
-        setattr(root, top, getattr(model if hasattr(model, top) else constants, top))
-    module = fx.GraphModule(root, graph)
-    kept = model.state_dict(keep_vars=True)
-    for target in targets:
-        owner_path, _, field = target.rpartition(".")
-        owner = module.get_submodule(owner_path)
-        if target not in kept and field in owner._buffers and not _is_models_own(model, owner_path, owner):
-            owner._non_persistent_buffers_set.add(field)
-    return module
-
-
-def _is_models_own(model: nn.Module, path: str, module: nn.Module) -> bool:
-    try:
-        return model.get_submodule(path) is module
-    except AttributeError:
-        return False
+            yield GraphSegment(tuple(nodes), cuts[index - 1] if index else source, result, constants)

@@ -169,6 +169,8 @@ def test_a_direction_of_no_time_has_no_closing_ratio(clock: Any, takes: Any) -> 
         ({"micro_batch_sizes": "1,2"}, UsageError, "micro-batch sizes '1,2'"),
         ({"micro_batch_sizes": 8}, UsageError, "micro-batch sizes 8"),
         ({"rounds": 0}, UsageError, "rounds 0"),
+        ({"seed": -1}, UsageError, "seed -1"),
+        ({"seed": 2**63}, UsageError, "seed 9223372036854775808"),
     ],
 )
 def test_what_cannot_be_asked_for(options: dict[str, Any], error: type[Exception], expected: str) -> None:
@@ -187,6 +189,73 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model.stream = (number for number in range(3))  # type: ignore[assignment]
     with pytest.raises(ModelError, match=r"Linear cannot be copied: TypeError"):
         profile_model((model, torch.ones(1, 4)), device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float32])
+def test_a_model_is_measured_in_its_own_dtype(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(dtype)
+    profile = profile_model((model, torch.ones(2, 4)), micro_batch_sizes=[1], rounds=1, device="cpu")
+    assert f"torch.{profile.dtype}" == str(dtype)
+    assert profile.layers[0].parameter_bytes == 20 * dtype.itemsize
+    assert profile.layers[0].costs[0].output_bytes == 4 * dtype.itemsize
+    assert profile.input_bytes_per_sample == 4 * dtype.itemsize
+    assert not any("measured in float32" in note for note in profile.notes)
+
+
+def test_a_model_of_several_dtypes_is_measured_in_float32_and_told_so() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
+    profile = profile_model((model, torch.ones(2, 4)), micro_batch_sizes=[1], rounds=1, device="cpu")
+    assert profile.dtype == "float32"
+    assert [layer.parameter_bytes for layer in profile.layers] == [80, 80]
+    assert any("in bfloat16 and float32 and was measured in float32" in note for note in profile.notes)
+
+
+def test_complex_parameters_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.complex64))
+    for dtype in (None, "float32"):
+        with pytest.raises(ModelError, match=r"1\.weight is complex64"):
+            profile_model((model, torch.ones(1, 4)), dtype=dtype, device="cpu")
+
+
+def test_a_lazy_model_is_to_be_run_once() -> None:
+    with pytest.raises(ModelError, match="weight is lazy") as caught:
+        profile_model((nn.LazyLinear(4), torch.ones(1, 4)), device="cpu")
+    assert "once first" in caught.value.hint
+
+
+def test_frozen_layers_are_told_in_the_profile() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    profile = profile_model((model, torch.ones(1, 4)), micro_batch_sizes=[1], rounds=1, device="cpu")
+    assert [layer.trainable_bytes for layer in profile.layers] == [0, 80]
+    assert profile.edges == [("0", "1")]
+
+
+class Uncopied(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+
+class Unmoved(nn.Linear):
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:  # noqa: ARG002
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+
+class Unrun(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        if input.is_meta:
+            raise NotImplementedError("no kernel")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+
+@pytest.mark.parametrize("layer", [Uncopied, Unmoved, Unrun])
+def test_no_memory_before_the_sweep_is_the_machines_lack(layer: type[nn.Linear]) -> None:
+    with pytest.raises(MachineError) as caught:
+        profile_model((nn.Sequential(layer(4, 4)), torch.ones(2, 4)), device="cpu")
+    assert caught.value.what == (
+        "Sequential: the model does not fit on cpu: CUDA out of memory. Tried to allocate 2 GiB"
+    )
+    assert caught.value.hint
 
 
 @pytest.mark.gpu

@@ -223,3 +223,14 @@ def test_from_module_checks_what_it_gets() -> None:
         from_module(3, torch.ones(1))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="holds no sample"):
         from_module(nn.ReLU(), Tensor(0, 3))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True, "3"])
+def test_seeds_are_what_torch_and_the_file_can_hold(seed: Any) -> None:
+    with pytest.raises(UsageError, match="seed") as caught:
+        load_model("squeezenet1_1", seed=seed)
+    assert repr(seed) in caught.value.what
+
+
+def test_the_largest_seed_is_one() -> None:
+    assert load_model("squeezenet1_1", seed=2**63 - 1, classes=2).seed == 2**63 - 1

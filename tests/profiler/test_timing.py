@@ -13,13 +13,13 @@ from pplan.cost_models.errors import ModelError
 from pplan.profiler import clocks
 from pplan.profiler.clocks import CpuClock, CudaClock
 from pplan.profiler.layers import chain_of
+from pplan.profiler.out_of_memory import is_out_of_memory
 from pplan.profiler.timing import (
     LayerTimes,
     OutputGradients,
     Rounds,
     Stamps,
     WholeTimes,
-    is_out_of_memory,
     run_layers,
     run_whole,
     spread,

@@ -1,0 +1,46 @@
+"""Copies of a model to do things to: as it is, or on the meta device at no cost."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from ..cost_models.errors import ModelError
+from .out_of_memory import is_out_of_memory
+from .user_code import at_user_line, first_line
+
+
+def copied(model: nn.Module, name: str) -> nn.Module:
+    """A copy, where the model is. Raises ModelError; where memory runs out, what the allocator raises."""
+    return _copy(model, name, {})
+
+
+def copied_to_meta(model: nn.Module, name: str) -> nn.Module:
+    """A copy on the meta device: parameters and buffers without values. Raises as `copied` does.
+
+    Nothing is allocated where the model is: copying first and moving then would hold the weights twice.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    return _copy(model, name, {id(tensor): _without_values(tensor) for tensor in tensors}).to("meta")
+
+
+def _copy(model: nn.Module, name: str, memo: dict[int, object]) -> nn.Module:
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{name} cannot be copied: {first_line(error)}{at_user_line(error)}",
+            "It is measured on a copy; keep only parameters, buffers and plain values in its attributes.",
+        ) from error
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """Of the same class, for what asks whether it is a parameter or a kind of parameter of its own."""
+    empty = torch.empty_like(tensor.detach(), device="meta")
+    twin = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
+    twin.__dict__.update(tensor.__dict__)
+    return twin

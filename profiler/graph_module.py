@@ -1,0 +1,38 @@
+"""A graph of torch.fx becomes a module that runs it with the tensors and modules of others."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+
+def graph_module(graph: fx.Graph, *sources: nn.Module, name: str = "GraphModule") -> fx.GraphModule:
+    """Runs `graph` with what it names, each taken from the first of `sources` that has it.
+
+    A buffer is part of the state where it is part of its source's. The mode is the first source's.
+    """
+    targets = [str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")]
+    having = {top: _first_having(top, sources) for top in (target.partition(".")[0] for target in targets)}
+    root = nn.Module()
+    root.training = sources[0].training
+    for top, source in having.items():
+        setattr(root, top, getattr(source, top))
+    module = fx.GraphModule(root, graph, name)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            top = str(node.target).partition(".")[0]
+            _keep_persistence(module, having[top], str(node.target))
+    return module
+
+
+def _first_having(top: str, sources: tuple[nn.Module, ...]) -> nn.Module:
+    return next((source for source in sources if hasattr(source, top)), sources[-1])
+
+
+def _keep_persistence(module: nn.Module, source: nn.Module, target: str) -> None:
+    """GraphModule registers every tensor that is no parameter as a buffer of the state."""
+    path, _, field = target.rpartition(".")
+    owner, of_source = module.get_submodule(path), source.get_submodule(path)
+    if owner is of_source or field not in owner._buffers:
+        return
+    if field not in of_source._buffers or field in of_source._non_persistent_buffers_set:
+        owner._non_persistent_buffers_set.add(field)

@@ -1,0 +1,91 @@
+"""Copies of a model: on the meta device without touching the weights, and what stops a copy."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pplan.cost_models.errors import ModelError
+from pplan.profiler import tracing
+from pplan.profiler.copies import copied, copied_to_meta
+from pplan.profiler.layers import chain_of
+
+
+class Kept(nn.Parameter):
+    """May not be copied with its values."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("copied with its values")
+
+
+def tied() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[0].weight = model[2].weight = Kept(torch.ones(4, 4))
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def test_a_meta_copy_is_torchs_but_copies_no_values() -> None:
+    model = tied()
+    twin = copied_to_meta(model, "tied")
+    assert [*twin.state_dict()] == [*model.state_dict()]
+    states = [made.state_dict(keep_vars=True).values() for made in (twin, model)]
+    pairs = list(zip(*states, strict=True))
+    assert len(pairs) == 9
+    for ours, theirs in pairs:
+        assert ours.is_meta
+        assert not theirs.is_meta
+        assert type(ours) is type(theirs)
+        assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
+        assert ours.requires_grad == theirs.requires_grad
+    assert twin[0].weight is twin[2].weight  # type: ignore[index]
+    with pytest.raises(ModelError, match="tied cannot be copied: AssertionError: copied with its values"):
+        copied(model, "tied")
+
+
+def test_cuts_are_found_without_a_copy_of_the_weights() -> None:
+    reasons = [layer.cut_reason for layer in chain_of(tied(), torch.ones(2, 4)).layers]
+    assert reasons == ["0 and 2 share 0.weight", "0 and 2 share 0.weight", None]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_no_memory_for_a_copy_is_no_fault_of_the_model(error: Exception) -> None:
+    class Large(nn.Module):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise error
+
+    with pytest.raises(type(error)):
+        copied(Large(), "large")
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(given)) + torch.ones(4)
+
+
+def test_the_copy_that_was_traced_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights: list[weakref.ref[nn.Parameter]] = []
+
+    def recording(model: nn.Module, name: str) -> nn.Module:
+        copy = copied(model, name)
+        weights.append(weakref.ref(copy.get_parameter("linear.weight")))
+        return copy
+
+    monkeypatch.setattr(tracing, "copied", recording)
+    model, given = Body(), torch.ones(2, 4)
+    segments = tracing.traced_segments(model, "Body")
+    gc.collect()
+    assert [reference() for reference in weights] == [None]
+    value = given
+    for segment in segments:
+        value = segment.bind(model)(value)
+    assert torch.equal(value, model(given))
