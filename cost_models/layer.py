@@ -28,8 +28,7 @@ class LayerCosts:
     """Every layer of a chain at one micro-batch size: vectors of one entry a layer, seconds and bytes.
 
     `trainable_bytes` are those of the parameters that get gradients. `input_bytes` is what the first layer is
-    fed. `outside` says in words where the size lies outside the
-    measured ones (empty: it does not).
+    fed. `outside` says in words where the size lies outside the measured ones (empty: it does not).
     """
 
     size: float
@@ -80,13 +79,15 @@ class Chain:
         """Stages when every allowed cut is made."""
         return int(self.cut_after.sum()) + 1
 
-    def reaches(self, size: float) -> bool:
-        """Whether costs at `size` can be had without going past the largest measured size.
+    def reaches(self, size: float, *, past_largest: bool = False) -> bool:
+        """Whether costs at `size` can be had, past the largest measured size only with `past_largest`.
 
         Sizes below the smallest are extrapolated from the two smallest; with one measured size there is
         nothing to draw a line through, and only that size can be had.
         """
-        return size <= self.sizes[-1] and (len(self.sizes) > 1 or size == self.sizes[0])
+        if len(self.sizes) == 1:
+            return size == self.sizes[0]
+        return past_largest or size <= self.sizes[-1]
 
     def at(self, size: float, *, past_largest: bool = False) -> LayerCosts:
         """Costs of every layer for micro-batches of `size` samples (a replica's share may be a fraction).
@@ -99,7 +100,7 @@ class Chain:
         """
         if size <= 0:
             raise UsageError(f"micro-batch size {size:g}: must be above 0", "Use at least one sample.")
-        if not self.reaches(size) and (len(self.sizes) == 1 or not past_largest):
+        if not self.reaches(size, past_largest=past_largest):
             known = ", ".join(str(s) for s in self.sizes)
             raise UsageError(
                 f"micro-batch size {size:g} lies outside the measured sizes ({known})",

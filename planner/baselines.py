@@ -57,7 +57,7 @@ def best_setting(
         trained = trained and all(instance.usable[bound] for bound in bounds)
         fits = all(instance.allowed(stages - s, stages)[bound] for s, bound in enumerate(bounds))
         plan = np.array([ends])
-        if not fits or (best is not None and _bound(instance, plan) >= best.step_seconds):
+        if not fits or (best is not None and not _may_beat(instance, plan, best.step_seconds)):
             continue
         step = float(score(instance, plan)[0])
         if best is None or step < best.step_seconds:
@@ -70,7 +70,7 @@ def best_setting(
     )
 
 
-def _bound(instance: Instance, plan: Ends) -> float:
-    """The bound on one whole plan, the cheap one first: (1, stages) places."""
+def _may_beat(instance: Instance, plan: Ends, limit: float) -> bool:
+    """Whether its bounds leave one whole plan below `limit`, the cheap one first. plan: (1, stages)."""
     stages = plan.shape[1]
-    return max(instance.quick_bound(stages), float(bound_of(instance, stages).finished(plan)[0]))
+    return instance.quick_bound(stages) < limit and bound_of(instance, stages).finished(plan)[0] < limit

@@ -75,14 +75,10 @@ class Instance:
         """Where the last stage ends."""
         return self.table.blocks
 
-    def backward(self, *, recomputed: bool) -> Floats:
-        """Backward seconds of every stage."""
-        return self.table.backward + self.table.forward if recomputed else self.table.backward
-
     @property
     def usual_backward(self) -> Floats:
         """Backward seconds of the micro-batches that are recomputed, if any are."""
-        return self.backward(recomputed=self.setting.recomputed > 0)
+        return self.table.backward + (self.table.forward if self.setting.recomputed else 0.0)
 
     def occupancy(self, boundary: int) -> Floats:
         """(places,): seconds for which a transfer takes the link."""
@@ -160,7 +156,7 @@ class OneFOneBBound:
     def finished(self, ends: Ends) -> Floats:
         """(plans,): the bound of whole plans, whose cuts are all known. ends: (plans, stages)."""
         f, b = self.instance.table.forward, self.instance.usual_backward
-        starts = np.concatenate([np.zeros((len(ends), 1), dtype=np.int64), ends[:, :-1]], axis=1)
+        starts = starts_of(ends)
         bound, trip = np.zeros(len(ends)), np.zeros(len(ends))
         for stage in reversed(range(self.stages)):
             own_f, own_b = f[starts[:, stage], ends[:, stage]], b[starts[:, stage], ends[:, stage]]
@@ -255,7 +251,7 @@ class GPipeBound:
 
     def finished(self, ends: Ends) -> Floats:
         """(plans,): the bound of whole plans. ends: (plans, stages)."""
-        starts = np.concatenate([np.zeros((len(ends), 1), dtype=np.int64), ends[:, :-1]], axis=1)
+        starts = starts_of(ends)
         f, b, both, cuts = (np.zeros(len(ends)) for _ in range(4))
         for stage in range(self.stages):
             costs = self._stage(stage, starts[:, stage])
@@ -317,6 +313,11 @@ class GPipeBound:
 Bound = OneFOneBBound | GPipeBound
 
 BOUNDS: dict[str, type[OneFOneBBound] | type[GPipeBound]] = {"1f1b": OneFOneBBound, "gpipe": GPipeBound}
+
+
+def starts_of(ends: Ends) -> Ends:
+    """Places that the stages start at, from those they end at: (plans, stages)."""
+    return np.concatenate([np.zeros((len(ends), 1), dtype=np.int64), ends[:, :-1]], axis=1)
 
 
 def bound_of(instance: Instance, stages: int) -> Bound:

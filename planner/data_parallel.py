@@ -74,7 +74,7 @@ def _plans(
         size = share // count
         if share % count or micro_batches not in (None, count):
             continue
-        if not space.chain.reaches(size) and not (space.past_largest and len(space.chain.sizes) > 1):
+        if not space.chain.reaches(size, past_largest=space.past_largest):
             continue
         for recompute in recomputes:
             if recompute in RECOMPUTES:

@@ -60,6 +60,11 @@ class PlannedStage(Record):
     memory: dict[str, Bytes] = {}
     """The ledger: bytes by term."""
 
+    @property
+    def layers(self) -> int:
+        """How many it holds."""
+        return self.last_layer - self.first_layer + 1
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.last_layer < self.first_layer:
@@ -227,7 +232,7 @@ def _check_layers(plan: Plan) -> None:
 
 
 def _check_balance(plan: Plan) -> None:
-    counts = [stage.last_layer - stage.first_layer + 1 for stage in plan.stages]
+    counts = [stage.layers for stage in plan.stages]
     if counts != plan.balance:
         raise ValueError(f"balance is {plan.balance}, the stages hold {counts} layers")
 

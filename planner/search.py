@@ -25,7 +25,7 @@ from ..cost_models.runtime import Runtime
 from ..cost_models.timeline import PipelineCosts, step_seconds
 from ..cost_models.topology import Topology
 from .balance import balance_table
-from .bound import Bound, Ends, Floats, Instance, State, bound_of
+from .bound import Bound, Ends, Floats, Instance, State, bound_of, starts_of
 from .plan_file import TIE
 from .setting import Setting
 from .stage_table import StageTable
@@ -97,7 +97,7 @@ def _table(chain: Chain, size: float, past_largest: bool) -> StageTable:
 def pipeline_costs(instance: Instance, ends: Ends) -> PipelineCosts:
     """Costs of many plans side by side, for the simulator. ends: (plans, stages), places."""
     stages, count = ends.shape[1], instance.setting.micro_batches
-    starts = np.concatenate([np.zeros((len(ends), 1), dtype=np.int64), ends[:, :-1]], axis=1)
+    starts = starts_of(ends)
     shape = (stages, count, len(ends))
 
     def over_micro_batches(table: Floats) -> Floats:
@@ -131,8 +131,7 @@ def _with_last(usual: Floats, last: Floats) -> Floats:
 
 def score(instance: Instance, ends: Ends) -> Floats:
     """Simulated step seconds of many plans. ends: (plans, stages), places."""
-    costs = pipeline_costs(instance, ends)
-    return step_seconds(instance.setting.schedule, costs)
+    return step_seconds(instance.setting.schedule, pipeline_costs(instance, ends))
 
 
 def search(space: Space, settings: Sequence[Setting], stage_counts: Iterable[int]) -> Found:
@@ -141,7 +140,9 @@ def search(space: Space, settings: Sequence[Setting], stage_counts: Iterable[int
     Among plans within `TIE` of each other: the fewest stages, then the setting that stands first.
     """
     counts, work = sorted(set(stage_counts)), _Work(WORK)
-    problems = [_Subproblem(space.instance(s), stages, work) for stages in counts for s in settings]
+    # One instance a setting: it keeps which stages fit, by micro-batches in flight, for every stage count.
+    instances = [space.instance(setting) for setting in settings]
+    problems = [_Subproblem(instance, stages, work) for stages in counts for instance in instances]
     seed: Candidate | None = None
     for problem in sorted(problems, key=lambda p: p.quick_bound):
         seed = problem.seed(seed)

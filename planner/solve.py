@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import numpy as np
-
 from ..cost_models.layer import Chain
 from ..cost_models.quantities import counted
 from ..cost_models.runtime import RUNTIMES, Runtime
@@ -47,7 +45,7 @@ def solve(
     baselines, alternatives = _baselines(problem), _alternatives(problem, found)
     return Plan(
         model=model,
-        balance=[stage.last_layer - stage.first_layer + 1 for stage in best.stages],
+        balance=[stage.layers for stage in best.stages],
         mini_batch=problem.mini_batch,
         micro_batches=best.setting.micro_batches,
         micro_batch_size=best.setting.micro_batch_size,
@@ -177,10 +175,9 @@ def _answers(problem: Problem, found: Found, runtime: Runtime, own: Sequence[Set
     """Whether the best plan of all is proven to be the best that `runtime` runs, too."""
     if found.best is None or not found.exact or runtime.one_process or problem.runtime is not None:
         return False
-    trained = problem.space.instance(found.best.setting).table.stage_bytes.trainable
+    usable = replace(problem.space, runtime=runtime).instance(found.best.setting).usable
     stages = pairwise([0, *found.best.ends])
-    every = all(np.asarray(trained)[i, j] > 0 for i, j in stages)
-    return found.best.setting in own and (every or not runtime.trains_every_stage)
+    return found.best.setting in own and all(usable[stage] for stage in stages)
 
 
 def _kinds() -> list[list[str]]:
@@ -199,7 +196,7 @@ def _alternative(problem: Problem, found: Found, runtimes: list[str], reason: st
     return [
         Alternative(
             runtimes=runtimes,
-            balance=[stage.last_layer - stage.first_layer + 1 for stage in stages],
+            balance=[stage.layers for stage in stages],
             schedule=setting.schedule,
             micro_batches=setting.micro_batches,
             micro_batch_size=setting.micro_batch_size,

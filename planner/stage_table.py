@@ -107,10 +107,9 @@ class StageTable:
         self, i: int, j: int, in_flight: int, recompute: str, optimizer: str, replicas: int = 1
     ) -> dict[str, int]:
         """The ledger of one stage, rounded to whole bytes."""
-        terms = ledger(
-            self.stage_bytes, in_flight=in_flight, recompute=recompute, optimizer=optimizer, replicas=replicas
+        shape = self.valid.shape
+        own = StageBytes(
+            *(float(np.broadcast_to(amount, shape)[i, j]) for amount in vars(self.stage_bytes).values())
         )
-        return {
-            name: round(float(np.broadcast_to(amount, self.valid.shape)[i, j]))
-            for name, amount in terms.items()
-        }
+        terms = ledger(own, in_flight=in_flight, recompute=recompute, optimizer=optimizer, replicas=replicas)
+        return {name: round(float(amount)) for name, amount in terms.items()}
