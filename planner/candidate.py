@@ -1,0 +1,87 @@
+"""Plans before and after they are scored: what a planner proposes, and what the simulator made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+from ..cost_models.memory import Recompute
+from .setting import Setting
+
+if TYPE_CHECKING:
+    from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Where the layers of a pipeline are, and with which schedule and micro-batches it runs.
+
+    `ends`: by stage, the number of layers before its end (the last is the number of layers of the chain).
+    `devices`: by stage, the ranks of its replicas, which share every micro-batch. Where a device has several
+    virtual stages, both are by part of the layers, in the order in which a micro-batch passes them, and the
+    devices repeat.
+    """
+
+    setting: Setting
+    ends: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """By stage, its first layer and the layer after its last."""
+        return list(pairwise((0, *self.ends)))
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """By stage, how many devices share it."""
+        return tuple(len(own) for own in self.devices)
+
+    @property
+    def used(self) -> int:
+        """How many devices it uses."""
+        return len({device for own in self.devices for device in own})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A proposal that fits, with what each stage recomputes, and its simulated step."""
+
+    proposal: Proposal
+    recompute: tuple[Recompute, ...]
+    step_seconds: float
+
+    @property
+    def setting(self) -> Setting:
+        """Schedule and micro-batches."""
+        return self.proposal.setting
+
+
+class Planner(Protocol):
+    """A way to plan, by its name; see `planners`."""
+
+    @property
+    def name(self) -> str:
+        """As `--planner` takes it."""
+        ...
+
+    def propose(self, problem: Problem) -> Iterable[Proposal]:
+        """The plans it would make of the problem, in any order: all are scored, and the fastest that fits
+        counts. None where it cannot make one."""
+        ...
+
+
+def straight(setting: Setting, ends: Sequence[int], first_device: int = 0) -> Proposal:
+    """A pipeline of one device a stage, stage s on device `first_device` + s."""
+    devices = tuple((first_device + stage,) for stage in range(len(ends)))
+    return Proposal(setting, tuple(int(end) for end in ends), devices)
+
+
+def replicated(setting: Setting, ends: Sequence[int], replicas: Sequence[int]) -> Proposal:
+    """A pipeline whose stages have so many replicas, on the devices from rank 0 on."""
+    devices, first = [], 0
+    for count in replicas:
+        devices.append(tuple(range(first, first + count)))
+        first += count
+    return Proposal(setting, tuple(int(end) for end in ends), tuple(devices))
