@@ -20,7 +20,8 @@ class Runtime:
 
     `schedules` and `recompute` are the words of the plan file. `replicas`: "none", or "equal" where every
     stage has the same number. `one_process`: one Python process launches the work of all stages, so that
-    their host times add up, and the devices must be those of one machine.
+    their host times add up, and the devices must be those of one machine. `transfers`: what its devices do
+    meanwhile, a word of the simulator's `Costs`.
     """
 
     name: str
@@ -30,6 +31,9 @@ class Runtime:
     one_process: bool
     trains_every_stage: bool
     """Whether a stage without parameters is refused."""
+    recompute_by_stage: bool = False
+    """Whether each stage may recompute or not, for itself."""
+    transfers: str = "overlapped"
 
     def runs_replicas(self, replicas: Sequence[int]) -> bool:
         """Whether the stages may have these numbers of replicas."""
