@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from ..cost_models.quantities import counted, format_bytes, format_seconds
-from ..profiler.profile_file import LayerMeasurement, MeasuredLoss, Profile, WholeMeasurement
+from ..profiler.profile_file import LayerMeasurement, MeasuredLoss, Profile, ProfiledLayer, WholeMeasurement
 from .figures import percent, three_digits
-from .table_style import figure, line, table, text, titled
+from .table_style import Column, figure, line, table, text, titled
 
 HEAVIEST = 10
 
@@ -108,63 +109,69 @@ def _layers(profile: Profile, console: Console) -> Table:
         for layer, cost in zip(profile.layers, costs, strict=True)
     ]
     heaviest = sorted(range(len(costs)), key=lambda index: (-weights[index], index))[:HEAVIEST]
+    layers, whole = [profile.layers[index] for index in heaviest], sum(weights)
+    shares = [percent(weights[index] / whole) if whole else "-" for index in heaviest]
+    costs = [costs[index] for index in heaviest]
     columns = [
-        figure("layer"),
-        text("name"),
-        text("kind", leaves=2),
-        *([figure("forward"), figure("backward"), figure("share", leaves=6)] if timed else []),
-        figure("output", leaves=3),
-        *([figure("tensors", leaves=2)] if several else []),
-        figure("saved", leaves=5),
-        figure("params", leaves=4),
-        *([figure("spread", leaves=1)] if timed else []),
+        (figure("layer"), [str(index) for index in heaviest], True),
+        (text("name"), [layer.name for layer in layers], True),
+        (text("kind", leaves=2), [layer.kind for layer in layers], True),
+        (figure("forward"), [format_seconds(cost.forward_seconds) for cost in costs], timed),
+        (figure("backward"), [format_seconds(cost.backward_seconds) for cost in costs], timed),
+        (figure("share", leaves=6), shares, timed),
+        (figure("output", leaves=3), [format_bytes(cost.output_bytes) for cost in costs], True),
+        (figure("tensors", leaves=2), [_crossing(layer) for layer in layers], several),
+        (figure("saved", leaves=5), [format_bytes(cost.saved_bytes) for cost in costs], True),
+        (figure("params", leaves=4), [format_bytes(layer.parameter_bytes) for layer in layers], True),
+        (figure("spread", leaves=1), [percent(cost.spread) for cost in costs], timed),
     ]
-    whole = sum(weights)
-    rows = []
-    for index in heaviest:
-        layer, cost = profile.layers[index], costs[index]
-        share = percent(weights[index] / whole) if whole else "-"
-        seconds = [format_seconds(cost.forward_seconds), format_seconds(cost.backward_seconds), share]
-        rows.append(
-            [
-                *(str(index), layer.name, layer.kind),
-                *(seconds if timed else []),
-                format_bytes(cost.output_bytes),
-                *(["-" if layer.crossing is None else str(layer.crossing)] if several else []),
-                *(format_bytes(cost.saved_bytes), format_bytes(layer.parameter_bytes)),
-                *([percent(cost.spread)] if timed else []),
-            ]
-        )
-    return table(console, columns, rows)
+    return _of_columns(console, columns)
+
+
+def _of_columns(console: Console, columns: Sequence[tuple[Column, Sequence[str], bool]]) -> Table:
+    """A table of those columns, given with their cells, that are to be shown."""
+    shown = [(column, cells) for column, cells, is_shown in columns if is_shown]
+    rows = list(zip(*(cells for _, cells in shown), strict=True))
+    return table(console, [column for column, _ in shown], rows)
 
 
 def _totals(profile: Profile, console: Console) -> Table:
     """The sums over the layers and the whole model, a row for each measured size."""
-    wholes = {whole.micro_batch_size: whole for whole in profile.whole}
+    sizes, measured = profile.micro_batch_sizes, {whole.micro_batch_size: whole for whole in profile.whole}
+    wholes = [measured.get(size) for size in sizes]
+    costs = [[layer.costs[position] for layer in profile.layers] for position in range(len(sizes))]
+    forward = [sum(cost.forward_seconds for cost in own) for own in costs]
+    backward = [sum(cost.backward_seconds for cost in own) for own in costs]
     hosts = any(cost.forward_host_seconds is not None for cost in profile.layers[0].costs)
     parts = any(whole.backward_parts_ratio is not None for whole in profile.whole)
-    columns = [
-        figure("micro-\nbatch"),
-        figure("layers\nfwd", leaves=5),
-        figure("layers\nbwd", leaves=5),
-        *([figure("to\nlaunch", leaves=3)] if hosts else []),
-        figure("model\nfwd"),
-        figure("model\nbwd"),
-        figure("samples\n/s", leaves=4),
-        figure("ratio\n"),
-        figure("ratio\nfwd", leaves=2),
-        figure("ratio\nbwd", leaves=2),
-        *([figure("ratio\nparts", leaves=1)] if parts else []),
-        figure("spread\n", leaves=1),
+
+    def of_wholes(cell: Callable[[WholeMeasurement], str]) -> list[str]:
+        return ["-" if whole is None else cell(whole) for whole in wholes]
+
+    # Where the whole model was not measured, its layers' sums stand for it.
+    seconds = [
+        ahead + back if whole is None else whole.forward_seconds + whole.backward_seconds
+        for ahead, back, whole in zip(forward, backward, wholes, strict=True)
     ]
-    rows = []
-    for position, size in enumerate(profile.micro_batch_sizes):
-        costs = [layer.costs[position] for layer in profile.layers]
-        row = [str(size), *_totals_row(size, costs, wholes.get(size), hosts=hosts)]
-        if parts:
-            row.insert(-1, _ratio(wholes[size].backward_parts_ratio if size in wholes else None))
-        rows.append(row)
-    return table(console, columns, rows)
+    columns = [
+        (figure("micro-\nbatch"), [str(size) for size in sizes], True),
+        (figure("layers\nfwd", leaves=5), [format_seconds(own) for own in forward], True),
+        (figure("layers\nbwd", leaves=5), [format_seconds(own) for own in backward], True),
+        (figure("to\nlaunch", leaves=3), [format_seconds(_launch(own)) for own in costs], hosts),
+        (figure("model\nfwd"), of_wholes(lambda whole: format_seconds(whole.forward_seconds)), True),
+        (figure("model\nbwd"), of_wholes(lambda whole: format_seconds(whole.backward_seconds)), True),
+        (figure("samples\n/s", leaves=4), list(map(_per_second, sizes, seconds)), True),
+        (figure("ratio\n"), of_wholes(lambda whole: _ratio(whole.closing_ratio)), True),
+        (figure("ratio\nfwd", leaves=2), of_wholes(lambda whole: _ratio(whole.forward_closing_ratio)), True),
+        (figure("ratio\nbwd", leaves=2), of_wholes(lambda whole: _ratio(whole.backward_closing_ratio)), True),
+        (
+            figure("ratio\nparts", leaves=1),
+            of_wholes(lambda whole: _ratio(whole.backward_parts_ratio)),
+            parts,
+        ),
+        (figure("spread\n", leaves=1), of_wholes(lambda whole: percent(whole.spread)), True),
+    ]
+    return _of_columns(console, columns)
 
 
 def _peaks(profile: Profile, console: Console) -> Table:
@@ -188,25 +195,13 @@ def _peaks(profile: Profile, console: Console) -> Table:
     return table(console, columns, rows)
 
 
-def _totals_row(
-    size: int, costs: list[LayerMeasurement], whole: WholeMeasurement | None, *, hosts: bool
-) -> list[str]:
-    forward = sum(cost.forward_seconds for cost in costs)
-    backward = sum(cost.backward_seconds for cost in costs)
-    launch = sum((cost.forward_host_seconds or 0) + (cost.backward_host_seconds or 0) for cost in costs)
-    row = [format_seconds(forward), format_seconds(backward), *([format_seconds(launch)] if hosts else [])]
-    if whole is None:
-        return [*row, "-", "-", _per_second(size, forward + backward), "-", "-", "-", "-"]
-    return [
-        *row,
-        format_seconds(whole.forward_seconds),
-        format_seconds(whole.backward_seconds),
-        _per_second(size, whole.forward_seconds + whole.backward_seconds),
-        _ratio(whole.closing_ratio),
-        _ratio(whole.forward_closing_ratio),
-        _ratio(whole.backward_closing_ratio),
-        percent(whole.spread),
-    ]
+def _launch(costs: Sequence[LayerMeasurement]) -> float:
+    """Seconds of the host for all layers, forward and backward."""
+    return sum((cost.forward_host_seconds or 0) + (cost.backward_host_seconds or 0) for cost in costs)
+
+
+def _crossing(layer: ProfiledLayer) -> str:
+    return "-" if layer.crossing is None else str(layer.crossing)
 
 
 def _both(cost: LayerMeasurement) -> float:

@@ -11,6 +11,7 @@ from ..cost_models.errors import ModelError
 from .layers import LayerChain
 from .memory.meta_attention import attention_as_on_the_cpu
 from .memory.meta_operations import OperationsAsOnTheCpu
+from .micro_batch_sizes import left_out_note
 from .size_result import SizeResult
 from .size_run import SizeRun
 from .subject import Subject
@@ -33,10 +34,10 @@ def counted(subject: Subject, sizes: Sequence[int] | None) -> tuple[list[SizeRes
             try:
                 run.count(lambda _layer: None)
             except ModelError as error:
-                # Batch norm refuses a single value a channel.
-                if sizes is not None or size > 1:
+                note = left_out_note(size, sizes, error)
+                if note is None:
                     raise
-                notes.append(f"micro-batch size 1 is left out: {error.what}")
+                notes.append(note)
                 continue
             results.append(SizeResult.of_run(run))
     return results, notes

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import torch
 
 from ..cost_models.errors import ModelError
 from ..cost_models.quantities import format_bytes
 from .machine import free_host_bytes
+from .micro_batch_sizes import beyond_budget, in_words, left_out_note, left_unmeasured, sizes_to_try
 from .out_of_memory import DoesNotFit, is_out_of_memory, refusal
 from .profile_file import Unmeasured
 from .rounds import link_sizes
@@ -27,7 +26,6 @@ _TRUSTED_ROUNDS = 5
 """From so many rounds on, the quartiles are taken to say something."""
 _CERTAIN = 0.005
 """Relative uncertainty of a median below which no more is measured."""
-_LARGEST = {"cpu": 64, "cuda": 1024}
 _MARGIN = 1.2
 """Memory of a pass above what is saved for backward: gradients and temporaries."""
 _PARTS_MARGIN = 2.4
@@ -36,11 +34,6 @@ _NO_PEAK = (
     "compiled for the CPU: what its kernels allocate while they run cannot be counted, so workspace is 0 and "
     "there is no peak"
 )
-
-
-def default_sizes(device: torch.device) -> Iterator[int]:
-    """What is tried where the user names none: 1, 2, 4, ..."""
-    return (2**power for power in range(_LARGEST[device.type].bit_length()))
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,7 @@ class Sweep:
         """
         # The budget is that of all sittings together.
         self._begun = self.subject.clock.now() - (self.journal.seconds if self.journal else 0.0)
-        self._pending = deque(self._candidates())
+        self._pending = deque(sizes_to_try(self.sizes, self.subject.device))
         self._refusals: dict[int, tuple[str, str]] = {}
         self._full: set[int] = set()
         self._in_hand: SizeRun | None = None
@@ -108,11 +101,6 @@ class Sweep:
     @property
     def spent(self) -> float:
         return self.subject.clock.now() - self._begun
-
-    def _candidates(self) -> Iterator[int]:
-        if self.sizes is not None:
-            return iter(self.sizes)
-        return default_sizes(self.subject.device)
 
     def _begin_sizes(self) -> None:
         """Measures the sizes that wait, in order, as far as they fit."""
@@ -136,10 +124,7 @@ class Sweep:
         predicted = self._predicted(size)
         left = self.budget_seconds - self.spent
         if self.rounds is None and predicted > left:
-            return "budget", (
-                f"it would take about {in_words(predicted)}, {in_words(max(left, 0.0))} of "
-                f"{self.budget_seconds:g} s are left{self._enough()}"
-            )
+            return "budget", beyond_budget(predicted, left, self.budget_seconds) + self._enough()
         return self._beyond_memory(last, size)
 
     def _beyond_memory(self, last: SizeRun, size: int) -> tuple[str, str] | None:
@@ -177,11 +162,7 @@ class Sweep:
             return
         size = self._pending[0]
         reason, detail = self._refusals[size]
-        for other in self._pending if self.sizes is not None else (size,):
-            told = detail if other == size else f"after micro-batch size {size}: {detail}"
-            self.unmeasured.append(
-                Unmeasured.model_validate({"micro_batch_size": other, "reason": reason, "detail": told})
-            )
+        self.unmeasured += left_unmeasured(size, self.sizes, reason, detail)
 
     def _try(self, size: int) -> tuple[str, str] | None:
         """Measures `size` for the first time; returns what the allocator said where it does not fit."""
@@ -191,8 +172,8 @@ class Sweep:
         except Exception as error:
             if is_out_of_memory(error):
                 said = refusal(error)
-            elif isinstance(error, ModelError) and self.sizes is None and size == 1:
-                self.notes.append(f"micro-batch size 1 is left out: {error.what}")
+            elif isinstance(error, ModelError) and (note := left_out_note(size, self.sizes, error)):
+                self.notes.append(note)
                 return None
             else:
                 raise
@@ -313,8 +294,3 @@ class Sweep:
 
 def _doubt(run: SizeRun) -> float:
     return float("inf") if len(run.rounds) < _TRUSTED_ROUNDS else run.rounds.uncertainty()
-
-
-def in_words(seconds: float, whole: Callable[[float], int] = round) -> str:
-    """Whole seconds from 10 on, two digits below."""
-    return f"{whole(seconds)} s" if seconds >= 10 else f"{seconds:.2g} s"

@@ -1,7 +1,8 @@
-"""What all tests share: tests marked `gpu` are skipped where there is no CUDA device."""
+"""What all tests share: caches of their own, garbage collections that are quick, tests marked `gpu`."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import os
@@ -29,6 +30,21 @@ def own_cache(cache_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     folder = next(cache_folders)
     monkeypatch.setenv("PPLAN_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_collection_of_what_is_old() -> None:
+    """What is there before a module's tests, such as all of torch, is left out of garbage collections.
+
+    The profiler collects after every micro-batch size, which would go through all of it each time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """For extensions that tell of what is left when Python ends."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -13,13 +13,14 @@ from ..copies import copied_to_meta
 from ..inputs import ModelInput
 from ..layer_sequential import LayerSequential
 from ..layers import Layer, LayerChain, chain_of
+from ..micro_batch_sizes import beyond_budget, left_out_note, left_unmeasured, sizes_to_try
 from ..out_of_memory import DoesNotFit, is_out_of_memory, refusal
 from ..profile_file import Unmeasured
 from ..rounds import link_sizes
 from ..size_result import SizeResult
 from ..size_run import no_collection, release
 from ..subject import Subject
-from ..sweep import Progress, default_sizes, in_words
+from ..sweep import Progress
 from .fitting import needs_counted, segments_that_fit
 from .segmented import Mover, Segmented
 
@@ -57,11 +58,11 @@ class SegmentedSweep:
     def _measure_sizes(self) -> None:
         self._begun = self.subject.clock.now()
         taken = 0.0
-        for size in self._candidates():
+        for size in sizes_to_try(self.sizes, self.subject.device):
             predicted = taken * size / self.results[-1].size if self.results else 0.0
             left = self.budget_seconds - self._spent
             if self.rounds is None and self.results and predicted > left:
-                return self._leave(size, "budget", self._too_long(predicted, left))
+                return self._leave(size, "budget", beyond_budget(predicted, left, self.budget_seconds))
             started = self._spent
             try:
                 self._measure_one(size)
@@ -70,10 +71,10 @@ class SegmentedSweep:
                     raise
                 return self._leave(size, "does not fit", error.what)
             except ModelError as error:
-                # Batch norm refuses a single value a channel.
-                if self.sizes is not None or size > 1:
+                note = left_out_note(size, self.sizes, error)
+                if note is None:
                     raise
-                self.notes.append(f"micro-batch size 1 is left out: {error.what}")
+                self.notes.append(note)
             taken = self._spent - started
         return None
 
@@ -94,11 +95,6 @@ class SegmentedSweep:
     @property
     def _spent(self) -> float:
         return self.subject.clock.now() - self._begun
-
-    def _candidates(self) -> Iterator[int]:
-        if self.sizes is not None:
-            return iter(self.sizes)
-        return default_sizes(self.subject.device)
 
     @cached_property
     def _counted(self) -> tuple[torch.nn.Module, LayerChain]:
@@ -175,20 +171,8 @@ class SegmentedSweep:
     def _of(self, size: int) -> str:
         return f"{self.subject.loaded.name}: micro-batch size {size}"
 
-    def _too_long(self, predicted: float, left: float) -> str:
-        return (
-            f"it would take about {in_words(predicted)}, {in_words(max(left, 0.0))} of "
-            f"{self.budget_seconds:g} s are left"
-        )
-
     def _leave(self, size: int, reason: str, detail: str) -> None:
-        """Records this size and the larger ones that the user named as not measured."""
-        others = (size,) if self.sizes is None else [other for other in self.sizes if other >= size]
-        for other in others:
-            told = detail if other == size else f"after micro-batch size {size}: {detail}"
-            self.unmeasured.append(
-                Unmeasured.model_validate({"micro_batch_size": other, "reason": reason, "detail": told})
-            )
+        self.unmeasured += left_unmeasured(size, self.sizes, reason, detail)
 
     def _tell(self, size: int, layer: Layer) -> None:
         if self.progress is not None:

@@ -1,4 +1,4 @@
-"""A clock that only the layers move, and layers that take the time they are told to."""
+"""A clock that only the layers move, layers that take the time they are told to, and a small known model."""
 
 from __future__ import annotations
 
@@ -119,6 +119,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def small_vgg() -> Callable[[], nn.Module]:
+    """Makes a VGG-11 of torchvision's, with 64 units where its classifier has 4096 and takes 500 MB."""
+
+    def make() -> nn.Module:
+        from torchvision.models import vgg
+
+        with torch.device("meta"):
+            model: nn.Module = vgg.vgg11()
+        model.features = vgg.make_layers(vgg.cfgs["A"])
+        for name, given, out in (("0", 512 * 7 * 7, 64), ("3", 64, 64), ("6", 64, 5)):
+            setattr(model.classifier, name, nn.Linear(given, out))
+        return model
+
+    return make
 
 
 @pytest.fixture

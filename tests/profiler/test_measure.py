@@ -102,7 +102,9 @@ def test_the_model_is_untouched() -> None:
 def test_the_model_counts_in_the_dtype_asked_for() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     for dtype, item in (("float64", 8), ("float32", 4)):
-        profile = profile_model((model, torch.ones(2, 4)), dtype=dtype, device="cpu", rounds=1)
+        profile = profile_model(
+            (model, torch.ones(2, 4)), micro_batch_sizes=[2], dtype=dtype, device="cpu", rounds=1
+        )
         assert profile.layers[0].parameter_bytes == 20 * item
         assert profile.layers[1].buffer_bytes == 8 * item + 8
         assert profile.input_bytes_per_sample == 4 * item
@@ -117,7 +119,9 @@ def test_whole_numbers_stay_whole() -> None:
 
 
 def test_evaluation_mode_is_said() -> None:
-    profile = profile_model((nn.Linear(4, 4).eval(), torch.ones(1, 4)), rounds=1, device="cpu")
+    profile = profile_model(
+        (nn.Linear(4, 4).eval(), torch.ones(1, 4)), micro_batch_sizes=[1], rounds=1, device="cpu"
+    )
     assert any("evaluation mode" in note for note in profile.notes)
 
 

@@ -31,16 +31,15 @@ def nested() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "vgg11": lambda: torchvision.models.vgg11(num_classes=5),
     "resnet18": lambda: torchvision.models.resnet18(num_classes=5),
     "nested": nested,
 }
 
 
-@pytest.fixture(params=MODELS)
-def model(request: pytest.FixtureRequest) -> nn.Module:
+@pytest.fixture(params=["vgg11", *MODELS])
+def model(request: pytest.FixtureRequest, small_vgg: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[request.param]().double()
+    return {"vgg11": small_vgg, **MODELS}[request.param]().double()
 
 
 def outcome(module: nn.Module, weights: Sequence[Tensor], given: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

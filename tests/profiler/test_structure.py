@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
 from torchvision.models.vision_transformer import VisionTransformer
 
@@ -94,20 +96,32 @@ def swin(**settings: Any) -> nn.Module:
     return model
 
 
+def convnext() -> nn.Module:
+    widths = (16, 32, 64, 128, None)
+    settings = [CNBlockConfig(given, out, 2) for given, out in pairwise(widths) if given]
+    model: nn.Module = ConvNeXt(settings, stochastic_depth_prob=0.1, num_classes=5)
+    return model
+
+
 def torchvisions(name: str) -> nn.Module:
     model: nn.Module = torchvision.models.get_model(name, num_classes=5)
     return model
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "vgg11": (lambda: torchvisions("vgg11"), 32),
     "resnet18": (lambda: torchvisions("resnet18"), 64),
-    "convnext": (lambda: torchvisions("convnext_tiny"), 32),
+    "convnext": (convnext, 32),
     "vit": (vit, 32),
     "vit with dropout": (lambda: vit(dropout=0.1, attention_dropout=0.1), 32),
     "swin": (swin, 32),
     "swin_v2": (lambda: swin(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2), 32),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_vgg(dtype: torch.dtype, small_vgg: Callable[[], nn.Module]) -> None:
+    on_meta, on_cpu = both(small_vgg(), images(), dtype=dtype)
+    assert on_meta == on_cpu
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,8 @@ from pplan.profiler.oversize.segmented import DeviceMover, Segmented, SegmentedR
 from pplan.profiler.sequential import as_sequential
 from pplan.profiler.timing import OutputGradients, run_layers
 
+MakeModel = Callable[[], nn.Sequential]
+
 CPU = torch.device("cpu")
 UNHELD = ", and the layers' seconds were not held against the whole model's"
 
@@ -52,22 +54,6 @@ class Recorded:
         self.resident = set()
 
 
-def convolutions() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Conv2d(4, 4, 3),
-        nn.Sigmoid(),
-        nn.Conv2d(4, 4, 1),
-        nn.Flatten(),
-        nn.Linear(4 * 9, 7),
-        nn.Tanh(),
-        nn.Linear(7, 2),
-    )
-
-
 def segmented(
     layers: Sequence[Layer], given: Any, cuts: Sequence[int], clock: Any = None, rounds: int = 1
 ) -> tuple[SegmentedRun, Recorded]:
@@ -85,7 +71,7 @@ def in_one(model: nn.Module, layers: Sequence[Layer], given: Tensor) -> tuple[Sa
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [2], [6], [7, 8], [3, 4, 9], list(range(1, 11))])
-def test_bytes_are_those_of_one_run(cuts: list[int]) -> None:
+def test_bytes_are_those_of_one_run(cuts: list[int], convolutions: MakeModel) -> None:
     """Also where a cut parts a layer from an in-place one, or from one that uses what the earlier saved."""
     model = convolutions()
     given = torch.randn(2, 3, 10, 10)
@@ -103,7 +89,9 @@ def test_bytes_are_those_of_one_run(cuts: list[int]) -> None:
     assert above == [2 * 4 - 2 * whole.output_bytes[-1]] * last + [0] * (len(layers) - last)
 
 
-def test_bytes_do_not_hang_on_who_holds_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_do_not_hang_on_who_holds_the_arguments(
+    monkeypatch: pytest.MonkeyPatch, convolutions: MakeModel
+) -> None:
     """Python's own stack may, for as long as a call takes."""
     model, given = convolutions(), torch.randn(2, 3, 10, 10)
     layers = chain_of(model, given).layers
@@ -141,7 +129,7 @@ class Metered(Recorded):
 
 
 @pytest.mark.parametrize("free", [17_200, 18_000, 20_000])
-def test_what_is_planned_fits(free: int) -> None:
+def test_what_is_planned_fits(free: int, convolutions: MakeModel) -> None:
     model = convolutions()
     given = torch.randn(2, 3, 10, 10)
     layers = chain_of(model, given).layers
@@ -176,7 +164,7 @@ def test_host_times_are_joined(device_clock: Any, takes: Any) -> None:
     assert times.forward_host.tolist() == [0.25, 1]
 
 
-def test_only_the_segment_in_hand_is_on_the_device() -> None:
+def test_only_the_segment_in_hand_is_on_the_device(convolutions: MakeModel) -> None:
     model = convolutions()
     given = torch.randn(2, 3, 10, 10)
     layers = chain_of(model, given).layers
@@ -298,7 +286,7 @@ def test_the_mover_puts_everything_back() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_device() -> None:
+def test_on_a_device(convolutions: MakeModel) -> None:
     model = convolutions()
     given = torch.randn(2, 3, 10, 10)
     layers = chain_of(model, given).layers

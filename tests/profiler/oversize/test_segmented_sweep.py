@@ -17,6 +17,7 @@ from pplan.profiler.layers import chain_of
 from pplan.profiler.loaded_model import LoadedModel
 from pplan.profiler.losses import loss_named
 from pplan.profiler.measure import profile_model
+from pplan.profiler.micro_batch_sizes import sizes_to_try
 from pplan.profiler.out_of_memory import DoesNotFit
 from pplan.profiler.oversize import segmented_sweep as segmented_sweep_module
 from pplan.profiler.oversize.segmented import Segmented
@@ -25,7 +26,9 @@ from pplan.profiler.profile_file import Profile
 from pplan.profiler.sequential import as_sequential
 from pplan.profiler.size_result import SizeResult
 from pplan.profiler.subject import Subject
-from pplan.profiler.sweep import Progress, Sweep, default_sizes
+from pplan.profiler.sweep import Progress, Sweep
+
+MakeModel = Callable[[], nn.Sequential]
 
 MUCH = 10**9
 UNHELD = ", and the layers' seconds were not held against the whole model's"
@@ -60,22 +63,6 @@ def sizes_of(sweep: SegmentedSweep) -> list[int]:
     return [result.size for result in sweep.results]
 
 
-def convolutions() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Conv2d(4, 4, 3),
-        nn.Sigmoid(),
-        nn.Conv2d(4, 4, 1),
-        nn.Flatten(),
-        nn.Linear(4 * 9, 7),
-        nn.Tanh(),
-        nn.Linear(7, 2),
-    )
-
-
 def whole_profile(subject: Subject, sizes: Sequence[int]) -> Profile:
     sweep = Sweep(subject, sizes, 1e6, 1)
     sweep.measure()
@@ -84,7 +71,9 @@ def whole_profile(subject: Subject, sizes: Sequence[int]) -> Profile:
 
 @pytest.mark.parametrize("loss", ["none", "cross-entropy"])
 @pytest.mark.parametrize(("free", "segments"), [(MUCH, 1), (32_000, 2), (28_000, 3)])
-def test_the_profile_has_the_bytes_of_the_whole(free: int, segments: int, loss: str) -> None:
+def test_the_profile_has_the_bytes_of_the_whole(
+    free: int, segments: int, loss: str, convolutions: MakeModel
+) -> None:
     given = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(0))
     subject = subject_of(convolutions(), CpuClock(), given, loss=loss_named(loss, 0))
     sweep = swept(subject, free, [3], rounds=1)
@@ -191,7 +180,9 @@ class Refusing:
 OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the manual")
 
 
-def test_memory_that_runs_out_all_the_same_makes_more_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_all_the_same_makes_more_segments(
+    monkeypatch: pytest.MonkeyPatch, convolutions: MakeModel
+) -> None:
     refusing = Refusing(1, OUT)
     monkeypatch.setattr(segmented_sweep_module, "Segmented", refusing)
     subject = subject_of(convolutions(), CpuClock(), torch.randn(2, 3, 10, 10))
@@ -259,15 +250,15 @@ def test_the_working_copy_stays_where_it_is(clock: Any, takes: Any) -> None:
     assert all(parameter.grad is None for parameter in subject.loaded.module.parameters())
 
 
-def profiled(memory_bytes: int | None, sizes: Sequence[int] | None) -> Profile:
+def profiled(model: nn.Module, memory_bytes: int | None, sizes: Sequence[int] | None) -> Profile:
     given = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(0))
     return profile_model(
-        (convolutions(), given), micro_batch_sizes=sizes, rounds=1, parts=False, memory_bytes=memory_bytes
+        (model, given), micro_batch_sizes=sizes, rounds=1, parts=False, memory_bytes=memory_bytes
     )
 
 
-def test_a_model_beyond_the_devices_memory_is_measured_in_segments() -> None:
-    found, expected = profiled(32_000, [3]), profiled(None, [3])
+def test_a_model_beyond_the_devices_memory_is_measured_in_segments(convolutions: MakeModel) -> None:
+    found, expected = profiled(convolutions(), 32_000, [3]), profiled(convolutions(), None, [3])
     assert found.notes[0] == f"does not fit on cpu whole: measured in 2 segments{UNHELD}"
     assert (found.whole, len(expected.whole), found.device) == ([], 1, "cpu")
     for ours, theirs in zip(found.layers, expected.layers, strict=True):
@@ -277,23 +268,27 @@ def test_a_model_beyond_the_devices_memory_is_measured_in_segments() -> None:
         assert ours.costs[0].forward_workspace_bytes == theirs.costs[0].forward_workspace_bytes
 
 
-def test_sizes_beyond_the_devices_memory_are_left_where_the_smallest_fits() -> None:
-    whole = profiled(None, [1, 2, 4])
+def test_sizes_beyond_the_devices_memory_are_left_where_the_smallest_fits(convolutions: MakeModel) -> None:
+    whole = profiled(convolutions(), None, [1, 2, 4])
     peaks = [each.peak_bytes for each in whole.whole]
     assert peaks[2] is not None
-    found = profiled(peaks[2] * 9 // 10, [1, 2, 4])
+    found = profiled(convolutions(), peaks[2] * 9 // 10, [1, 2, 4])
     assert [each.micro_batch_size for each in found.whole] == [1, 2]
     assert [(left.micro_batch_size, left.reason) for left in found.unmeasured] == [(4, "does not fit")]
-    assert [each.micro_batch_size for each in profiled(2 * peaks[2], [1, 2, 4]).whole] == [1, 2, 4]
+    assert [each.micro_batch_size for each in profiled(convolutions(), 2 * peaks[2], [1, 2, 4]).whole] == [
+        1,
+        2,
+        4,
+    ]
 
 
-def test_a_layer_beyond_the_devices_memory_is_an_error() -> None:
+def test_a_layer_beyond_the_devices_memory_is_an_error(convolutions: MakeModel) -> None:
     with pytest.raises(DoesNotFit, match="layer 0 does not fit on cpu even alone"):
-        profiled(1000, [3])
+        profiled(convolutions(), 1000, [3])
     with pytest.raises(UsageError, match="memory_bytes 0"):
-        profiled(0, [3])
+        profiled(convolutions(), 0, [3])
 
 
 def test_default_sizes_are_those_of_a_model_that_fits(clock: Any, takes: Any) -> None:
     sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), MUCH, budget=1e9)
-    assert sizes_of(sweep) == [1, 2, 4, 8, 16, 32, 64] == list(default_sizes(torch.device("cpu")))
+    assert sizes_of(sweep) == [1, 2, 4, 8, 16, 32, 64] == list(sizes_to_try(None, torch.device("cpu")))
