@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..cost_models.runtime import RUNTIMES
 from .options import AsJson, Force, Output, word
 from .streams import printable, remark, result
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from ..runtimes.exported import Exported
 
 RuntimeName = Annotated[
-    str, typer.Argument(metavar="RUNTIME", help="torchgpipe, fairscale or deepspeed.", show_default=False)
+    str, typer.Argument(metavar="RUNTIME", help=f"One of {', '.join(RUNTIMES)}.", show_default=False)
 ]
 PlanFile = Annotated[
     Path | None, typer.Argument(metavar="PLAN", help="A plan; else the newest here.", show_default=False)
@@ -38,11 +39,11 @@ def export_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a plan for a training runtime: torchgpipe, fairscale or deepspeed."""
+    """Write a plan for a training runtime, in that runtime's own words."""
     from ..cost_models.document import MadeBy
     from ..cost_models.runtime import runtime_named
     from ..planner.plan_file import Plan
-    from ..runtimes.export import export
+    from ..runtimes.export import SUFFIXES, export
     from .newest import named_or_newest
     from .output import chosen_target, file_stem
     from .provenance import command_line, made_by
@@ -50,7 +51,9 @@ def export_command(
     name = runtime_named(runtime).name
     source = named_or_newest(plan_file, ("plan",))
     plan = Plan.load(source)
-    target = chosen_target(output, f"{file_stem(plan.model)}.{name}.json", force=force)
+    target = chosen_target(
+        output, f"{file_stem(plan.model)}.{name}.{SUFFIXES.get(name, 'json')}", force=force
+    )
     target.check(source)
     origin = made_by(MadeBy(), command=command_line(), measured=plan.made_by)
     document, about = export(name, plan, device=device, made_by=origin)
@@ -66,7 +69,11 @@ def export_command(
 def _show(document: Exported, path: Path, granularity: str) -> None:
     """Prints what the runtime is given, and the lines that a training script needs."""
     from ..cost_models.quantities import format_seconds
+    from ..runtimes.trainer_text import TrainerText
 
+    if isinstance(document, TrainerText):
+        result("".join(f"{printable(line)}\n" for line in document.text(path).splitlines()))
+        return
     content = document.model_dump(
         exclude={"schema_version", "layers_sha256", "made_by", "config", "runtime", "estimated"}
     )
@@ -77,6 +84,13 @@ def _show(document: Exported, path: Path, granularity: str) -> None:
             key, shown = "predicted step", format_seconds(value) + estimated
         result(f"{key.replace('_', ' ')}: {printable(str(shown))}\n")
     name = document.runtime
+    if name == "huggingface":
+        result(
+            "\nIn the training script, after `import json`:\n"
+            f"    device_map = json.load(open({str(path)!r}))['device_map']\n"
+            "    model = AutoModelForCausalLM.from_pretrained(NAME, device_map=device_map)\n"
+        )
+        return
     loss = ", loss_function" if name == "deepspeed" else ""
     cut = "" if granularity == "block" else f", granularity={granularity!r}"
     build = f"{name}.build({str(path)!r}, pplan.sequential(model, example_input{cut}){loss})"

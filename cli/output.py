@@ -48,21 +48,21 @@ class Target:
 
         What was found is printed even where the file cannot be written. Raises FileError then.
         """
-        text = document.to_json()
-        written = False
+        files, written = document.files(self.path), False
         try:
-            write_whole(self.path, text, force=self.replace)
+            for path, text in files.items():
+                write_whole(path, text, force=self.replace)
             written = True
         finally:
             try:
                 if as_json:
-                    result(text)
+                    result(document.to_json())
                 else:
                     show()
             finally:
                 # Also where the reader of standard output has gone.
                 if written:
-                    remark(f"Wrote {self.path}")
+                    remark(f"Wrote {' and '.join(map(str, files))}")
 
 
 def _same_file(one: Path, other: Path) -> bool:

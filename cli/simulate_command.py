@@ -12,8 +12,8 @@ import typer
 from ..cost_models.errors import FileError, UsageError
 from ..cost_models.schedules import SCHEDULES
 from .given_costs import GivenCosts, check_size, check_steady_size, milliseconds
+from .machine_options import Bandwidth, Gpu, GpusPerNode, Latency, MachineOptions, Memory, TopologyFile
 from .options import whole_number, word
-from .solve_command import Bandwidth, Gpu, GpusPerNode, Latency, Memory, TopologyFile
 
 if TYPE_CHECKING:
     from ..cost_models.schedules import Program
@@ -148,16 +148,9 @@ def simulate_command(
         "--weight-ms": weight_ms,
         "--transfer-ms": transfer_ms,
     }
-    machine = {
-        "--gpus-per-node": gpus_per_node,
-        "--gpu": gpu,
-        "--memory": memory,
-        "--bandwidth": bandwidth,
-        "--latency": latency,
-        "--topology": topology,
-    }
+    machine = MachineOptions(gpus_per_node, gpu, memory, bandwidth, latency, topology)
     if any(text is not None for text in costs.values()):
-        _refuse_with_costs({"PLAN": plan_file, "--profile": profile_file, **machine})
+        _refuse_with_costs({"PLAN": plan_file, "--profile": profile_file, **machine.by_name})
         pictures.check()
         found = simulate_costs(costs, asked)
     else:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..cost_models.document import as_text, read_bytes, sha256
 from ..cost_models.errors import FileError
 from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
-from ..cost_models.quantities import format_seconds, parse_bytes, parse_rate, parse_seconds
+from ..cost_models.quantities import format_seconds
 from ..cost_models.topology import Topology
 from ..planner.layout import Overrides, devices_needed, machine_of
 from ..planner.plan_file import TIE, Plan
 from ..planner.simulated import SimulatedPlan, simulate_plan
 from ..profiler.profile_file import Profile
-from .options import by_level
+from .machine_options import MachineOptions
 from .own_profiles import own_profiles
 from .simulate_command import Asked, told, with_options
 from .simulation import Simulation
@@ -54,14 +53,14 @@ def read_plan(path: Path, profile_file: Path | None) -> Measured:
     return Measured(plan, Profile.parse(as_text(content, where, "profile"), str(where)), path, where)
 
 
-def simulate_read(read: Measured, asked: Asked, machine: dict[str, Any]) -> Simulation:
-    """A step of the plan. `machine`: the options of its machine, by name. Raises UsageError."""
+def simulate_read(read: Measured, asked: Asked, machine: MachineOptions) -> Simulation:
+    """A step of the plan, on its machine or as the options of a machine say. Raises UsageError."""
     plan, chain = read.plan, read.profile.chain()
     overrides = Overrides(
         asked.schedule, asked.stages, asked.micro_batches, asked.virtual_stages, asked.transfers
     )
     topology = _topology(read, machine, devices_needed(plan, overrides))
-    named = machine["--topology"]
+    named = machine.topology
     profiles = own_profiles(topology, read.plan_file.parent if named is None else named.parent)
     found = with_options(lambda: simulate_plan(plan, chain, topology, overrides, profiles))
     as_it_is = overrides == Overrides()
@@ -76,31 +75,19 @@ def simulate_read(read: Measured, asked: Asked, machine: dict[str, Any]) -> Simu
         plan_seconds=None if own is found else own.timeline.step_seconds,
         layers=found.layers,
         memory=found.memory,
-        notes=(*found.notes, *told(asked.transfers), *_differences(plan, own, given=_given(machine))),
+        notes=(*found.notes, *told(asked.transfers), *_differences(plan, own, given=machine.are_given)),
     )
 
 
-def _given(machine: dict[str, Any]) -> bool:
-    return any(value is not None for value in machine.values())
-
-
-def _topology(read: Measured, machine: dict[str, Any], gpus: int) -> Topology:
+def _topology(read: Measured, machine: MachineOptions, gpus: int) -> Topology:
     """The machine that the plan was made for, with what the options change of it; another one where they name
     a topology or a GPU."""
     plan, profile = read.plan, read.profile
-    memory, another = machine["--memory"], machine["--topology"] or machine["--gpu"]
+    another = machine.topology or machine.gpu
     return make_topology(
         gpus=gpus,
-        gpu=machine["--gpu"],
-        memory_bytes=None if memory is None else parse_bytes(memory, name="--memory"),
-        bandwidth=by_level(
-            machine["--bandwidth"], "--bandwidth", lambda text: parse_rate(text, name="--bandwidth")
-        ),
-        latency=by_level(
-            machine["--latency"], "--latency", lambda text: parse_seconds(text, name="--latency")
-        ),
-        gpus_per_node=machine["--gpus-per-node"],
-        file=machine["--topology"] if another else machine_of(plan, str(read.plan_file)),
+        **machine.arguments(),
+        file=machine.topology if another else machine_of(plan, str(read.plan_file)),
         profiled=ProfiledDevice(profile.device, profile.device_name, profile.device_memory_bytes),
     )
 

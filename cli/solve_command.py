@@ -2,112 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..cost_models.machines.catalogue import MACHINES
-from ..cost_models.machines.presets import PRESETS
-from ..cost_models.optimizers import OPTIMIZERS
-from .options import AsJson, Force, Output, by_level, number_or_auto, whole_number, word
+from .machine_options import (
+    Bandwidth,
+    Gpu,
+    Gpus,
+    GpusPerNode,
+    Latency,
+    MachineOptions,
+    Memory,
+    TopologyFile,
+)
+from .options import AsJson, Force, Output
 from .streams import console
+from .training_options import (
+    CutAfter,
+    KeepTogether,
+    MaxStages,
+    MicroBatches,
+    MiniBatch,
+    Optimizer,
+    Pin,
+    Planner,
+    Recompute,
+    Runtime,
+    Schedule,
+    TimeLimit,
+    TrainingOptions,
+    UseAll,
+)
 
 if TYPE_CHECKING:
     from ..planner.plan_file import Plan
 
 
-def _machine(name: str, metavar: str, text: str, **more: Any) -> Any:
-    return typer.Option(name, metavar=metavar, help=text, rich_help_panel="The machine", **more)
-
-
-def _training(name: str, metavar: str, text: str, **more: Any) -> Any:
-    return typer.Option(name, metavar=metavar, help=text, rich_help_panel="The training", **more)
-
-
 ProfileFile = Annotated[
     Path | None,
     typer.Argument(metavar="PROFILE", help="A profile; else the newest here.", show_default=False),
-]
-Gpus = Annotated[
-    int | None,
-    _machine(
-        "--gpus",
-        "N",
-        "How many GPUs there are; else `gpus` of --topology.",
-        parser=whole_number("--gpus", at_least=1),
-    ),
-]
-GpusPerNode = Annotated[
-    int | None,
-    _machine(
-        "--gpus-per-node", "N", "GPUs in one server.", parser=whole_number("--gpus-per-node", at_least=1)
-    ),
-]
-Gpu = Annotated[
-    str | None,
-    _machine("--gpu", "NAME", f"Its memory and the links of its usual server: {', '.join(PRESETS)}."),
-]
-Memory = Annotated[str | None, _machine("--memory", "16GiB", "Memory of each GPU.")]
-Bandwidth = Annotated[
-    str | None,
-    _machine(
-        "--bandwidth", "300GB/s[,25GB/s]", "Bytes a second between GPUs, inside a server and between servers."
-    ),
-]
-Latency = Annotated[
-    str | None,
-    _machine("--latency", "5us[,20us]", "Time of an empty transfer, inside a server and between servers."),
-]
-TopologyFile = Annotated[
-    Path | None,
-    _machine(
-        "--topology",
-        "NAME|FILE.toml",
-        f"A machine, or devices and links in a file. Machines: {', '.join(MACHINES)}.",
-    ),
-]
-Runtime = Annotated[
-    str | None, _training("--runtime", "NAME", "Only plans that torchgpipe, fairscale or deepspeed can run.")
-]
-MiniBatch = Annotated[
-    int | None,
-    _training(
-        "--mini-batch",
-        "B",
-        "Samples of one optimizer step; else the largest measured size times the GPUs.",
-        parser=whole_number("--mini-batch", at_least=1),
-    ),
-]
-MicroBatches = Annotated[
-    str, _training("--micro-batches", "M|auto", "How many equal parts a mini-batch is cut into.")
-]
-Schedule = Annotated[
-    str,
-    _training(
-        "--schedule",
-        "gpipe|1f1b|auto",
-        "Order of each stage's forwards and backwards.",
-        parser=word("--schedule", ("gpipe", "1f1b", "auto")),
-    ),
-]
-Recompute = Annotated[
-    str,
-    _training(
-        "--recompute",
-        "never|always|except-last|auto",
-        "Whether to run forward again in backward, which saves memory.",
-        parser=word("--recompute", ("never", "always", "except-last", "auto")),
-    ),
-]
-Optimizer = Annotated[
-    str,
-    _training(
-        "--optimizer",
-        "|".join(OPTIMIZERS),
-        "What keeps state beside the weights.",
-        parser=word("--optimizer", OPTIMIZERS),
-    ),
 ]
 
 
@@ -126,6 +62,13 @@ def solve_command(
     schedule: Schedule = "auto",
     recompute: Recompute = "auto",
     optimizer: Optimizer = "sgd",
+    planner: Planner = "best",
+    time_limit: TimeLimit = "30s",
+    use_all: UseAll = False,
+    max_stages: MaxStages = None,
+    cut_after: CutAfter = [],  # noqa: B006 - typer's way
+    keep_together: KeepTogether = [],  # noqa: B006
+    pin: Pin = [],  # noqa: B006
     output: Output = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -133,17 +76,28 @@ def solve_command(
     """Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."""
     from .. import solve
     from ..cost_models.document import as_text, read_bytes, sha256
-    from ..cost_models.quantities import parse_bytes, parse_rate, parse_seconds
-    from ..cost_models.runtime import runtime_named
     from ..profiler.profile_file import Profile
     from .newest import named_or_newest
     from .output import chosen_target, file_stem
     from .provenance import command_line, made_by
 
     count = gpus if gpus is not None else _gpus_of(topology)
-    memory_bytes = None if memory is None else parse_bytes(memory, name="--memory")
-    rates = by_level(bandwidth, "--bandwidth", lambda text: parse_rate(text, name="--bandwidth"))
-    delays = by_level(latency, "--latency", lambda text: parse_seconds(text, name="--latency"))
+    machine = MachineOptions(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()
+    wishes = TrainingOptions(
+        runtime,
+        mini_batch,
+        micro_batches,
+        schedule,
+        recompute,
+        optimizer,
+        planner,
+        time_limit,
+        use_all,
+        max_stages,
+        cut_after,
+        keep_together,
+        pin,
+    ).wishes()
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(as_text(content, path, "profile"), str(path))
@@ -152,20 +106,11 @@ def solve_command(
     plan = solve(
         profile,
         gpus=count,
-        gpus_per_node=gpus_per_node,
-        gpu=gpu,
-        memory_bytes=memory_bytes,
-        bandwidth=rates,
-        latency=delays,
         topology=topology,
-        runtime=None if runtime is None else runtime_named(runtime).name,
-        mini_batch=mini_batch,
-        micro_batches=number_or_auto(micro_batches, "--micro-batches"),
-        schedule=schedule,
-        recompute=recompute.replace("-", "_"),
-        optimizer=optimizer,
+        **asdict(wishes),
         profile_file=path.name,
         profile_sha256=sha256(content),
+        **machine,
     )
     origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
     plan = plan.model_copy(update={"made_by": origin})

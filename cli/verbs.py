@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
+from .compare_command import compare_command
+from .explain_command import explain_command
 from .export_command import export_command
+from .import_command import import_command
+from .import_plan_command import import_plan_command
 from .profile_command import profile_command
 from .profile_links_command import profile_links_command
 from .schedules_command import schedules_command
@@ -26,9 +30,13 @@ app = typer.Typer(
 )
 app.command("profile")(profile_command)
 app.command("profile-links")(profile_links_command)
+app.command("import")(import_command)
 app.command("solve")(solve_command)
 app.command("export")(export_command)
+app.command("import-plan")(import_plan_command)
 app.command("show")(show_command)
+app.command("explain")(explain_command)
+app.command("compare")(compare_command)
 app.command("simulate")(simulate_command)
 app.command("schedules")(schedules_command)
 app.command("topology")(topology_command)

@@ -83,6 +83,15 @@ def is_even(topology: Topology, devices: Iterable[int]) -> bool:
     return all(len(members) == 1 for members in topology.members(devices))
 
 
+def alike(topology: Topology, devices: Iterable[int]) -> tuple[object, ...]:
+    """What the seconds of collectives depend on: the same for runs of devices that are joined alike."""
+    ranks = sorted(set(devices))
+    if len(ranks) == 1:
+        return (1,)
+    at_once = tuple(_at_once(ranks, level.devices_per_port) for level in topology.levels)
+    return (len(ranks), tuple(topology.members(ranks)), at_once)
+
+
 _Way: TypeAlias = Callable[[Topology, list[int], Amount], Amount]
 
 

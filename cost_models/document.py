@@ -68,9 +68,17 @@ class Document(Record):
         """The text of the file, keys as in the file."""
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
 
+    def files(self, path: Path) -> dict[Path, str]:
+        """What is written at `path`, and what belongs beside it."""
+        return {path: self.to_json()}
+
     def save(self, path: str | Path, *, force: bool) -> None:
-        """Writes the file; an existing one is replaced only with `force`. Raises FileError."""
-        write_whole(Path(path), self.to_json(), force=force)
+        """Writes the file, and what belongs beside it; existing ones are replaced only with `force`.
+
+        Raises FileError.
+        """
+        for file, text in self.files(Path(path)).items():
+            write_whole(file, text, force=force)
 
 
 def read_bytes(path: Path, kind: str) -> bytes:

@@ -24,6 +24,8 @@ MEASURED = (
 
 
 _PARTS = ("backward_input_seconds", "backward_weight_seconds")
+_OF_THE_HOST = ("forward_host_seconds", "backward_host_seconds")
+"""The same for any number of samples: launching a kernel takes as long for a small one."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class LayerCosts:
     """Every layer of a chain at one micro-batch size: vectors of one entry a layer, seconds and bytes.
 
     `trainable_bytes` are those of the parameters that get gradients. `input_bytes` is what the first layer is
-    fed. `outside` says in words where the size lies outside the measured ones (empty: it does not).
+    fed. `outside` says in words where the size lies outside the measured ones, or the costs were scaled from
+    the only one (empty: neither).
     """
 
     size: float
@@ -78,6 +81,8 @@ class Chain:
     backward_input_seconds: Vector | None = None
     backward_weight_seconds: Vector | None = None
     """Backward in two parts, as zero-bubble schedules run it; None: not measured."""
+    scales_with_samples: bool = False
+    """With one size: whether costs at any other are had from it, in proportion to the samples."""
     uncertainty: Vector | None = None
     """Share by which the layers' seconds miss the whole model's, shape (sizes,); None: not known."""
 
@@ -93,10 +98,10 @@ class Chain:
         """Whether costs at `size` can be had, past the largest measured size only with `past_largest`.
 
         Sizes below the smallest are extrapolated from the two smallest; with one measured size there is
-        nothing to draw a line through, and only that size can be had.
+        nothing to draw a line through, and only that size can be had: any, where costs scale with samples.
         """
         if len(self.sizes) == 1:
-            return size == self.sizes[0]
+            return self.scales_with_samples or size == self.sizes[0]
         return past_largest or size <= self.sizes[-1]
 
     def at(self, size: float, *, past_largest: bool = False) -> LayerCosts:
@@ -104,21 +109,20 @@ class Chain:
 
         Between two measured sizes: the straight line between them. Below the smallest: the line through the
         two smallest, but at least the smallest's share by samples. Past the largest: the line through the two
-        largest, and only with `past_largest`.
+        largest, and only with `past_largest`. With `scales_with_samples`: the one size's, in proportion.
 
         Raises UsageError where the size cannot be had.
         """
         if size <= 0:
             raise UsageError(f"micro-batch size {size:g}: must be above 0", "Use at least one sample.")
         if not self.reaches(size, past_largest=past_largest):
-            known = ", ".join(str(s) for s in self.sizes)
+            measured = ", ".join(str(s) for s in self.sizes)
             raise UsageError(
-                f"micro-batch size {size:g} lies outside the measured sizes ({known})",
-                f"Measure it: pplan profile MODEL --micro-batch-sizes {known.replace(' ', '')},{size:g}",
+                f"micro-batch size {size:g} lies outside the measured sizes ({measured})",
+                f"Measure it: pplan profile MODEL --micro-batch-sizes {measured.replace(' ', '')},{size:g}",
             )
-        values = {name: self._interpolate(getattr(self, name), size) for name in MEASURED}
-        parts = {name: getattr(self, name) for name in _PARTS if getattr(self, name) is not None}
-        values |= {name: self._interpolate(table, size) for name, table in parts.items()}
+        known = [*MEASURED, *(name for name in _PARTS if getattr(self, name) is not None)]
+        values = {name: self._value(name, size) for name in known}
         return LayerCosts(
             size=size,
             input_bytes=self.input_bytes_per_sample * size,
@@ -138,11 +142,23 @@ class Chain:
         return float(self.uncertainty[right if exact else max(right - 1, 0) : right + 1].max())
 
     def _outside(self, size: float) -> str:
+        if self._is_scaled(size):
+            one = self.sizes[0]
+            return f"micro-batch size {size:g}: scaled with the samples from the one measured, {one}"
         if size > self.sizes[-1]:
             return f"micro-batch size {size:g} is past the largest measured ({self.sizes[-1]}): extrapolated"
         if size < self.sizes[0]:
             return f"micro-batch size {size:g} is below the smallest measured ({self.sizes[0]}): extrapolated"
         return ""
+
+    def _is_scaled(self, size: float) -> bool:
+        return len(self.sizes) == 1 and self.scales_with_samples and size != self.sizes[0]
+
+    def _value(self, name: str, size: float) -> Vector:
+        table: Vector = getattr(self, name)
+        if not self._is_scaled(size):
+            return self._interpolate(table, size)
+        return table[:, 0] if name in _OF_THE_HOST else table[:, 0] * (size / self.sizes[0])
 
     def _interpolate(self, table: Vector, size: float) -> Vector:
         if size in self.sizes:

@@ -2,7 +2,11 @@
 
 Sources: torchgpipe (Kim et al., "torchgpipe", arXiv:2004.09910; version 0.0.7), FairScale 0.4.13 (its
 `nn.Pipe` is a fork of torchgpipe), DeepSpeed 0.19.8 (`runtime/pipe/schedule.py`: TrainSchedule is 1F1B;
-`PipeDataParallelTopology`: the same number of replicas on every stage).
+`PipeDataParallelTopology`: the same number of replicas on every stage), torch.distributed.pipelining of
+PyTorch 2.11 to 2.15 (`schedules.py`: its classes, and a runtime for any list of actions; a device mesh of
+stages and replicas has the same number of them on every stage), Hugging Face transformers 5 (`device_map`:
+one device after another), megatron-core 0.16.1 (`pipeline_parallel/schedules.py`), torchtitan 0.3.0 and NeMo
+Automodel 0.7 (torch.distributed.pipelining's classes, or a file of actions).
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ class Runtime:
     recompute_by_stage: bool = False
     """Whether each stage may recompute or not, for itself."""
     transfers: str = "overlapped"
+    virtual_stages: bool = False
+    """Whether a device may hold several stages."""
 
     def runs_replicas(self, replicas: Sequence[int]) -> bool:
         """Whether the stages may have these numbers of replicas."""
@@ -51,6 +57,26 @@ def _one_process_gpipe(name: str) -> Runtime:
     )
 
 
+def _of_transformers(name: str, schedules: frozenset[str]) -> Runtime:
+    return Runtime(
+        name,
+        schedules,
+        frozenset({"never", "always"}),
+        replicas="equal",
+        one_process=False,
+        trains_every_stage=False,
+        virtual_stages=True,
+    )
+
+
+_TORCH = frozenset({"naive", "gpipe", "1f1b", "dapple", "interleaved", "looped-bfs"}) | {
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "dualpipe-v",
+}
+"""What torch.distributed.pipelining has classes for, and what it is given as lists of actions."""
+
 RUNTIMES: dict[str, Runtime] = {
     runtime.name: runtime
     for runtime in (
@@ -64,6 +90,28 @@ RUNTIMES: dict[str, Runtime] = {
             one_process=False,
             trains_every_stage=True,
         ),
+        Runtime(
+            "torch",
+            _TORCH,
+            frozenset({"never", "always"}),
+            replicas="equal",
+            one_process=False,
+            trains_every_stage=False,
+            recompute_by_stage=True,
+            virtual_stages=True,
+        ),
+        Runtime(
+            "huggingface",
+            frozenset({"naive"}),
+            frozenset({"never", "always"}),
+            replicas="none",
+            one_process=True,
+            trains_every_stage=False,
+        ),
+        _of_transformers("megatron", frozenset({"1f1b", "interleaved"})),
+        _of_transformers("megatron-bridge", frozenset({"1f1b", "interleaved"})),
+        _of_transformers("torchtitan", _TORCH),
+        _of_transformers("nemo-automodel", _TORCH - {"dualpipe-v"}),
     )
 }
 

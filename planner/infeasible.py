@@ -1,116 +1,248 @@
-"""Why no plan fits: the plan that needs the least memory, its tightest stage, and what would make it fit."""
+"""Why no plan fits: the plan that needs the least memory, its tightest stage, and what would make it fit.
+
+Every change that is named was solved again and fits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import ceil
 
 import numpy as np
 
 from ..cost_models.errors import InfeasibleError, UsageError
+from ..cost_models.memory import Recompute
+from ..cost_models.optimizers import OPTIMIZERS, precision_of
 from ..cost_models.quantities import format_bytes
 from ..cost_models.schedules import schedule_named
 from .balance import balance_table
+from .candidate import Candidate
+from .find import find
+from .planned import plan_recompute
 from .problem import Problem
-from .search import Space
-from .setting import Setting
+from .search.pipelines import stage_modes
+from .search.space import Space, Team
+from .setting import SEARCHED, Setting
+from .wishes import Wishes
+
+SECONDS = 1.0
+"""Of the search for each change, as of `Wishes.time_limit`."""
 
 
 @dataclass(frozen=True)
 class Tightest:
-    """The stage that needs most, of the plan that needs least: places `start` to `end`."""
+    """The stage that needs most, of the plan that needs least: places `start` to `end`, on `replicas`
+    devices."""
 
     setting: Setting
+    recompute: Recompute
+    replicas: int
     stages: int
     stage: int
     start: int
     end: int
     memory_bytes: int
+    limit_bytes: int
     ledger: dict[str, int]
 
 
 def no_plan_fits(problem: Problem) -> InfeasibleError:
     """The error for a problem without a plan that fits."""
     tightest = least_memory(problem)
-    space, limit = problem.space, int(problem.space.memory_limit or 0)
-    names, places = space.chain.names, space.table(tightest.setting.micro_batch_size).places
+    if tightest is None:
+        return InfeasibleError(
+            "no plan is left by these wishes, whatever the memory",
+            "Leave out --pin, --cut-after, --keep-together, --max-stages or --use-all, one at a time.",
+        )
+    space = problem.space
+    names, places = space.chain.names, space.table(space.chain.sizes[0]).places
     first, last = names[places[tightest.start]], names[places[tightest.end] - 1]
+    limit, missing = tightest.limit_bytes, tightest.memory_bytes - tightest.limit_bytes
+    if missing <= 0:
+        return InfeasibleError(
+            f"no plan that the wishes leave fits into {format_bytes(limit)} a GPU; without them one does",
+            "Leave out --pin, --cut-after or --use-all, or use another --planner.",
+        )
     terms = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(amount)}"
         for name, amount in tightest.ledger.items()
         if amount
     )
+    shared = f", {tightest.replicas} replicas" if tightest.replicas > 1 else ""
     what = (
         f"no plan fits into {format_bytes(limit)} a GPU: at the least, stage {tightest.stage} of "
-        f"{tightest.stages} ({first} to {last}; {tightest.setting}) needs "
-        f"{format_bytes(tightest.memory_bytes)} ({terms}); "
-        f"{format_bytes(tightest.memory_bytes - limit)} are missing"
+        f"{tightest.stages} ({first} to {last}{shared}; {_in_words(tightest)}) needs "
+        f"{format_bytes(tightest.memory_bytes)} ({terms}); {format_bytes(missing)} are missing"
     )
-    changes = [*_changes(problem), f"--memory {tightest.memory_bytes / 2**30 + 0.005:.2f}GiB a GPU"]
-    return InfeasibleError(what, "What would fit: " + "; or ".join(changes) + ".")
+    return InfeasibleError(what, "What would fit: " + "; or ".join(_changes(problem, tightest)) + ".")
 
 
-def least_memory(problem: Problem) -> Tightest:
-    """The straight plan whose largest stage is smallest."""
-    plans = [
-        _tightest(problem.space, setting, stages)
-        for stages in problem.stage_counts
+def _in_words(tightest: Tightest) -> str:
+    setting = tightest.setting
+    mode = tightest.recompute.replace("_", " ")
+    return f"{setting.micro_batches} x {setting.micro_batch_size}, {setting.schedule}, recompute {mode}"
+
+
+def least_memory(problem: Problem) -> Tightest | None:
+    """The plan with as many replicas of every stage whose largest stage is smallest; None where no plan is
+    allowed whatever the memory."""
+    plans = (
+        _tightest(problem.space, setting, stages, replicas)
         for setting in problem.settings
-    ]
-    return min((plan for plan in plans if plan), key=lambda plan: plan.memory_bytes)
+        if setting.schedule in SEARCHED and setting.virtual_stages == 1
+        for stages in problem.stage_counts
+        for replicas in _replicas(problem, setting, stages)
+    )
+    return min((plan for plan in plans if plan), key=lambda plan: plan.memory_bytes, default=None)
 
 
-def _changes(problem: Problem) -> Iterator[str]:
-    """Single changes that make a plan fit, the cheapest for the user first."""
-    limit, wishes = int(problem.space.memory_limit or 0), problem.wishes
-    with suppress(UsageError):
-        freer = least_memory(problem.freest)
-        if freer.memory_bytes <= limit:
-            yield f"{freer.setting} (leave --micro-batches, --schedule and --recompute at auto)"
-    if wishes.optimizer != "sgd":
-        plain = replace(problem, wishes=replace(wishes, optimizer="sgd"))
-        if least_memory(plain).memory_bytes <= limit:
-            yield "--optimizer sgd"
-    more = _more_gpus(problem, limit)
+def _replicas(problem: Problem, setting: Setting, stages: int) -> list[int]:
+    """One of each stage, and as many as there are devices for."""
+    runtime, most = problem.runtime, problem.reached // stages
+    if runtime is not None and runtime.replicas == "none":
+        return [1] if most else []
+    size = setting.micro_batch_size
+    shared = [count for count in range(1, min(most, size) + 1) if problem.may_share(size, [count])]
+    return sorted({1, shared[-1]}) if shared else []
+
+
+def _changes(problem: Problem, tightest: Tightest) -> list[str]:
+    """Single changes with which a plan was found, the cheapest for the user first."""
+    changes = _other_runs(problem)
+    changes += [f"--optimizer {name}" for name in _lighter_optimizers(problem)]
+    more = _more_gpus(problem, tightest.limit_bytes)
     if more is not None:
         # Without a wish the mini-batch grows with the GPUs, and so may what a stage holds.
-        yield f"--gpus {more} --mini-batch {problem.mini_batch}"
+        changes.append(f"--gpus {more} --mini-batch {problem.mini_batch}")
+    enough = f"{tightest.memory_bytes / 2**30 + 0.005:.2f}"
+    if not changes or _solved(_with_memory(problem, float(enough) * 2**30)):
+        changes.append(f"--memory {enough}GiB a GPU")
+    return changes
+
+
+def _other_runs(problem: Problem) -> list[str]:
+    """Options that cost no more than time, the fastest first: one that is left to the search; where one is
+    not enough, all of them."""
+    wishes, ways = problem.wishes, list[tuple[float, str]]()
+    single: list[tuple[str, Wishes]] = [
+        ("--recompute", replace(wishes, recompute="auto")),
+        ("--micro-batches", replace(wishes, mini_batch=problem.mini_batch, micro_batches=None)),
+        ("--schedule", replace(wishes, schedule="auto")),
+    ]
+    for option, freed in single:
+        found = _solved_with(problem, freed)
+        if found is not None:
+            ways.append((found.step_seconds, f"{option} auto ({_run_of(found)})"))
+    if ways:
+        return [words for _, words in sorted(ways)]
+    with suppress(UsageError):
+        found = _solved_with(problem, problem.freest.wishes)
+        if found is not None:
+            return [f"{_run_of(found)} (leave --micro-batches, --schedule and --recompute at auto)"]
+    return []
+
+
+def _lighter_optimizers(problem: Problem) -> Iterator[str]:
+    """That keep less than the wished one, the heaviest first."""
+    precision, wishes = precision_of(problem.dtype), problem.wishes
+    size = {name: optimizer.bytes_per_parameter(precision) for name, optimizer in OPTIMIZERS.items()}
+    for name in sorted(size, key=lambda name: -size[name]):
+        lighter = size[name] < size[wishes.optimizer]
+        if lighter and _solved_with(problem, replace(wishes, optimizer=name)) is not None:
+            yield name
+
+
+def _run_of(plan: Candidate) -> str:
+    """The micro-batches, schedule and recomputation of a plan in words."""
+    setting = plan.setting
+    mode = plan_recompute(plan).replace("_", " ")
+    return f"{setting.micro_batches} x {setting.micro_batch_size}, {setting.schedule}, recompute {mode}"
+
+
+def _solved_with(problem: Problem, wishes: Wishes) -> Candidate | None:
+    """The plan under other wishes, where there is one."""
+    if wishes == problem.wishes:
+        return None
+    try:
+        return _solved(replace(problem, wishes=wishes))
+    except UsageError:
+        return None  # there is nothing to search
+
+
+def _solved(problem: Problem) -> Candidate | None:
+    """The plan that solving finds, in a short time."""
+    short = replace(problem.wishes, time_limit=SECONDS)
+    return find(replace(problem, wishes=short), planners=()).best
+
+
+def _with_memory(problem: Problem, size: float) -> Problem:
+    """The same with devices of at least that memory."""
+
+    def more(own: float | None) -> int | None:
+        return None if own is None else ceil(max(own, size))
+
+    groups = tuple(
+        group._replace(device=replace(group.device, memory_bytes=more(group.device.memory_bytes)))
+        for group in problem.topology.groups
+    )
+    wishes = replace(problem.wishes, memory_limit=more(problem.wishes.memory_limit))
+    return replace(problem, topology=replace(problem.topology, groups=groups), wishes=wishes)
 
 
 def _more_gpus(problem: Problem, limit: int) -> int | None:
     """The fewest GPUs above those offered, at most four times as many, with which a plan fits."""
     fixed = replace(problem.wishes, mini_batch=problem.mini_batch)
-    most = min(problem.chain.max_stages, 4 * problem.gpus, problem.topology.capacity or 4 * problem.gpus)
+    if len(problem.topology.kinds) > 1:
+        return None
+    most = min(4 * problem.gpus, problem.topology.capacity or 4 * problem.gpus)
     for gpus in range(problem.gpus + 1, most + 1):
         wider = replace(problem, topology=problem.topology.with_gpus(gpus), wishes=fixed)
-        plans = [_tightest(wider.space, setting, wider.stage_counts[-1]) for setting in wider.settings]
-        if any(plan is not None and plan.memory_bytes <= limit for plan in plans):
+        stages = wider.stage_counts[-1]
+        plans = (
+            _tightest(wider.space, setting, stages, replicas)
+            for setting in wider.settings
+            if setting.schedule in SEARCHED
+            for replicas in _replicas(wider, setting, stages)
+        )
+        fits = any(plan is not None and plan.memory_bytes <= limit for plan in plans)
+        if fits and _solved(wider) is not None:
             return gpus
     return None
 
 
-def _tightest(space: Space, setting: Setting, stages: int) -> Tightest | None:
+def _tightest(space: Space, setting: Setting, stages: int, replicas: int) -> Tightest | None:
     """The plan of so many stages that needs least; None where no such plan is allowed whatever the memory."""
-    instance, schedule = space.instance(setting), schedule_named(setting.schedule)
-    table = instance.table
+    if replicas > setting.micro_batch_size or not space.fits_someone(setting.micro_batch_size, replicas):
+        return None
+    schedule = schedule_named(setting.schedule)
+    team = space.team(setting.micro_batch_size, range(replicas))
+    mode = stage_modes(setting)[-1]
     held = [schedule.in_flight(stage, stages, setting.micro_batches) for stage in range(stages)]
-    needs = {
-        count: np.where(
-            instance.usable,
-            table.memory(count, setting.recompute, space.optimizer, **space.ledger),
-            np.inf,
-        )
-        for count in set(held)
-    }
+    needs = {count: np.where(space.usable, team.bytes(count, mode), np.inf) for count in set(held)}
     try:
         ends = balance_table(lambda stage: needs[held[stage]], stages)
     except InfeasibleError:
         return None
     starts = [0, *ends[:-1]]
-    bytes_by_stage = [float(needs[held[s]][starts[s], ends[s]]) for s in range(stages)]
-    stage = int(np.argmax(bytes_by_stage))
-    ledger = table.stage_ledger(
-        starts[stage], ends[stage], held[stage], setting.recompute, space.optimizer, **space.ledger
+    excess = [float(needs[held[s]][starts[s], ends[s]]) for s in range(stages)]
+    stage = int(np.argmax(excess))
+    ledger = _ledger(team, starts[stage], ends[stage], held[stage], mode)
+    limit = team.limit if np.isfinite(team.limit) else 0
+    return Tightest(
+        setting,
+        mode,
+        replicas,
+        stages,
+        stage,
+        starts[stage],
+        ends[stage],
+        sum(ledger.values()),
+        int(min(limit, space.limit(range(space.topology.gpus)))),
+        ledger,
     )
-    return Tightest(setting, stages, stage, starts[stage], ends[stage], sum(ledger.values()), ledger)
+
+
+def _ledger(team: Team, start: int, end: int, held: float, mode: Recompute) -> dict[str, int]:
+    return team.table.stage_ledger(start, end, held, mode, team.optimizer, team.replicas, **team.ledger)

@@ -14,10 +14,10 @@ from ..cost_models.layer import Chain, joined
 from ..cost_models.machines.topology_file import TopologyFile, parse_topology
 from ..cost_models.runtime import runtime_named
 from ..cost_models.schedules import Place, Program, Schedule, schedule_named
+from .assembly import parts_of
 from .balance import balance
 from .plan_file import Plan
-from .problem import some
-from .setting import MOST_MICRO_BATCHES
+from .setting import MOST_MICRO_BATCHES, some
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,20 @@ class Layout:
         return same_devices and self.program.places == len(self.plan.stages)
 
     @cached_property
-    def recompute(self) -> str:
-        """The plan's word; `except_last` is of GPipe alone."""
-        mode = self.plan.recompute
-        if mode == "selective":
+    def recompute(self) -> tuple[str, ...]:
+        """By device of the program: the plan's word, or the stage's own; `except_last` is of GPipe alone."""
+        plan, devices = self.plan, self.program.devices
+        if plan.recompute == "except_last" and self.schedule.name != "gpipe":
+            return ("always",) * devices
+        if plan.recompute != "selective":
+            return (plan.recompute,) * devices
+        own = [stage.recompute for stage in plan.stages]
+        if None in own:
             raise UsageError(
-                "the plan recomputes selectively, and does not say which layers",
+                "the plan recomputes selectively, and does not say which stages do",
                 "Simulate a plan with another recomputation.",
             )
-        return "always" if mode == "except_last" and self.schedule.name != "gpipe" else mode
+        return tuple(str(own[device]) for device in range(devices)) if self.kept else ("always",) * devices
 
     @cached_property
     def launches(self) -> bool:
@@ -153,7 +158,7 @@ class Layout:
         if self.kept:
             return [stage.layers for stage in self.plan.stages]
         costs = self.chain.at(self.size, past_largest=True)
-        again = self.recompute != "never"
+        again = self.plan.recompute != "never"
         work = costs.forward_seconds * (1 + again) + costs.backward_seconds
         return balance(work, self.program.places, cut_after=self.chain.cut_after)
 
@@ -167,12 +172,7 @@ class Layout:
     @cached_property
     def part_of(self) -> dict[Place, int]:
         """The part of the layers that each place computes."""
-        return {place: part for pipe in self.program.pipes for part, place in enumerate(pipe)}
-
-    def ranks_of(self, part: int) -> list[int]:
-        """All devices that hold a part of the layers, and so add up its gradients."""
-        places = {pipe[part] for pipe in self.program.pipes}
-        return sorted({rank for place in places for rank in self.ranks[place.device]})
+        return parts_of(self.program)
 
     def layers(self, device: int) -> tuple[tuple[int, int], ...]:
         """First and last layer of every chunk."""

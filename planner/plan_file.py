@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.runtime import RUNTIMES
@@ -32,6 +32,11 @@ def _known_runtime(name: str) -> str:
     return name
 
 
+def _as_tuples(value: Any) -> Any:
+    """Arrays of a JSON file, which are lists by the time that strict validation sees them."""
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
+
+
 Recompute = Literal["never", "always", "except_last", "selective"]
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -41,6 +46,7 @@ StepSeconds = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(ge=0)]
 ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 RuntimeName = Annotated[str, AfterValidator(_known_runtime)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuples)]
 
 
 class PlannedStage(Record):
@@ -59,6 +65,8 @@ class PlannedStage(Record):
     memory_limit_bytes: Bytes | None = None
     memory: dict[str, Bytes] = {}
     """The ledger: bytes by term."""
+    recompute: Recompute | None = None
+    """The stage's own, where the plan's is `selective`; else as the plan's."""
 
     @property
     def layers(self) -> int:
@@ -112,17 +120,22 @@ class Baseline(Record):
 
 
 class Alternative(Record):
-    """The best straight plan (no replicas) of one schedule, for the runtimes that run it.
+    """The best plan for the runtimes that run it: `replicas` of every stage, on the devices from rank 0 on.
 
     In a file, micro-batches and recomputation may be left out where they are the plan's own.
     """
 
     runtimes: list[RuntimeName]
     balance: Annotated[list[Count], Field(min_length=1)]
+    replicas: Count = 1
     schedule: ScheduleName
+    virtual_stages: Count = 1
+    """Of each device; the balance is then by part."""
     micro_batches: Count
     micro_batch_size: Count
     recompute: Recompute
+    stage_recompute: list[Recompute] = []
+    """By stage, where `recompute` is `selective`."""
     step_seconds: StepSeconds
     samples_per_second: Rate = 0.0
     memory_bytes: list[Bytes] = []
@@ -130,6 +143,36 @@ class Alternative(Record):
     exact: bool = False
     reason: str = ""
     """Why it stands here, where that is not its runtimes: the fastest on all devices, say."""
+
+
+class Aim(Record):
+    """What the plan is the best of, where that is not its step; `lower_bound`: no plan has less."""
+
+    name: str
+    value: float
+    unit: str
+    lower_bound: Annotated[float, Field(ge=0)]
+    exact: bool
+    detail: str = ""
+
+
+class Wished(Record):
+    """What was asked for, as of `wishes.Wishes`."""
+
+    mini_batch: Count | None = None
+    micro_batches: Count | None = None
+    schedule: str = "auto"
+    recompute: str = "auto"
+    optimizer: str = "sgd"
+    runtime: RuntimeName | None = None
+    planner: str = "best"
+    use_all: bool = False
+    max_stages: Count | None = None
+    cut_after: Names = ()
+    keep_together: Names = ()
+    pins: Annotated[tuple[tuple[str, Index], ...], BeforeValidator(_as_tuples)] = ()
+    memory_limit: float | None = None
+    time_limit: float = 30.0
 
 
 class ProfileReference(Record):
@@ -156,7 +199,7 @@ class Plan(Document):
     mini_batch: Count
     micro_batches: Count
     micro_batch_size: Count
-    """Samples of a whole micro-batch; where r replicas share it, each computes micro_batch_size / r."""
+    """Samples of a whole micro-batch; where r replicas share it, each computes 1/r of them, rounded up."""
     schedule: ScheduleName
     virtual_stages: Count = 1
     optimizer: str = "sgd"
@@ -171,8 +214,10 @@ class Plan(Document):
     """The same as a topology file (TOML)."""
     stages: Annotated[list[PlannedStage], Field(min_length=1)]
     prediction: Prediction
+    objective: Aim | None = None
     baselines: list[Baseline] = []
     alternatives: list[Alternative] = []
+    wishes: Wished = Wished()
     searched: str = ""
     """The space that `exact` and the bound speak of."""
     notes: list[str] = []

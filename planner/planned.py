@@ -2,70 +2,59 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from math import inf
 
-import numpy as np
-
-from ..cost_models.schedules import schedule_named
+from ..cost_models.memory import Recompute
 from ..cost_models.timeline import simulate
-from .data_parallel import DataParallel
-from .data_parallel import costs as data_parallel_costs
+from .assembly import Assembly
+from .candidate import Candidate
 from .plan_file import PlannedStage
-from .search import Candidate, Space, pipeline_costs
+from .scoring import assembly_of
+from .search.space import Space
 
 
-def pipeline_stages(space: Space, plan: Candidate) -> list[PlannedStage]:
-    """The stages of a straight pipeline, stage s on device s."""
-    instance, setting, stages = space.instance(plan.setting), plan.setting, len(plan.ends)
-    schedule = schedule_named(setting.schedule)
-    made = []
-    for stage, (i, j) in enumerate(pairwise([0, *plan.ends])):
-        held = schedule.in_flight(stage, stages, setting.micro_batches)
-        ledger = instance.table.stage_ledger(i, j, held, setting.recompute, space.optimizer, **space.ledger)
-        made.append(
+def planned_stages(space: Space, plan: Candidate) -> list[PlannedStage]:
+    """The parts of the layers in order. Where a device has several, the memory is that of all of them."""
+    return staged(space, assembly_of(space, plan.proposal, plan.recompute), plan)
+
+
+def staged(space: Space, made: Assembly, plan: Candidate) -> list[PlannedStage]:
+    """The same of a plan that is made ready for the simulator."""
+    forward, backward = made.by_place("forward"), made.by_place("backward")
+    mixed = plan_recompute(plan) == "selective"
+    stages = []
+    for part, place in enumerate(made.program.pipes[0]):
+        (first, end), mode = plan.proposal.bounds[part], plan.recompute[part]
+        again = forward[place][0] if mode != "never" else 0.0
+        ledger = {name: round(amount) for name, amount in made.ledger(place.device).items()}
+        stages.append(
             PlannedStage(
-                first_layer=instance.table.places[i],
-                last_layer=instance.table.places[j] - 1,
-                devices=[stage],
-                forward_seconds=float(instance.table.forward[i, j]),
-                backward_seconds=float(instance.usual_backward[i, j]),
+                first_layer=first,
+                last_layer=end - 1,
+                replicas=len(plan.proposal.devices[part]),
+                devices=list(plan.proposal.devices[part]),
+                forward_seconds=float(forward[place][0]),
+                backward_seconds=float(backward[place][0] + again),
                 memory_bytes=sum(ledger.values()),
-                memory_limit_bytes=space.topology.device(0).memory_bytes,
+                memory_limit_bytes=_whole(space.limit(made.ranks[place.device])),
                 memory=ledger,
+                recompute=mode if mixed else None,
             )
         )
-    return made
+    return stages
 
 
-def pipeline_bubble(space: Space, plan: Candidate) -> float:
-    """Idle share of the stages of a straight pipeline."""
-    setting = plan.setting
-    costs = pipeline_costs(space.instance(setting), np.array([plan.ends])).candidate(0)
-    actions = schedule_named(setting.schedule).actions(len(plan.ends), setting.micro_batches)
-    return simulate(actions, costs).bubble
+def _whole(limit: float) -> int | None:
+    return None if limit == inf else int(limit)
 
 
-def data_parallel_stage(space: Space, plan: DataParallel) -> PlannedStage:
-    """The one stage, on all devices."""
-    setting, table = plan.setting, space.table(plan.setting.micro_batch_size / plan.replicas)
-    ledger = table.stage_ledger(
-        0, table.blocks, 1, setting.recompute, space.optimizer, plan.replicas, **space.ledger
-    )
-    costs = data_parallel_costs(space, plan)
-    return PlannedStage(
-        first_layer=0,
-        last_layer=len(space.chain) - 1,
-        replicas=plan.replicas,
-        devices=list(range(plan.replicas)),
-        forward_seconds=float(costs.forward[0, 0]),
-        backward_seconds=float(costs.backward[0, 0]),
-        memory_bytes=sum(ledger.values()),
-        memory_limit_bytes=space.topology.device(0).memory_bytes,
-        memory=ledger,
-    )
+def plan_recompute(plan: Candidate) -> Recompute:
+    """The plan's word: `selective` where the stages differ."""
+    modes = set(plan.recompute)
+    return modes.pop() if len(modes) == 1 else "selective"
 
 
-def data_parallel_bubble(space: Space, plan: DataParallel) -> float:
-    """Idle share of the devices: what of the all-reduce nothing hides."""
-    actions = schedule_named(plan.setting.schedule).actions(1, plan.setting.micro_batches)
-    return simulate(actions, data_parallel_costs(space, plan)).bubble
+def bubble(space: Space, plan: Candidate) -> float:
+    """Idle share of the devices' time."""
+    made = assembly_of(space, plan.proposal, plan.recompute)
+    return simulate(made.program, made.costs()).bubble

@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.memory import OPTIMIZER_STATES, Recompute
 from ..cost_models.quantities import counted
 from ..cost_models.runtime import Runtime, runtime_named
+from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
-from .search import Space
-from .setting import MOST_MICRO_BATCHES, SEARCHED, Setting, settings
-from .stage_table import ledger_options
+from .candidate import Proposal
+from .search.branch_and_bound import Family
+from .search.placements import Placement, placements
+from .search.space import Space
+from .setting import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, Setting, settings, some
+from .wishes import Wishes, constrained
 
-RECOMPUTES: tuple[Recompute, ...] = ("never", "except_last", "always")
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What the user asks for; None and "auto" leave it to the search."""
-
-    mini_batch: int | None = None
-    micro_batches: int | None = None
-    schedule: str = "auto"
-    recompute: str = "auto"
-    optimizer: str = "sgd"
-    runtime: str | None = None
+EVERY_COUNT = 16
+"""Up to so many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked, and the plans to search. `dtype`: that of the profile. Raises UsageError for wishes that
+    """What is asked, and the plans to search. `dtype`: that of the profile; `profiles`: of the same layers on
+    the kinds of devices that have their own, by its name in the topology. Raises UsageError for wishes that
     cannot be."""
 
     chain: Chain
     topology: Topology
     wishes: Wishes
     dtype: str = "float32"
+    profiles: Mapping[str, Chain] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_devices(self.topology)
         _check_counts(self.chain, self.topology.gpus, self.wishes)
-        _check_words(self.wishes)
         if not self.settings:
             raise self._no_setting()
 
@@ -63,43 +55,131 @@ class Problem:
         """Samples of a step: the wish, or the largest measured size times the GPUs."""
         return self.wishes.mini_batch or self.chain.sizes[-1] * self.gpus
 
-    @property
+    @cached_property
     def stage_counts(self) -> range:
-        """Stage counts of straight pipelines, for the runtime."""
-        return self.stage_counts_for(self.runtime)
+        """Stage counts: 1 to the devices within reach, to what the cuts allow, or to the wish."""
+        most = min(self.reached, self.space.chain.max_stages, self.wishes.max_stages or self.gpus)
+        return range(1, most + 1)
 
-    def stage_counts_for(self, runtime: Runtime | None) -> range:
-        """1 to the devices within reach or to what the cuts allow."""
-        return range(1, min(self.reached(runtime), self.chain.max_stages) + 1)
-
-    def reached(self, runtime: Runtime | None) -> int:
-        """Devices that `runtime` can use for a pipeline: one process has those of one node."""
-        per_node = self.topology.gpus_per_node
-        return min(self.gpus, per_node) if runtime is not None and runtime.one_process else self.gpus
+    @property
+    def reached(self) -> int:
+        """Devices that the runtime can use for a pipeline: one process has those of one node."""
+        one_process = self.runtime is not None and self.runtime.one_process
+        return min(self.gpus, self.topology.gpus_per_node) if one_process else self.gpus
 
     @cached_property
     def space(self) -> Space:
         """The plans under the limits, for the runtime."""
+        chain, limits = constrained(self.chain, self.wishes)
         return Space(
-            chain=self.chain,
+            chain=chain,
             topology=self.topology,
             optimizer=self.wishes.optimizer,
-            memory_limit=self.topology.device(0).memory_bytes,
+            memory_limit=self.wishes.memory_limit,
             past_largest=self.wishes.micro_batches is not None,
             runtime=self.runtime,
-            ledger=ledger_options(self.topology.device(0), self.dtype),
+            dtype=self.dtype,
+            profiles={name: replace(own, cut_after=chain.cut_after) for name, own in self.profiles.items()},
+            limits=limits,
         )
+
+    @cached_property
+    def schedules(self) -> tuple[str, ...]:
+        """The schedules that the wishes and the runtime leave, those that are searched exactly first."""
+        runtime, wished = self.runtime, self.wishes.schedule
+        if wished != "auto":
+            return (wished,) if runtime is None or wished in runtime.schedules else ()
+        if runtime is None:
+            # A named planner is asked for its own plan, whatever the search is.
+            return SEARCHED if self.wishes.planner == "best" else (*SEARCHED, "interleaved")
+        ordered = (*SEARCHED, *(name for name in SCHEDULES if name not in SEARCHED))
+        return tuple(name for name in ordered if name in runtime.schedules)
 
     @cached_property
     def settings(self) -> list[Setting]:
         """The settings that the wishes and the runtime leave."""
-        wished = self.wishes.schedule
-        return self.settings_for(self.runtime, SEARCHED if wished == "auto" else (wished,))
+        return [
+            setting
+            for schedule in self.schedules
+            for setting in settings(self.mini_batch, (schedule,), self.modes(schedule), self.sizes)
+        ]
 
-    def settings_for(self, runtime: Runtime | None, schedules: Sequence[str]) -> list[Setting]:
-        """The settings with these schedules that `runtime` runs and the other wishes leave."""
-        allowed = tuple(s for s in schedules if runtime is None or s in runtime.schedules)
-        return settings(self.mini_batch, allowed, self.recomputes(runtime), self.sizes)
+    def modes(self, schedule: str) -> tuple[Mode, ...]:
+        """The ways to recompute that the runtime knows and the wishes leave."""
+        wished, runtime = self.wishes.recompute, self.runtime
+        if runtime is None:
+            known: Sequence[Mode] = ("by_stage", "except_last")
+        elif runtime.recompute_by_stage:
+            known = ("by_stage",)
+        else:
+            known = [mode for mode in MODES if mode in runtime.recompute]
+        if wished == "auto":
+            return tuple(mode for mode in known if mode != "except_last" or schedule == "gpipe")
+        allowed = runtime is None or wished in runtime.recompute
+        return tuple(mode for mode in MODES if mode == wished and allowed)
+
+    @cached_property
+    def families(self) -> list[Family]:
+        """What is searched exactly: the settings with every order of the devices and number of replicas."""
+        return [
+            Family(setting, placement, counts, self.wishes.use_all)
+            for setting in self.settings
+            if setting.schedule in SEARCHED
+            for placement in self.placements
+            for counts in self._replicas
+            if self.may_share(setting.micro_batch_size, counts)
+        ]
+
+    @cached_property
+    def placements(self) -> list[Placement]:
+        """Orders of the devices: of those within reach as they are ranked, where a runtime numbers them."""
+        if self.runtime is None:
+            return placements(self.topology)
+        reached = self.topology if self.reached == self.gpus else self.topology.with_gpus(self.reached)
+        return placements(reached)[:1]
+
+    @property
+    def _replicas(self) -> list[tuple[int, ...]]:
+        """The numbers of replicas that stages may have together."""
+        if self.runtime is not None and self.runtime.replicas == "none":
+            return [(1,)]
+        counts = tuple(
+            count
+            for count in range(1, self.reached + 1)
+            if count <= EVERY_COUNT
+            or count & (count - 1) == 0
+            or _is_three_halves(count)
+            or count == self.reached
+        )
+        if self.runtime is not None and self.runtime.replicas == "equal":
+            return [(count,) for count in counts]
+        return [counts]
+
+    def may_share(self, size: int, replicas: Iterable[int]) -> bool:
+        """Whether these numbers of replicas may share micro-batches of so many samples: a runtime's, only
+        evenly."""
+        return self.runtime is None or all(size % count == 0 for count in replicas)
+
+    @property
+    def every_replica_count(self) -> bool:
+        """Whether no number of replicas was left out."""
+        return self.reached <= EVERY_COUNT or self.families[0].replicas == (1,)
+
+    def allows(self, proposal: Proposal) -> bool:
+        """Whether the wishes and the runtime leave a proposal."""
+        runtime, setting = self.runtime, proposal.setting
+        stages = len(proposal.ends) // setting.virtual_stages
+        chunked = setting.virtual_stages > 1
+        return (
+            setting.schedule in self.schedules
+            and stages <= (self.wishes.max_stages or stages)
+            and (not self.wishes.use_all or proposal.used == self.reached)
+            and self.space.limits.allow(proposal.bounds)
+            and (runtime is None or runtime.runs_replicas(proposal.replicas))
+            and self.may_share(setting.micro_batch_size, proposal.replicas)
+            and (runtime is None or not chunked or runtime.virtual_stages)
+            and all(rank < self.reached for devices in proposal.devices for rank in devices)
+        )
 
     @property
     def freest(self) -> Problem:
@@ -107,45 +187,30 @@ class Problem:
 
         Raises UsageError where the profile reaches no micro-batch size that divides the mini-batch.
         """
-        free = Wishes(self.mini_batch, optimizer=self.wishes.optimizer, runtime=self.wishes.runtime)
+        free = replace(
+            self.wishes, mini_batch=self.mini_batch, micro_batches=None, schedule="auto", recompute="auto"
+        )
         return replace(self, wishes=free)
 
     @cached_property
-    def accumulating(self) -> Problem:
-        """What one GPU, or each of many, may do by accumulating gradients, whatever the wishes; where the
-        profile reaches no other micro-batch size, with the wished one."""
-        free = Wishes(self.mini_batch, schedule="1f1b", optimizer=self.wishes.optimizer)
-        try:
-            return replace(self, wishes=free)
-        except UsageError:
-            return replace(self, wishes=replace(free, micro_batches=self.wishes.micro_batches))
-
-    def recomputes(self, runtime: Runtime | None) -> tuple[Recompute, ...]:
-        """The ways to recompute that `runtime` knows and the wishes leave."""
-        wished = self.wishes.recompute
-        return tuple(
-            mode
-            for mode in RECOMPUTES
-            if wished in ("auto", mode) and (runtime is None or mode in runtime.recompute)
-        )
-
-    @property
-    def may_replicate(self) -> bool:
-        """Whether data parallelism may be the answer: not where a schedule was asked for by name."""
-        if self.wishes.schedule != "auto" or self.gpus == 1:
-            return False
-        return self.runtime is None or self.runtime.runs_replicas([self.gpus])
-
-    @cached_property
     def sizes(self) -> list[int]:
-        """Micro-batch sizes to search: those that divide the mini-batch and that the profile reaches."""
+        """Micro-batch sizes to search: those that divide the mini-batch, and of which the profile reaches
+        some replica's share."""
         batch, measured = self.mini_batch, self.chain.sizes
         if self.wishes.micro_batches is not None:
             return [self._wished_size(self.wishes.micro_batches)]
+        replicated = self.runtime is None or self.runtime.replicas != "none"
+        largest = measured[-1] * (self.gpus if replicated else 1)
+        if self.chain.scales_with_samples:
+            largest = batch
         sizes = [
             size
-            for size in range(-(-batch // MOST_MICRO_BATCHES), min(batch, measured[-1]) + 1)
-            if batch % size == 0 and self.chain.reaches(size)
+            for size in range(-(-batch // MOST_MICRO_BATCHES), min(batch, largest) + 1)
+            if batch % size == 0
+            and any(
+                self.chain.reaches(-(-size // count))
+                for count in range(1, min(size, self.gpus if replicated else 1) + 1)
+            )
         ]
         if not sizes:
             raise UsageError(
@@ -163,8 +228,15 @@ class Problem:
                 f"--micro-batches {micro_batches}: a mini-batch of {batch} does not divide into so many",
                 f"Use a divisor of {batch}: {some(fitting)}.",
             )
-        self.chain.at(batch // micro_batches, past_largest=True)
+        if len(self.chain.sizes) == 1:
+            self._check_one_size(batch // micro_batches)
         return batch // micro_batches
+
+    def _check_one_size(self, size: int) -> None:
+        """With one measured size: whether some replica's share is just that."""
+        shares = {-(-size // count) for count in range(1, min(size, self.gpus) + 1)}
+        if not any(self.chain.reaches(share) for share in shares):
+            self.chain.at(size)  # says so
 
     def _no_setting(self) -> UsageError:
         wishes, runtime = self.wishes, self.runtime
@@ -182,67 +254,54 @@ class Problem:
 
     def searched(self) -> str:
         """The searched space in words."""
-        kinds = sorted({setting.schedule for setting in self.settings})
-        modes = [m.replace("_", " ") for m in RECOMPUTES if any(s.recompute == m for s in self.settings)]
         counts = sorted({setting.micro_batches for setting in self.settings})
         most = self.stage_counts[-1]
-        text = (
-            f"straight pipelines of {'1 stage' if most == 1 else f'1 to {most} stages'}, "
-            f"{' and '.join(kinds)}, "
-            f"recompute {', '.join(modes)}, {some(counts)} micro-batches"
-        )
-        return text + (f"; data parallelism over {self.gpus} GPUs" if self.may_replicate else "")
+        exactly = [name for name in self.schedules if name in SEARCHED]
+        parts = [
+            f"pipelines of {'1 stage' if most == 1 else f'1 to {most} stages'}",
+            self._replicas_in_words(),
+            " and ".join(exactly) if exactly else "",
+            f"recompute {', '.join(_in_words(mode) for mode in self._modes_used())}",
+            f"{some(counts)} micro-batches",
+        ]
+        if len(self.placements) > 1:
+            parts.append(f"devices {' or '.join(dict.fromkeys(p.name for p in self.placements))}")
+        if self.wishes.use_all:
+            parts.append("on all devices")
+        text = ", ".join(part for part in parts if part)
+        others = [name for name in self.schedules if name not in SEARCHED]
+        more = f"; of {', '.join(others)} the proposed plans" if others else ""
+        return text + more
+
+    def _modes_used(self) -> list[Mode]:
+        used = {setting.recompute for setting in self.settings}
+        return [mode for mode in MODES if mode in used]
+
+    def _replicas_in_words(self) -> str:
+        runtime = self.runtime
+        if self.gpus == 1 or (runtime is not None and runtime.replicas == "none"):
+            return ""
+        if runtime is not None:
+            return "the same number of replicas on every stage"
+        counts = self._replicas[0]
+        most = counts[-1]
+        return f"1 to {most} replicas a stage" if len(counts) == most else f"{some(counts)} replicas a stage"
 
 
-def some(values: Sequence[int]) -> str:
-    """The values in words, the first twelve and the last of many."""
-    shown = ", ".join(str(value) for value in values[:12])
-    return shown if len(values) <= 12 else f"{shown}, … {values[-1]}"
+def _is_three_halves(count: int) -> bool:
+    """Whether it is 3 times a power of two."""
+    third, rest = divmod(count, 3)
+    return rest == 0 and third & (third - 1) == 0
 
 
-def _check_devices(topology: Topology) -> None:
-    """The search costs every stage with one profile, the same on every device."""
-    if len(topology.kinds) > 1:
-        names = ", ".join(device.name for device in topology.kinds)
-        raise UsageError(
-            f"the topology has devices of {len(topology.kinds)} kinds ({names}): a plan is for one kind",
-            "Name a topology of one kind, or use --gpus to take only the first devices.",
-        )
-    device = topology.kinds[0]
-    if device.profile is not None:
-        raise UsageError(
-            f"the topology says that {device.name} has a profile of its own, {device.profile}",
-            f"Plan with that profile, pplan solve {device.profile}, and take the key out of the topology.",
-        )
+def _in_words(mode: Mode) -> str:
+    return "where a stage must" if mode == "by_stage" else mode.replace("_", " ")
 
 
 def _check_counts(chain: Chain, gpus: int, wishes: Wishes) -> None:
-    if gpus > len(chain):
+    if gpus > len(chain) and wishes.runtime is not None and runtime_named(wishes.runtime).replicas == "none":
         raise UsageError(
             f"--gpus {gpus}: the model has {counted(len(chain), 'layer')}, and a stage needs at least one",
             f"Use at most {counted(len(chain), 'GPU')} (its allowed cuts make "
             f"{counted(chain.max_stages, 'stage')}).",
-        )
-    for option, value in (("--mini-batch", wishes.mini_batch), ("--micro-batches", wishes.micro_batches)):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} {value}: must be at least 1", "Give a count of 1 or more.")
-    if wishes.micro_batches is not None and wishes.micro_batches > MOST_MICRO_BATCHES:
-        raise UsageError(
-            f"--micro-batches {wishes.micro_batches}: at most {MOST_MICRO_BATCHES} are simulated",
-            "The bubble of so many is nothing: use fewer, larger ones.",
-        )
-
-
-def _check_words(wishes: Wishes) -> None:
-    for option, word, known in (
-        ("--schedule", wishes.schedule, ("auto", *SEARCHED)),
-        ("--recompute", wishes.recompute, ("auto", *RECOMPUTES)),
-        ("--optimizer", wishes.optimizer, tuple(OPTIMIZER_STATES)),
-    ):
-        if word not in known:
-            raise UsageError(f"{option} {word!r}: not known", f"Use one of: {', '.join(known)}.")
-    if wishes.recompute == "except_last" and wishes.schedule == "1f1b":
-        raise UsageError(
-            "--recompute except-last with --schedule 1f1b: only GPipe's backward begins with the last one",
-            "Use --schedule gpipe, or --recompute always.",
         )

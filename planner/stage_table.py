@@ -55,7 +55,8 @@ class StageTable:
         """Where i < j."""
         return np.triu(np.ones((self.blocks + 1,) * 2, dtype=bool), 1)
 
-    def _between(self, values: Floats) -> Floats:
+    def between(self, values: Floats) -> Floats:
+        """The sum of a figure of the layers, shape (layers,), over each stage."""
         running = np.concatenate([[0.0], np.cumsum(values)])[list(self.places)]
         between: Floats = np.maximum(running[None, :] - running[:, None], 0.0)
         return between
@@ -63,22 +64,22 @@ class StageTable:
     @cached_property
     def forward(self) -> Floats:
         """Forward seconds."""
-        return self._between(self.costs.forward_seconds)
+        return self.between(self.costs.forward_seconds)
 
     @cached_property
     def backward(self) -> Floats:
         """Backward seconds, without any recomputation."""
-        return self._between(self.costs.backward_seconds)
+        return self.between(self.costs.backward_seconds)
 
     @cached_property
     def forward_launch(self) -> Floats:
         """Host seconds to launch the forward."""
-        return self._between(self.costs.forward_host_seconds)
+        return self.between(self.costs.forward_host_seconds)
 
     @cached_property
     def backward_launch(self) -> Floats:
         """Host seconds to launch the backward."""
-        return self._between(self.costs.backward_host_seconds)
+        return self.between(self.costs.backward_host_seconds)
 
     @cached_property
     def crossing(self) -> Floats:
@@ -92,10 +93,10 @@ class StageTable:
         costs = self.costs
         starts = np.array(self.places[:-1], dtype=int)
         return StageBytes(
-            parameters=self._between(costs.parameter_bytes),
-            trainable=self._between(costs.trainable_bytes),
-            buffers=self._between(costs.buffer_bytes),
-            saved=self._between(costs.saved_bytes),
+            parameters=self.between(costs.parameter_bytes),
+            trainable=self.between(costs.trainable_bytes),
+            buffers=self.between(costs.buffer_bytes),
+            saved=self.between(costs.saved_bytes),
             saved_input=np.append(costs.saved_input_bytes[starts], 0.0)[:, None],
             input=np.concatenate([[costs.input_bytes], self.crossing[1:]])[:, None],
             received=self.crossing[:, None],
@@ -152,6 +153,32 @@ class StageTable:
             **options,
         )
         return np.broadcast_to(total(terms), self.valid.shape)
+
+    def memory_of(
+        self,
+        start: npt.NDArray[np.int64],
+        end: npt.NDArray[np.int64],
+        in_flight: float,
+        recompute: str,
+        optimizer: str,
+        replicas: int = 1,
+        **options: Unpack[LedgerOptions],
+    ) -> Floats:
+        """(pairs,): bytes that some stages need. Arguments as of `ledger`."""
+        own: dict[str, Any] = {
+            name: np.broadcast_to(amount, self.valid.shape)[start, end]
+            for name, amount in vars(self._tables(options.get("zero", 0))).items()
+            if amount is not None
+        }
+        terms = ledger(
+            StageBytes(**own),
+            in_flight=in_flight,
+            recompute=recompute,
+            optimizer=optimizer,
+            replicas=replicas,
+            **options,
+        )
+        return np.broadcast_to(total(terms), start.shape)
 
     def stage_ledger(
         self,

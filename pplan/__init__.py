@@ -10,6 +10,7 @@ The words are those of the command line. Importing pplan loads no torch: only `p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,10 +28,15 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from .cli.problem_arguments import ProblemArguments
     from .cost_models.machines.topology_options import ProfiledDevice
     from .cost_models.timeline import Timeline
     from .cost_models.topology import Topology
+    from .planner.explanation.compare import Comparison
+    from .planner.explanation.explain import Explanation
+    from .planner.objectives.frontier_file import Frontier
     from .planner.plan_file import Plan, ProfileReference
+    from .planner.sweep import Sweep
     from .profiler.loaded_model import LoadedModel
     from .profiler.profile_file import Profile
     from .profiler.sweep import Progress
@@ -50,13 +56,19 @@ __all__ = [
     "Profile",
     "UsageError",
     "__version__",
+    "compare",
+    "explain",
     "export",
+    "frontier",
+    "import_plan",
+    "import_profile",
     "load_plan",
     "load_profile",
     "profile",
     "sequential",
     "simulate",
     "solve",
+    "sweep",
     "topology",
 ]
 
@@ -77,6 +89,16 @@ def solve(
     schedule: str = "auto",
     recompute: str = "auto",
     optimizer: str = "sgd",
+    planner: str = "best",
+    time_limit: float = 30.0,
+    use_all: bool = False,
+    max_stages: int | None = None,
+    cut_after: Sequence[str] = (),
+    keep_together: Sequence[str] = (),
+    pins: Sequence[tuple[str, int]] = (),
+    memory_limit: float | None = None,
+    objective: Literal["step-time", "throughput", "memory", "cost"] | str = "step-time",
+    price: float | str | Mapping[str, float] | None = None,
     profile_file: str = "",
     profile_sha256: str = "",
 ) -> Plan:
@@ -85,43 +107,151 @@ def solve(
     `profile` is a profile or the path of its file. `bandwidth` (bytes per second) and `latency` (seconds)
     hold one value inside a node and, where given, a second between nodes; None takes those of `gpu`, of the
     profiled device or of `topology`, a machine's name or a TOML file. `mini_batch` defaults to the largest
-    measured size times the GPUs, `micro_batches` to the best number. `schedule`: gpipe, 1f1b or auto;
-    `recompute`: never, always, except_last or auto; `optimizer`: sgd, momentum, adam, adamw or adamw-8bit;
-    `runtime` keeps the answer to what that runtime runs. `profile_file` and `profile_sha256` are what the
-    plan says of its profile (default: the name and the hash of the file, or the hash of the profile's JSON).
+    measured size times the GPUs, `micro_batches` to the best number. `schedule`: one of `pplan schedules`, or
+    auto, the better of gpipe and 1f1b; `recompute`: never, always, except_last or auto; `optimizer`: sgd,
+    momentum, adam, adamw or adamw-8bit; `runtime` keeps the answer to what that runtime runs.
+
+    `planner`: "best", the joint search, or a known tool's way. `time_limit`: about so many seconds for the
+    search. `use_all`: no device may stay free. `cut_after`: layers after which a stage must end;
+    `keep_together`: patterns of layers between which none may; `pins`: layers and their stages, from 0.
+    `memory_limit`: bytes that no device may exceed, besides what it has.
+
+    `objective`: "step-time"; "throughput", for which the weights may be an update or more late; "memory", the
+    least that the fullest device holds with a step at most 5 % longer than the fastest ("memory:10%"); or
+    "cost", dollars per sample. `price`: dollars per device hour, one for all or by the kind of device.
+
+    `profile_file` and `profile_sha256` are what the plan says of its profile (default: the name and the hash
+    of the file, or the hash of the profile's JSON).
+
+    Raises UsageError, FileError (the profile, the topology), InfeasibleError (no plan fits).
+    """
+    from .cli.problem_arguments import ProblemArguments
+
+    given = ProblemArguments(
+        gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        gpu=gpu,
+        memory_bytes=memory_bytes,
+        bandwidth=bandwidth,
+        latency=latency,
+        topology=topology,
+        runtime=runtime,
+        mini_batch=mini_batch,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        recompute=recompute,
+        optimizer=optimizer,
+        planner=planner,
+        time_limit=time_limit,
+        use_all=use_all,
+        max_stages=max_stages,
+        cut_after=cut_after,
+        keep_together=keep_together,
+        pins=pins,
+        memory_limit=memory_limit,
+        objective=objective,
+        price=price,
+    )
+    return _solved(profile, given, profile_file, profile_sha256)
+
+
+def _solved(
+    profile: Profile | str | Path,
+    given: ProblemArguments,
+    profile_file: str,
+    profile_sha256: str,
+    *,
+    compared: bool = True,
+) -> Plan:
+    from .cli.provenance import made_by
+    from .planner.objectives.solved import solve_for
+
+    measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
+    aim, problem = given.aim, given.problem(measured, reference)
+    remarks = [*measured.remarks(problem.topology.device(0).name), *measured.notes]
+    plan = solve_for(aim, problem, model=measured.model, profile=reference, notes=remarks, compared=compared)
+    return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
+
+
+def frontier(
+    profile: Profile | str | Path,
+    *,
+    points: int = 24,
+    memory_step: float = 0.02,
+    profile_file: str = "",
+    profile_sha256: str = "",
+    **options: Any,
+) -> Frontier:
+    """The plans of which none is both faster and smaller: step time against the most that a device holds.
+
+    At most `points` of them, the fastest first, each with less memory than the one before by the share
+    `memory_step` at least (0: none is left out). `options` are those of `solve`, but for `objective` and
+    `price`. Of the result: `points`, each with `step_seconds`, `memory_bytes`, `exact` and its `plan`.
 
     Raises UsageError, FileError (the profile, the topology), InfeasibleError (no plan fits).
     """
     from .cli import arguments
+    from .cli.problem_arguments import ProblemArguments
     from .cli.provenance import made_by
-    from .cost_models.machines.topology_options import make_topology
-    from .planner.problem import Wishes
-    from .planner.solve import solve as solve_chain
+    from .planner.objectives.frontier import frontier_of
 
     measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
-    machine = make_topology(
-        gpus=arguments.whole("gpus", gpus),
-        gpu=arguments.optional_word("gpu", gpu),
-        memory_bytes=arguments.optional_whole("memory_bytes", memory_bytes, example="16 * 2**30"),
-        bandwidth=arguments.by_level("bandwidth", bandwidth, "(300e9, 25e9)"),
-        latency=arguments.by_level("latency", latency, "(5e-6, 20e-6)"),
-        gpus_per_node=arguments.optional_whole("gpus_per_node", gpus_per_node),
-        file=None if topology is None else arguments.path("topology", topology),
-        profiled=_profiled(measured),
+    found = frontier_of(
+        ProblemArguments(**options).problem(measured, reference),
+        model=measured.model,
+        profile=reference,
+        points=arguments.whole("points", points),
+        memory_step=arguments.number("memory_step", memory_step),
     )
-    wishes = Wishes(
-        mini_batch=arguments.optional_whole("mini_batch", mini_batch),
-        micro_batches=arguments.whole_or_auto("micro_batches", micro_batches),
-        schedule=arguments.word("schedule", schedule),
-        recompute=arguments.word("recompute", recompute).replace("-", "_"),
-        optimizer=arguments.word("optimizer", optimizer),
-        runtime=arguments.optional_word("runtime", runtime),
+    return found.model_copy(update={"made_by": made_by(found.made_by, measured=measured.made_by)})
+
+
+def sweep(
+    profile: Profile | str | Path,
+    grid: Mapping[str, Sequence[Any]],
+    *,
+    jobs: int | None = None,
+    backend: Literal["processes", "dask", "ray"] | str = "processes",
+    profile_file: str = "",
+    profile_sha256: str = "",
+    **options: Any,
+) -> Sweep:
+    """A grid of problems, each solved by itself: `pplan.sweep(profile, {"gpus": [2, 4]}, mini_batch=64)`.
+
+    `grid`: values for some options of `solve`, by name; every combination is a point, the last name changing
+    fastest. `options`: those of `solve` that are the same for all. `jobs`: how many run side by side (None:
+    as many as there are cores). `backend`: processes of this machine, or a cluster of Dask (at
+    DASK_SCHEDULER_ADDRESS) or Ray. Of the result: `rows`, each with its `point`, the figures of the plan
+    (step_seconds, memory_bytes, balance and so on), or the `reason` why there is none.
+
+    Raises UsageError (also the points', where none is usable), FileError, MachineError (the backend is not
+    installed).
+    """
+    from .cli import arguments
+    from .cli.problem_arguments import check_grid
+    from .cli.provenance import made_by
+    from .cost_models.document import MadeBy
+    from .planner.sweep import Sweep, points_of, solve_points
+
+    check_grid(grid, options)
+    measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
+    rows = solve_points(
+        partial(_solved_point, measured, reference.file, reference.sha256, options),
+        points_of(grid),
+        backend=arguments.word("backend", backend),
+        jobs=arguments.optional_whole("jobs", jobs),
     )
-    remarks = [*measured.remarks(machine.device(0).name), *measured.notes]
-    plan = solve_chain(
-        measured.chain(), machine, wishes, model=measured.model, profile=reference, notes=remarks
-    )
-    return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
+    return Sweep(model=measured.model, rows=rows, made_by=made_by(MadeBy(), measured=measured.made_by))
+
+
+def _solved_point(
+    profile: Profile, profile_file: str, profile_sha256: str, options: Mapping[str, Any], **point: Any
+) -> Plan:
+    """In a process of its own: without comparisons, which no row shows."""
+    from .cli.problem_arguments import ProblemArguments
+
+    given = ProblemArguments(**{**options, **point})
+    return _solved(profile, given, profile_file, profile_sha256, compared=False)
 
 
 def simulate(
@@ -167,6 +297,77 @@ def simulate(
     )
     profiles = own_profiles(machine, Path() if file is None else file.parent)
     return simulate_plan(plan, measured.chain(), machine, overrides, profiles).timeline
+
+
+def explain(
+    plan: Plan | str | Path,
+    profile: Profile | str | Path,
+    *,
+    current: Sequence[int] | None = None,
+    replicas: int = 1,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+) -> Explanation:
+    """Why `plan`, made from `profile`, is as it is, on the machine that it was made for.
+
+    Of the result: `limits` (the critical path, the busiest stage, whether memory forbids a faster plan),
+    `second_best` and `other_stages`, `holds` (the bandwidth and the layers' seconds at which another plan
+    becomes better) and `what_if` (one more GPU, double the bandwidth or memory, recomputation forced or
+    forbidden). `current`: the layers of each stage of a split in use, each on `replicas` devices, with so
+    many `micro_batches` and that `schedule` (else the best for it): `current` of the result says why it is
+    slower.
+
+    Raises UsageError (a profile of other layers, a split that cannot be), FileError.
+    """
+    from .cli import arguments
+    from .cli.planned_machine import planned_machine
+    from .planner.explanation.current import Current
+    from .planner.explanation.explain import explain as explain_plan
+
+    split = arguments.wholes("current", current)
+    used = None
+    if split is not None:
+        used = Current(
+            split,
+            arguments.whole("replicas", replicas),
+            arguments.optional_whole("micro_batches", micro_batches),
+            arguments.optional_word("schedule", schedule),
+        )
+    folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
+    plan = _plan(plan)
+    measured, reference = _profile_and_origin(profile, "", "")
+    _check_layers(plan, reference)
+    machine, profiles = planned_machine(plan, measured, folder)
+    return explain_plan(plan, measured.chain(), machine, profiles, used)
+
+
+def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = None) -> Comparison:
+    """The plans side by side: step, samples/s, bubble, memory, devices and gap of each.
+
+    With the `profile` that the first was made from, what every named planner makes of its problem, too. Of
+    the result: `rows`, and `first_slower`, the first plan's seconds a sample over those of the best of the
+    others, less 1.
+
+    Raises UsageError (no plan, a profile of other layers), FileError.
+    """
+    from .cli.planned_machine import planned_machine
+    from .planner.explanation.compare import compare as compare_plans
+    from .planner.explanation.question import question_of
+
+    if not plans:
+        raise UsageError("compare: no plan is given", "Give plans, or the paths of their files.")
+    named = [
+        (str(plan) if isinstance(plan, str | Path) else f"plan {number}", _plan(plan))
+        for number, plan in enumerate(plans)
+    ]
+    if profile is None:
+        return compare_plans(named)
+    first = named[0][1]
+    measured, reference = _profile_and_origin(profile, "", "")
+    _check_layers(first, reference)
+    folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
+    machine, profiles = planned_machine(first, measured, folder)
+    return compare_plans(named, question_of(first, measured.chain(), machine, profiles))
 
 
 def profile(
@@ -268,6 +469,109 @@ def profile(
     )
 
 
+def import_profile(
+    path: str | Path,
+    *,
+    format: Literal["pipedream", "csv", "json"] | str | None = None,
+    model: str | None = None,
+    micro_batch_size: int | None = None,
+    granularity: Literal["block", "fine"] | str | None = None,
+    dtype: str = "float32",
+) -> Profile:
+    """The profile of costs from elsewhere: PipeDream's graph.txt, or a table as CSV or JSON, one row a layer.
+
+    `format` defaults to what the content tells, `model`, its name, to the file's. `micro_batch_size` is that
+    of a file that does not say it (default: 128 for a graph, as PipeDream's own; 1 for a table).
+    `granularity` of a graph: "block" (cuts that one tensor crosses; the default) or "fine" (each operation a
+    layer). Columns of a table: name, forward_seconds, backward_seconds, activation_bytes (the output),
+    parameter_bytes; optional saved_bytes (else the output's), micro_batch_size, backward_input_seconds; times
+    also as forward_ms and so on. With one micro-batch size, costs at any other scale with the samples, and
+    plans say so.
+
+    Raises UsageError, FileError (the file, with the line or index).
+    """
+    from .cli import arguments
+    from .cli.provenance import made_by
+    from .cost_models.document import MadeBy
+    from .profiler.importing.importer import ImportOptions
+    from .profiler.importing.importer import import_profile as import_file
+
+    options = ImportOptions(
+        format=arguments.optional_word("format", format),
+        model=arguments.optional_word("model", model),
+        micro_batch_size=arguments.optional_whole("micro_batch_size", micro_batch_size),
+        granularity=arguments.optional_word("granularity", granularity),
+        dtype=arguments.word("dtype", dtype),
+    )
+    imported = import_file(arguments.path("path", path), options)
+    return imported.model_copy(update={"made_by": made_by(MadeBy())})
+
+
+def import_plan(
+    source: str | Path,
+    profile: Profile | str | Path,
+    *,
+    gpus: int | None = None,
+    gpus_per_node: int | None = None,
+    gpu: str | None = None,
+    memory_bytes: int | None = None,
+    bandwidth: float | Sequence[float] | None = None,
+    latency: float | Sequence[float] | None = None,
+    topology: str | Path | None = None,
+    runtime: str | None = None,
+    mini_batch: int | None = None,
+    micro_batches: int | Literal["auto"] | None = None,
+    schedule: str | None = None,
+    virtual_stages: int | None = None,
+    replicas: int | None = None,
+    recompute: str | None = None,
+    optimizer: str = "sgd",
+    profile_file: str = "",
+    profile_sha256: str = "",
+) -> Plan:
+    """The partition that another tool holds, as a plan of the layers of `profile`.
+
+    `source` is a file, or the partition itself: "12,34" (a balance list), "0,12,46" (DeepSpeed's parts),
+    "Et*3|t*5L" (a Megatron layout; also the options it stands among), torchtitan's lists of module names, a
+    device_map, or what `export` wrote. `virtual_stages` are those of a device, `replicas` those of every
+    stage; `gpus` defaults to what the partition takes. What is not given is as the source says: else the best
+    schedule of 1f1b and gpipe (interleaved, where devices have several stages), the best number of
+    micro-batches, recomputation where it does not fit without. The rest as for `solve`.
+
+    A plan that does not fit says so in its notes. Raises FileError (the source, the profile, the topology),
+    UsageError.
+    """
+    from .cli import arguments
+    from .cli.given_plan import ImportOptions, imported_plan
+    from .cli.provenance import made_by
+
+    measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
+    options = ImportOptions(
+        gpus=arguments.optional_whole("gpus", gpus),
+        machine={
+            "gpu": arguments.optional_word("gpu", gpu),
+            "memory_bytes": arguments.optional_whole("memory_bytes", memory_bytes, example="16 * 2**30"),
+            "bandwidth": arguments.by_level("bandwidth", bandwidth, "(300e9, 25e9)"),
+            "latency": arguments.by_level("latency", latency, "(5e-6, 20e-6)"),
+            "gpus_per_node": arguments.optional_whole("gpus_per_node", gpus_per_node),
+            "file": None if topology is None else arguments.path("topology", topology),
+            "profiled": _profiled(measured),
+        },
+        runtime=arguments.optional_word("runtime", runtime),
+        mini_batch=arguments.optional_whole("mini_batch", mini_batch),
+        micro_batches=arguments.whole_or_auto("micro_batches", micro_batches),
+        schedule=arguments.optional_word("schedule", schedule),
+        virtual_stages=arguments.optional_whole("virtual_stages", virtual_stages),
+        replicas=arguments.optional_whole("replicas", replicas),
+        recompute=arguments.optional_word("recompute", recompute),
+        optimizer=arguments.word("optimizer", optimizer),
+    )
+    if not isinstance(source, Path):
+        source = arguments.word("source", source)
+    plan = imported_plan(source, measured, reference, options)
+    return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
+
+
 def sequential(
     model: nn.Module,
     example_input: ExampleInput,
@@ -299,7 +603,7 @@ def sequential(
 
 
 def export(runtime: str, plan: Plan, *, device: str = "cuda") -> Exported:
-    """`plan` in the words of `runtime`: torchgpipe, fairscale or deepspeed.
+    """`plan` in the words of `runtime`, one of those that `pplan export --help` names.
 
     Where the runtime cannot run the plan itself, the best of its alternatives is taken, and a UserWarning
     says which. `device` "cpu" puts every stage on the CPU. `.save(path, force=False)` writes the file.

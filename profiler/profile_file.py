@@ -139,6 +139,7 @@ class Profile(Document):
 
     model: str
     device: str = "cpu"
+    """cpu, cuda or meta; `unknown` where the file that it was imported from does not say."""
     device_name: str = ""
     device_memory_bytes: Bytes | None = None
     """Memory of the device; None for a CPU."""
@@ -152,6 +153,8 @@ class Profile(Document):
     classes: int | None = None
     seed: int | None = None
     threads: int | None = None
+    scales_with_samples: bool = False
+    """Imported, with one micro-batch size: the costs at any other are taken in proportion to the samples."""
     granularity: str = "block"
     """block, fine or module:PATTERN: which cuts make the layers."""
     compiled: bool = False
@@ -182,6 +185,14 @@ class Profile(Document):
                     f"layer {layer.name!r} has costs at the micro-batch sizes {own}, "
                     f"the first layer at {sizes}; they must be the same, ascending and without repeats"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_scaling(self) -> Self:
+        if self.scales_with_samples and len(self.micro_batch_sizes) > 1:
+            raise ValueError(
+                f"scales_with_samples is for one micro-batch size, the layers have {self.micro_batch_sizes}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -294,6 +305,7 @@ class Profile(Document):
             backward_host_seconds=table("backward_host_seconds"),
             backward_input_seconds=table("backward_input_seconds") if self.has_parts else None,
             backward_weight_seconds=table("backward_weight_seconds") if self.has_parts else None,
+            scales_with_samples=self.scales_with_samples,
             uncertainty=self._uncertainty(),
         )
 

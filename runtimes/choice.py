@@ -16,16 +16,24 @@ STRAIGHT = frozenset({"naive", "gpipe", "1f1b", "dapple"})
 class Choice:
     """A partition that the runtime runs, every stage on the same number of `replicas`.
 
-    `devices` are the stages' in turn, each stage's replicas together.
+    `balance` is by part: the stages, of which a device holds `virtual_stages`. `devices` are those of the
+    pipeline in turn, each one's replicas together. `stage_recompute` is by part.
     """
 
     balance: tuple[int, ...]
     replicas: int
     devices: tuple[int, ...]
+    schedule: str
+    virtual_stages: int
     micro_batches: int
     micro_batch_size: int
-    recompute: Recompute
+    stage_recompute: tuple[Recompute, ...]
     step_seconds: float
+
+    @property
+    def recompute(self) -> Recompute:
+        """Of all stages, for a runtime whose stages recompute alike."""
+        return self.stage_recompute[0]
 
 
 def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
@@ -75,7 +83,7 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
     """Why `runtime` cannot run the plan itself, one clause each; empty where it can."""
     replicas = plan.replicas
     reasons = []
-    if plan.virtual_stages > 1:
+    if plan.virtual_stages > 1 and not runtime.virtual_stages:
         reasons.append(f"it has {plan.virtual_stages} virtual stages a device, {runtime.name} runs 1")
     if not _runs_schedule(plan, runtime):
         reasons.append(f"its schedule is {plan.schedule}, {runtime.name} runs {_listed(runtime.schedules)}")
@@ -86,16 +94,33 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
         )
     elif plan.micro_batch_size % replicas[0]:
         reasons.append(f"its {replicas[0]} replicas cannot share {plan.micro_batch_size} samples evenly")
-    per_node = plan.gpus_per_node
-    nodes = {device // per_node for stage in plan.stages for device in stage.devices} if per_node else {0}
-    if runtime.one_process and len(nodes) > 1:
-        reasons.append(f"it takes {len(nodes)} nodes, {runtime.name} is one process on one node")
+    nodes = _nodes(plan)
+    if runtime.one_process and len(set(nodes)) > 1:
+        reasons.append(f"it takes {len(set(nodes))} nodes, {runtime.name} is one process on one node")
+    if not runtime.one_process and nodes != sorted(nodes):
+        reasons.append(f"its stages go back and forth between nodes, {runtime.name} fills node after node")
     untrained = [i for i, stage in enumerate(plan.stages) if stage.memory.get("gradients") == 0]
     if untrained and runtime.trains_every_stage:
         reasons.append(f"stage {untrained[0]} has no parameters, {runtime.name} trains every stage")
-    if plan.recompute not in runtime.recompute:
-        reasons.append(f"it recomputes {plan.recompute}, {runtime.name} knows {_listed(runtime.recompute)}")
+    words = dict.fromkeys(stage_recompute(plan))
+    if len(words) > 1 and not runtime.recompute_by_stage:
+        reasons.append(f"its stages recompute {' and '.join(words)}, in {runtime.name} all do the same")
+    unknown = [word for word in words if word not in runtime.recompute]
+    if unknown:
+        reasons.append(f"it recomputes {unknown[0]}, {runtime.name} knows {_listed(runtime.recompute)}")
     return reasons
+
+
+def _nodes(plan: Plan) -> list[int]:
+    """The node of each device of the pipeline, in the order of its stages."""
+    per_node, places = plan.gpus_per_node, len(plan.stages) // plan.virtual_stages
+    devices = [device for stage in plan.stages[:places] for device in stage.devices]
+    return [device // per_node for device in devices] if per_node else [0]
+
+
+def stage_recompute(plan: Plan) -> tuple[Recompute, ...]:
+    """What each stage recomputes: its own word, or the plan's."""
+    return tuple(stage.recompute or plan.recompute for stage in plan.stages)
 
 
 def _runs_schedule(plan: Plan, runtime: Runtime) -> bool:
@@ -113,42 +138,59 @@ def _runs_schedule(plan: Plan, runtime: Runtime) -> bool:
 
 
 def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
+    words = _recompute_of(alternative)
     return (
         runtime.name in alternative.runtimes
         and alternative.schedule in runtime.schedules
-        and alternative.recompute in runtime.recompute
+        and runtime.runs_replicas([alternative.replicas])
+        and alternative.micro_batch_size % alternative.replicas == 0
+        and (runtime.virtual_stages or alternative.virtual_stages == 1)
+        and runtime.recompute.issuperset(words)
+        and (runtime.recompute_by_stage or len(set(words)) == 1)
     )
 
 
+def _recompute_of(alternative: Alternative) -> tuple[Recompute, ...]:
+    """What each of its stages recomputes."""
+    return tuple(alternative.stage_recompute or [alternative.recompute] * len(alternative.balance))
+
+
 def _of_plan(plan: Plan) -> Choice:
+    places = len(plan.stages) // plan.virtual_stages
     return Choice(
-        balance=tuple(plan.balance),
+        balance=tuple(stage.layers for stage in plan.stages),
         replicas=plan.replicas[0],
-        devices=tuple(device for stage in plan.stages for device in stage.devices),
+        devices=tuple(device for stage in plan.stages[:places] for device in stage.devices),
+        schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
-        recompute=plan.recompute,
+        stage_recompute=stage_recompute(plan),
         step_seconds=plan.prediction.step_seconds,
     )
 
 
 def _of_alternative(alternative: Alternative) -> Choice:
+    devices = len(alternative.balance) // alternative.virtual_stages * alternative.replicas
     return Choice(
         balance=tuple(alternative.balance),
-        replicas=1,
-        devices=tuple(range(len(alternative.balance))),
+        replicas=alternative.replicas,
+        devices=tuple(range(devices)),
+        schedule=alternative.schedule,
+        virtual_stages=alternative.virtual_stages,
         micro_batches=alternative.micro_batches,
         micro_batch_size=alternative.micro_batch_size,
-        recompute=alternative.recompute,
+        stage_recompute=_recompute_of(alternative),
         step_seconds=alternative.step_seconds,
     )
 
 
 def _remark(plan: Plan, runtime: Runtime, why: str, taken: Alternative) -> str:
     balance = ",".join(map(str, taken.balance))
+    replicas = f" of {taken.replicas} replicas" if taken.replicas > 1 else ""
     return (
         f"{why}. Exported instead its best "
-        f"alternative for {runtime.name}: balance {balance}, schedule {taken.schedule}, "
+        f"alternative for {runtime.name}: balance {balance}{replicas}, schedule {taken.schedule}, "
         f"{taken.micro_batches} micro-batches of {taken.micro_batch_size}, recompute {taken.recompute}, "
         f"{taken.step_seconds:.4g} s a step (the plan: {plan.prediction.step_seconds:.4g} s)."
     )

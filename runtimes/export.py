@@ -8,7 +8,7 @@ from ..cost_models.document import MadeBy
 from ..cost_models.errors import UsageError
 from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import Plan
-from . import deepspeed, fairscale, torchgpipe
+from . import deepspeed, fairscale, huggingface, megatron, nemo, torch_pipelining, torchgpipe, torchtitan
 from .exported import Exported
 
 
@@ -22,7 +22,25 @@ EXPORTERS: dict[str, Exporter] = {
     "torchgpipe": torchgpipe.export,
     "fairscale": fairscale.export,
     "deepspeed": deepspeed.export,
+    "torch": torch_pipelining.export,
+    "huggingface": huggingface.export,
+    "megatron": megatron.export,
+    "megatron-bridge": megatron.export_bridge,
+    "torchtitan": torchtitan.export,
+    "nemo-automodel": nemo.export,
 }
+
+
+SUFFIXES = {
+    kind.kind: kind.suffix
+    for kind in (
+        megatron.MegatronExport,
+        megatron.MegatronBridgeExport,
+        torchtitan.TorchtitanExport,
+        nemo.NemoExport,
+    )
+}
+"""Of the file that a trainer takes as it is, where that is no JSON."""
 
 
 def export(

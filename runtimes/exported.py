@@ -73,19 +73,25 @@ def check_layers(document: Exported, layers: int, model: nn.Sequential, names: S
             f"the model is of type {name}",
             "Give it pplan.sequential(model, example_input).",
         )
-    if len(model) != layers:
-        raise ExportError(
-            f"the {document.kind} file is for {document.model} with {layers} layers, "
-            f"the model ({name}) has {len(model)}",
-            "Give it pplan.sequential(model, example_input) of that model, or make a plan for this one.",
-        )
     if names is None:
         known = getattr(model, "layer_names", ())
         names = known if isinstance(known, tuple) and len(known) == layers else ()
+    check_names(document, layers, len(model), names, name)
+
+
+def check_names(document: Exported, layers: int, count: int, names: Sequence[str], model: str) -> None:
+    """Raises ExportError where the `count` layers of `model`, called `names` where it knows them, are not the
+    `layers` that the document was made for."""
+    if count != layers:
+        raise ExportError(
+            f"the {document.kind} file is for {document.model} with {layers} layers, "
+            f"the model ({model}) has {count}",
+            "Give it pplan.sequential(model, example_input) of that model, or make a plan for this one.",
+        )
     if names and document.layers_sha256 not in ("", names_hash(names)):
         raise ExportError(
             f"the {document.kind} file is for {document.model}, whose layers have the hash "
-            f"{document.layers_sha256[:12]}, those of the model ({name}) have {names_hash(names)[:12]} "
+            f"{document.layers_sha256[:12]}, those of the model ({model}) have {names_hash(names)[:12]} "
             f"({names[0]} to {names[-1]})",
             "Give it the model of the file, or make a plan for this one.",
         )

@@ -1,9 +1,10 @@
-"""The search for the fastest straight pipeline: cuts x stages x micro-batches x schedule x recomputation.
+"""The search for the fastest pipeline: cuts, replicas, placement, micro-batches, schedule, recomputation.
 
-Every subproblem (a setting and a stage count) has a proven bound. Two passes over them:
+Every subproblem (a setting, an order of the devices and a stage count) has a proven bound. Three passes:
 
-1. A narrow beam of the plans with the lowest bounds gives every subproblem that is still of interest a plan.
-2. Branch and bound, a stage at a time for all unfinished plans at once, keeps each whose bound lies below the
+1. It starts from plans that were scored before (of the named planners, say).
+2. A narrow beam of the plans with the lowest bounds gives every subproblem that is still of interest a plan.
+3. Branch and bound, a stage at a time for all unfinished plans at once, keeps each whose bound lies below the
    best plan known; the whole plans that are left are simulated, the lowest bounds first.
 
 Where the number of unfinished plans passes a fixed width, those with the highest bounds are put aside; where
@@ -13,39 +14,33 @@ what is proven. Work is counted, not timed: the same input always gives the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from ..cost_models.layer import Chain
-from ..cost_models.memory import LedgerOptions
-from ..cost_models.runtime import Runtime
-from ..cost_models.timeline import PipelineCosts, step_seconds
-from ..cost_models.topology import Topology
-from .balance import balance_table
-from .bound import Bound, Ends, Floats, Instance, State, bound_of, starts_of
-from .plan_file import TIE
-from .setting import Setting
-from .stage_table import StageTable
+from ..candidate import Candidate, Proposal
+from ..plan_file import TIE
+from ..setting import Setting
+from ..stage_table import Floats
+from .gpipe import GPipeBound
+from .one_f_one_b import RoundTripBound
+from .options import Group, Indices, Options, options_of
+from .partial import Expansion, Known, Partial, extended, joined, nothing
+from .pipelines import Pipelines
+from .placements import Placement
+from .runs import Runs
+from .space import Space, share_of
 
 BEAM = 32
 WIDTH = 500_000
-"""Entries of the table of unfinished plans x next places that are looked at side by side."""
+"""Unfinished plans x columns that are kept side by side."""
 BATCH = 128
 WORK = 4e8
-"""What a search may spend on proving that its best plan is the best there is, see `_Work`."""
+"""What a search may spend on proving that its best plan is the best there is, see `Work`."""
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """A scored straight plan: the places its stages end at, and its simulated step."""
-
-    setting: Setting
-    ends: tuple[int, ...]
-    step_seconds: float
+Bound = RoundTripBound | GPipeBound
+BOUNDS: dict[str, type[RoundTripBound] | type[GPipeBound]] = {"1f1b": RoundTripBound, "gpipe": GPipeBound}
 
 
 @dataclass(frozen=True)
@@ -62,220 +57,317 @@ class Found:
     exact: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Space:
-    """The plans to search: a chain on a topology under a memory limit, for a runtime or any. `ledger`: what
-    the device and the precision add to every stage's memory."""
+@dataclass(frozen=True)
+class Family:
+    """The pipelines of a setting on an order of the devices, whose stages have these numbers of replicas;
+    `on_all`: only those that leave no device free."""
 
-    chain: Chain
-    topology: Topology
-    optimizer: str
-    memory_limit: float | None
-    past_largest: bool = False
-    runtime: Runtime | None = None
-    ledger: LedgerOptions = field(default_factory=LedgerOptions)
-
-    def table(self, size: float) -> StageTable:
-        """The stages of the chain at a micro-batch size."""
-        return _table(self.chain, size, self.past_largest)
-
-    def instance(self, setting: Setting) -> Instance:
-        """The straight plans of a setting, stage s on device s."""
-        return Instance(
-            table=self.table(setting.micro_batch_size),
-            setting=setting,
-            links=tuple(self.topology.link(s, s + 1) for s in range(self.topology.gpus - 1)),
-            optimizer=self.optimizer,
-            memory_limit=self.memory_limit,
-            ledger=self.ledger,
-            single_process=self.runtime is not None and self.runtime.one_process,
-            trains_every_stage=self.runtime is not None and self.runtime.trains_every_stage,
-        )
+    setting: Setting
+    placement: Placement
+    replicas: tuple[int, ...]
+    on_all: bool = False
+    unit: int = 1
+    """Stages begin at multiples of so many positions."""
 
 
-@lru_cache(maxsize=64)
-def _table(chain: Chain, size: float, past_largest: bool) -> StageTable:
-    return StageTable.of(chain, size, past_largest=past_largest)
-
-
-def pipeline_costs(instance: Instance, ends: Ends) -> PipelineCosts:
-    """Costs of many plans side by side, for the simulator. ends: (plans, stages), places."""
-    stages, count = ends.shape[1], instance.setting.micro_batches
-    starts = starts_of(ends)
-    shape = (stages, count, len(ends))
-
-    def over_micro_batches(table: Floats) -> Floats:
-        return np.broadcast_to(table[starts, ends].T[:, None, :], shape)
-
-    table, recompute = instance.table, instance.setting.recompute
-    launch = over_micro_batches(table.forward_launch) if instance.single_process else None
-    relaunch = table.backward_launch + (table.forward_launch if instance.setting.recomputed else 0.0)
-    backward = over_micro_batches(instance.usual_backward)
-    backward_launch = over_micro_batches(relaunch) if instance.single_process else None
-    if recompute == "except_last":
-        backward = _with_last(backward, over_micro_batches(table.backward))
-        if backward_launch is not None:
-            backward_launch = _with_last(backward_launch, over_micro_batches(table.backward_launch))
-    boundaries = range(stages - 1)
-    occupancy = [instance.occupancy(s)[ends[:, s]] for s in boundaries]
-    latency = [np.full(len(ends), instance.links[s].latency_seconds) for s in boundaries]
-    return PipelineCosts(
-        forward=over_micro_batches(table.forward),
-        backward=backward,
-        occupancy=np.array(occupancy).reshape(stages - 1, len(ends)),
-        latency=np.array(latency).reshape(stages - 1, len(ends)),
-        forward_launch=launch,
-        backward_launch=backward_launch,
-    )
-
-
-def _with_last(usual: Floats, last: Floats) -> Floats:
-    return np.concatenate([usual[:, :-1], last[:, -1:]], axis=1)
-
-
-def score(instance: Instance, ends: Ends) -> Floats:
-    """Simulated step seconds of many plans. ends: (plans, stages), places."""
-    return step_seconds(instance.setting.schedule, pipeline_costs(instance, ends))
-
-
-def search(space: Space, settings: Sequence[Setting], stage_counts: Iterable[int]) -> Found:
-    """The fastest straight plan of these settings and stage counts.
-
-    Among plans within `TIE` of each other: the fewest stages, then the setting that stands first.
-    """
-    counts, work = sorted(set(stage_counts)), _Work(WORK)
-    # One instance a setting: it keeps which stages fit, by micro-batches in flight, for every stage count.
-    instances = [space.instance(setting) for setting in settings]
-    problems = [_Subproblem(instance, stages, work) for stages in counts for instance in instances]
-    seed: Candidate | None = None
-    for problem in sorted(problems, key=lambda p: p.quick_bound):
-        seed = problem.seed(seed)
-    limit = seed.step_seconds * (1 + TIE) if seed else np.inf
-    best: Candidate | None = None
-    for problem in problems:
-        found = problem.solve(limit)
-        if found is not None:
-            best, limit = found, found.step_seconds
-    best = best or seed
-    proven = min((problem.proven for problem in problems), default=np.inf)
-    root = min((problem.root_if_known for problem in problems), default=np.inf)
-    step = best.step_seconds if best else np.inf
-    exact = proven >= step * (1 - TIE)
-    return Found(best, step if exact else proven, min(root, step), exact)
-
-
-class _Work:
+class Work:
     """What may still be spent, in nanoseconds or so: counted from the sizes of tables, never timed."""
 
     def __init__(self, amount: float) -> None:
         self.left = amount
 
     def extend(self, entries: int) -> None:
-        """Bounds were computed for so many unfinished plans and next places."""
-        self.left -= 20_000 + 100 * entries
+        """Bounds were computed for so many unfinished plans and next stages."""
+        self.left -= 20_000 + 250 * entries
 
     def simulate(self, plans: int, actions: int) -> None:
         """So many plans of so many actions were simulated side by side."""
         self.left -= actions * (1_500 if plans == 1 else 3_000 + 25 * plans)
 
 
-class _Subproblem:
-    """The plans of one setting with one number of stages."""
+def search(
+    space: Space,
+    families: Sequence[Family],
+    stage_counts: Iterable[int],
+    seeds: Iterable[Candidate] = (),
+    work: float | None = None,
+    limit: float = np.inf,
+) -> Found:
+    """The fastest plan of these families and stage counts, no slower than the seeds, where there is one
+    faster than `limit` seconds.
 
-    def __init__(self, instance: Instance, stages: int, work: _Work) -> None:
-        self.instance, self.stages, self.work = instance, stages, work
-        self.quick_bound = instance.quick_bound(stages)
+    Among plans within `TIE` of each other: the fewest stages, then the family that stands first.
+    """
+    budget = Work(WORK if work is None else work)
+    return _Search(space, families, stage_counts, budget, limit).run(seeds)
+
+
+class _Search:
+    """A search under way: the best plan so far, and the subproblems."""
+
+    def __init__(
+        self,
+        space: Space,
+        families: Sequence[Family],
+        stage_counts: Iterable[int],
+        work: Work,
+        limit: float,
+    ) -> None:
+        self.space, self.work, self.limit = space, work, limit
+        self.counts = sorted(set(stage_counts))
+        self.families = families
+        self.best: Candidate | None = None
+
+    @property
+    def step(self) -> float:
+        """Of the best plan so far."""
+        return self.limit if self.best is None else self.best.step_seconds
+
+    def run(self, seeds: Iterable[Candidate]) -> Found:
+        for seed in seeds:
+            self._take(seed)
+        runs = {
+            key: Runs(self.space, *key)
+            for key in dict.fromkeys(_runs_key(family) for family in self.families)
+        }
+        problems = [
+            _Subproblem(self.space, family, self.counts, self.work, runs[_runs_key(family)])
+            for family in self.families
+        ]
+        for problem in sorted(problems, key=lambda p: p.quick_bound):
+            self._take(problem.seed(self.step))
+        seed, limit = self.best, self.step * (1 + TIE)
+        best: Candidate | None = None
+        for stages in self.counts:
+            for problem in problems:
+                found = problem.solve(stages, limit)
+                if found is not None:
+                    best, limit = found, found.step_seconds
+        best = best or seed
+        return self._found(best, problems)
+
+    def _found(self, best: Candidate | None, problems: Sequence[_Subproblem]) -> Found:
+        step = best.step_seconds if best else np.inf
+        proven = min((problem.proven for problem in problems), default=np.inf)
+        root = min((problem.root for problem in problems), default=np.inf)
+        exact = proven >= step * (1 - TIE)
+        return Found(best, step if exact else proven, min(root, step), exact)
+
+    def _take(self, found: Candidate | None) -> None:
+        if found is not None and found.step_seconds < self.step:
+            self.best = found
+
+
+class _Subproblem:
+    """The plans of one family, by number of stages."""
+
+    def __init__(self, space: Space, family: Family, counts: Sequence[int], work: Work, runs: Runs) -> None:
+        self.space, self.family, self.counts, self.work, self.runs = space, family, counts, work, runs
+        self.quick_bound = quick_bound(space, family)
         self.proven = np.inf
         """A bound on the plans that were not scored, where some may be faster than the best known."""
-        self._bound: Bound | None = None
+        self._made: tuple[Options, Bound] | None = None
+        self._roots: dict[int, float] = {}
 
     @property
-    def bound(self) -> Bound:
-        """The bound, made when it is first needed."""
-        if self._bound is None:
-            self._bound = bound_of(self.instance, self.stages)
-        return self._bound
-
-    @property
-    def root_if_known(self) -> float:
+    def root(self) -> float:
         """The bound before searching: the quick one where no better was needed."""
-        return self.quick_bound if self._bound is None else max(self.quick_bound, self._bound.root())
+        return max(self.quick_bound, min(self._roots.values(), default=-np.inf))
 
-    def seed(self, best: Candidate | None) -> Candidate | None:
-        """A good plan, where one faster than `best` is possible; else `best`."""
-        limit = best.step_seconds if best else np.inf
-        if self.quick_bound >= limit or self.bound.root() >= limit or np.isinf(self.bound.root()):
-            return best
-        beam, _ = self._unfinished(limit, BEAM)
-        found, _ = self._fastest(np.concatenate([beam, self._balanced()]), limit)
-        return found or best
+    def _opened(self, limit: float) -> bool:
+        """Whether there may be plans below `limit`. Makes the options and the bounds of all stage counts when
+        they are first needed, and forgets the options where they are needed no more."""
+        if self.quick_bound >= limit:
+            return False
+        if not self._roots:
+            options, bound = self._bound(limit)
+            for stages in self.counts:
+                possible = options.groups and stages <= options.most_stages
+                # Plans that are slower than this are left out of the options.
+                self._roots[stages] = min(bound.root(stages) if possible else np.inf, _within(limit))
+        open_ = any(root < limit for root in self._roots.values())
+        if not open_:
+            self._made = None
+        return open_
 
-    def solve(self, limit: float) -> Candidate | None:
-        """The fastest plan below `limit`, by branch and bound; None where there is none."""
-        if self.quick_bound >= limit or self.bound.root() >= limit:
-            return None
-        if self.work.left <= 0:
-            self.proven = self.bound.root()
-            return None
-        plans, aside = self._unfinished(limit, max(BEAM, WIDTH // (self.instance.last_place + 1)))
-        best, left = self._fastest(plans, limit)
-        self.proven = min(aside, left)
+    def _bound(self, limit: float) -> tuple[Options, Bound]:
+        """The options and the bound for plans below `limit`."""
+        if self._made is None:
+            family = self.family
+            within = _within(limit)
+            options = options_of(self.space, family.setting, self.runs, within)
+            self._made = options, BOUNDS[family.setting.schedule](options, within)
+        return self._made
+
+    def seed(self, limit: float) -> Candidate | None:
+        """A good plan that is faster than `limit`, where there may be one."""
+        best: Candidate | None = None
+        if self._opened(limit):
+            for stages in sorted(self.counts, key=lambda count: self._roots[count]):
+                if self._roots[stages] >= limit:
+                    break
+                plans, _ = self._unfinished(stages, limit, BEAM)
+                found, _ = self._fastest(plans, limit)
+                if found is not None:
+                    best, limit = found, found.step_seconds
         return best
 
-    def _fastest(self, plans: Ends, limit: float) -> tuple[Candidate | None, float]:
+    def solve(self, stages: int, limit: float) -> Candidate | None:
+        """The fastest plan of so many stages below `limit`, by branch and bound; None where there is none."""
+        if not self._opened(limit) or self._roots[stages] >= limit:
+            return None
+        if self.work.left <= 0:
+            self.proven = min(self.proven, max(self._roots[stages], self.quick_bound))
+            return None
+        plans, aside = self._unfinished(stages, limit, max(BEAM, WIDTH // (10 + 10 * stages)))
+        best, left = self._fastest(plans, limit)
+        self.proven = min(self.proven, aside, left)
+        return best
+
+    def _fastest(self, plans: Partial | None, limit: float) -> tuple[Candidate | None, float]:
         """The fastest of these plans, where it is faster than `limit`, and the least bound of those that the
         work did not reach (inf: none). The lowest bounds are simulated first, more and more side by side."""
-        bounds = self.bound.finished(plans)
+        if plans is None or not len(plans):
+            return None, np.inf
+        options, bound = self._bound(limit)
+        pipelines = self._pipelines(options, plans)
+        bounds = bound.finished(pipelines)
         order = np.argsort(bounds, kind="stable")
-        plans, bounds = plans[order], bounds[order]
         best: Candidate | None = None
         start, batch = 0, 1
-        while start < len(plans) and bounds[start] < limit * (1 - TIE if best else 1):
+        while start < len(order) and bounds[order[start]] < limit * (1 - TIE if best else 1):
             if start and self.work.left <= 0:
-                return best, float(bounds[start])
-            steps = score(self.instance, plans[start : start + batch])
-            self.work.simulate(len(steps), 2 * self.stages * self.instance.setting.micro_batches)
+                return best, float(bounds[order[start]])
+            chosen = order[start : start + batch]
+            steps = pipelines.some(chosen).step_seconds()
+            self.work.simulate(len(steps), 2 * pipelines.stages * self.family.setting.micro_batches)
             first = int(steps.argmin())
             if steps[first] < limit:
-                best, limit = self._candidate(plans[start + first], steps[first]), float(steps[first])
+                best, limit = (
+                    self._candidate(options, plans, chosen[first], steps[first]),
+                    float(steps[first]),
+                )
             start, batch = start + batch, min(8 * batch, BATCH)
         return best, np.inf
 
-    def _candidate(self, ends: Ends, step: float) -> Candidate:
-        return Candidate(self.instance.setting, tuple(int(end) for end in ends), float(step))
+    def _pipelines(self, options: Options, plans: Partial) -> Pipelines:
+        runtime, columns = self.space.runtime, dict(plans.columns)
+        for name in ("occupancy", "latency"):
+            columns[name] = columns[name][:, 1:]
+        if self.space.one_process:
+            table = options.groups[0].team.table
+            starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
+            columns["forward_launch"] = table.forward_launch[starts, plans.ends]
+            columns["backward_launch"] = table.backward_launch[starts, plans.ends]
+        transfers = "overlapped" if runtime is None else runtime.transfers
+        return Pipelines(self.family.setting, **columns, transfers=transfers)
 
-    def _unfinished(self, limit: float, width: int) -> tuple[Ends, float]:
+    def _candidate(self, options: Options, plans: Partial, row: int, step: float) -> Candidate:
+        places, ranks = options.groups[0].team.table.places, self.family.placement.ranks
+        devices, modes = [], []
+        for begin, group, again in zip(plans.begins[row], plans.groups[row], plans.again[row], strict=True):
+            devices.append(ranks[begin : begin + options.groups[group].replicas])
+            mode = self.family.setting.recompute
+            modes.append(("always" if again else "never") if mode == "by_stage" else mode)
+        ends = tuple(places[end] for end in plans.ends[row])
+        return Candidate(Proposal(self.family.setting, ends, tuple(devices)), tuple(modes), float(step))
+
+    def _unfinished(self, stages: int, limit: float, width: int) -> tuple[Partial | None, float]:
         """Whole plans whose bound lies below `limit`, at most `width` unfinished ones at a time, and the
         smallest bound of those put aside (inf: none)."""
-        state: State = self.bound.start()
-        ends = np.zeros((1, 0), dtype=np.int64)
+        options, bound = self._bound(limit)
+        plans: Partial | None = nothing(bound.start())
         aside = np.inf
-        for stage in range(self.stages):
-            table, states = self.bound.extend(stage, state)
-            self.work.extend(table.size)
-            if stage == self.stages - 1:
-                table[:, :-1] = np.inf
-            parents, places = np.nonzero(table < limit)
-            bounds = table[parents, places]
-            if len(bounds) > width:
-                order = np.argsort(bounds, kind="stable")
-                aside = min(aside, float(bounds[order[width]]))
-                keep = np.sort(order[:width])
-                parents, places = parents[keep], places[keep]
-            state = {name: values[parents, places] for name, values in states.items()}
-            state["place"] = places
-            ends = np.concatenate([ends[parents], places[:, None]], axis=1)
-        return ends, aside
+        for remaining in range(stages, 0, -1):
+            if plans is None:
+                break
+            plans, least = self._extended(options, bound, plans, remaining, limit, width)
+            aside = min(aside, least)
+        return plans, aside
 
-    def _balanced(self) -> Ends:
-        """The plan whose busiest stage is cheapest, the transfers at its cuts counted."""
-        table = self.instance.table
-        work = table.forward + self.instance.usual_backward
-        if self.stages > 1:
-            cut = 2 * self.instance.transfer(0) * (table.crossing > 0)
-            work = work + cut[:, None] + cut[None, :]
-        ends = balance_table(lambda stage: np.where(self._allowed(stage), work, np.inf), self.stages)
-        return np.array([ends], dtype=np.int64)
+    def _extended(
+        self, options: Options, bound: Bound, plans: Partial, remaining: int, limit: float, width: int
+    ) -> tuple[Partial | None, float]:
+        """The plans with every further stage, and the least bound of those put aside."""
+        parts, bounds = [], []
+        for stage in expansions(options, plans, remaining):
+            known: Known = {name: values[stage.parent] for name, values in plans.known.items()}
+            own, now = bound.extend(known, stage)
+            self.work.extend(len(own))
+            if remaining == 1:
+                done = (stage.end == options.last_place) & (stage.end_position >= options.least_used)
+                own = np.where(done, own, np.inf)
+            kept = np.flatnonzero(own < limit)
+            if len(kept) > width:
+                kept = np.sort(kept[np.argsort(own[kept], kind="stable")[: width + 1]])
+            if len(kept):
+                parts.append(extended(plans, stage, now, kept))
+                bounds.append(own[kept])
+        if not parts:
+            return None, np.inf
+        every = np.concatenate(bounds)
+        if len(every) <= width:
+            return joined(parts), np.inf
+        order = np.argsort(every, kind="stable")
+        return joined(parts, np.sort(order[:width])), float(every[order[width]])
 
-    def _allowed(self, stage: int) -> npt.NDArray[np.bool_]:
-        return self.instance.allowed(self.stages - stage, self.stages)
+
+def _runs_key(family: Family) -> tuple[Placement, tuple[int, ...], bool, int]:
+    """Families of the same runs share them."""
+    return family.placement, family.replicas, family.on_all, family.unit
+
+
+def _within(limit: float) -> float:
+    """A little more, so that no plan as fast as the best is lost to rounding."""
+    return limit * (1 + 2 * TIE)
+
+
+def expansions(options: Options, plans: Partial, remaining: int) -> Iterator[Expansion]:
+    """Every further stage of the plans, which leaves a device and a block for each that is to follow."""
+    starts = options.runs.starts
+    pairs = [(row, begin) for row, end in enumerate(plans.position.tolist()) for begin in starts[end]]
+    rows, begins = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    first = plans.ends.shape[1] == 0
+    for index, group in enumerate(options.groups):
+        use = group.at[begins] & (begins + group.replicas + remaining - 1 <= options.devices)
+        parent, position = rows[use], begins[use]
+        low, high = group.segments[plans.place[parent]], group.segments[plans.place[parent] + 1]
+        counts = high - low
+        if not counts.sum():
+            continue
+        which = np.repeat(np.arange(len(parent)), counts)
+        pair = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts) + low[which]
+        inner = group.end[pair] + remaining - 1 <= options.last_place
+        inner &= options.space.may_be(plans.ends.shape[1], group.start[pair], group.end[pair])
+        which, pair = which[inner], pair[inner]
+        parent, position = parent[which], position[which]
+        latency, occupancy = (
+            (np.zeros(len(pair)),) * 2 if first else _cut(options, plans, group, parent, position)
+        )
+        yield Expansion(options, group, index, remaining, parent, position, pair, occupancy, latency)
+
+
+def _cut(
+    options: Options, plans: Partial, group: Group, parent: Indices, position: Indices
+) -> tuple[Floats, Floats]:
+    """Latency of the transfer from the stage before, and the seconds for which it takes its links: the larger
+    part of both sides."""
+    latency, slowness = options.runs.ways(group.replicas)
+    counts = np.array([options.runs.counts.index(own.replicas) for own in options.groups])
+    tables = np.array([own.team.table.crossing for own in options.groups])
+    before, place = plans.groups[parent, -1], plans.place[parent]
+    sent = np.maximum(tables[before, place], group.team.table.crossing[place])
+    at = counts[before], plans.position[parent] // options.runs.unit, position // options.runs.unit
+    return latency[at], sent * slowness[at]
+
+
+def quick_bound(space: Space, family: Family) -> float:
+    """A bound that needs no tables of stages: the work, as cheap as any number of replicas makes each layer,
+    shared evenly over all devices."""
+    setting, devices = family.setting, len(family.placement.ranks)
+    size, again = setting.micro_batch_size, setting.recompute == "always"
+    counts = [n for n in family.replicas if n <= min(devices, size) and space.fits_someone(size, n)]
+    if not counts:
+        return np.inf
+    work = np.minimum.reduce([n * space.least_work(share_of(size, n), again=again) for n in counts])
+    return float(setting.micro_batches * work.sum() / devices)

@@ -1,332 +1,172 @@
-"""Proven lower bounds on the step seconds of straight pipelines, for whole plans and for unfinished ones.
+"""Proven lower bounds on the step seconds of 1F1B pipelines, for whole plans and for unfinished ones.
 
-Costs of a stage: f forward, b backward (with what it recomputes); of a cut: o = bytes / bandwidth, for which
-the link is taken, and c = o + latency until the tensor is there, the same both ways. M micro-batches.
-`simulate` runs exactly these rules, so a bound on them is a bound on every step it can report.
+Costs of a stage: f forward, b backward (with what it recomputes), e the all-reduce after its last backward;
+of a cut: o = bytes / bandwidth, for which the link is taken, and c = o + latency until the tensor is there,
+the same both ways. M micro-batches. `simulate` runs exactly these rules, so a bound on them is a bound on
+every step it can report (with transfers that block, a step only grows).
 
-What holds for stage s of any plan (0-based, p stages, w = micro-batches it may hold):
+What holds for stage s of any plan (0-based, p stages, w = micro-batches it may hold = min(M, p - s)):
 
     before its first F   at least sum of (f + c) of the stages before it      (micro-batch 0 has to get there)
-    after its last B     at least sum of (b + c) of the stages before it      (that micro-batch has to return)
+    after its last B     at least e, or (b + c) of the stages back to any stage before and its e
     a round trip         D = 2 c + sum of (f + b) + 2 sum of c of the stages after it, between the end of a
                          micro-batch's F and the start of its B
 
-and so, for 1F1B, from the first start to the last end on stage s, the largest of
+and so, from the first start to the last end on stage s, the largest of
 
     ceil(M / w) (f + b + D)           micro-batch m + w starts when m is done, so round trips chain
-                                      (design: the busiest stage's work is the last stage's case, D = 0)
+                                      (the busiest stage's work is the last stage's case, D = 0)
     X + (M - w)(f + b) + Y   (M > w)  with X = max(w f, f + D): the first B comes after w F and after a
                                       round trip; Y = max(w b, b + D): after the last F, w B are left and a
                                       round trip; between them every F and B that is left
     M f + M b, M f + D + b, f + D + M b   (M = w), the same without the middle
     f + D + (M - 1) o + b             the link after the stage carries M tensors
 
-GPipe's forwards and backwards are two flow shops of identical jobs (links are machines, latencies lags),
-whose spans are known exactly: sum of f and c plus (M - 1) times the largest f or o; the same for b. Under
-`except_last` the first backward job is shorter (b', without the recomputation), and two paths are bounds: it
-on the last stage, then the second job through all of them: sum of b and c plus (M - 2) times the largest b or
-o, plus b' of the last stage; or it as far as the largest stage, where all others pass: sum of b' and c plus
-(M - 1) times the largest b or o.
-
-Where one process drives all stages, the step is at least all launches in turn.
-
 For an unfinished plan the terms of the missing stages are minimised by dynamic programming from the last
-stage back, each with the smallest sum of cuts that may follow it: still below every completion.
+stage back, over places, positions in the order of the devices and stages that are left, each by itself: still
+below every completion.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+import math
 
 import numpy as np
 import numpy.typing as npt
 
-from ..cost_models.communication import point_to_point_seconds
-from ..cost_models.memory import LedgerOptions
-from ..cost_models.schedules import schedule_named
-from ..cost_models.topology import Link
-from .setting import Setting
-from .stage_table import StageTable
-
-Floats = npt.NDArray[np.float64]
-Ends = npt.NDArray[np.int64]
-State = dict[str, npt.NDArray[Any]]
-"""What a bound knows of unfinished plans, by name: one entry a plan (or one a plan and next place)."""
+from ..stage_table import Floats
+from .options import Group, Options
+from .partial import Expansion, Known
+from .pipelines import Pipelines
 
 
-@dataclass(frozen=True, eq=False)
-class Instance:
-    """The straight plans of one setting: a table of stages, their links by boundary, and a memory limit."""
+class RoundTripBound:
+    """The bounds of the module's docstring, for plans below `limit`: all others may be told to be there, or
+    not to be (inf). Of GPipe they hold, too, with all micro-batches held."""
 
-    table: StageTable
-    setting: Setting
-    links: tuple[Link, ...]
-    """By boundary: after stage 0, after stage 1, ..."""
-    optimizer: str
-    memory_limit: float | None = None
-    ledger: LedgerOptions = field(default_factory=LedgerOptions)
-    single_process: bool = False
-    trains_every_stage: bool = False
-    """Whether a stage without parameters is refused."""
-    _memory: dict[float, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    def __init__(self, options: Options, limit: float = np.inf) -> None:
+        self.options, self._limit = options, limit
+        self._rows = [self._after_last()]
 
-    @property
-    def last_place(self) -> int:
-        """Where the last stage ends."""
-        return self.table.blocks
+    def root(self, stages: int) -> float:
+        """A bound on every plan of so many stages; inf where there is none."""
+        to_last_backward, to_end, _ = self.rows(stages)
+        return float(max(to_last_backward[0, 0], to_end[0, 0], self.options.launches))
 
-    @property
-    def usual_backward(self) -> Floats:
-        """Backward seconds of the micro-batches that are recomputed, if any are."""
-        return self.table.backward + (self.table.forward if self.setting.recomputed else 0.0)
+    def rows(self, stages: int) -> tuple[Floats, Floats, Floats]:
+        """(positions + 1, places) each, for the last so many stages after one that ends there: seconds from
+        the first F on the first of them to its last B, to the end of the step, and of a round trip."""
+        while len(self._rows) <= stages:
+            self._rows.append(self._before(len(self._rows)))
+        return self._rows[stages]
 
-    def occupancy(self, boundary: int) -> Floats:
-        """(places,): seconds for which a transfer takes the link."""
-        return self.links[boundary].occupancy_seconds(self.table.crossing)
-
-    def transfer(self, boundary: int) -> Floats:
-        """(places,): seconds until a transfer has arrived."""
-        return point_to_point_seconds(self.links[boundary], self.table.crossing)
-
-    def allowed(self, remaining: int, stages: int) -> npt.NDArray[np.bool_]:
-        """Which stages may be the one with `remaining` stages from it to the end."""
-        if self.memory_limit is None:
-            return self.usable
-        setting = self.setting
-        in_flight = schedule_named(setting.schedule).in_flight(
-            stages - remaining, stages, setting.micro_batches
-        )
-        if in_flight not in self._memory:
-            needed = self.table.memory(in_flight, setting.recompute, self.optimizer, **self.ledger)
-            self._memory[in_flight] = self.usable & (needed <= self.memory_limit)
-        return self._memory[in_flight]
-
-    @cached_property
-    def usable(self) -> npt.NDArray[np.bool_]:
-        """Which stages may be, whatever the memory."""
-        trained = np.asarray(self.table.stage_bytes.trainable) > 0
-        return self.table.valid & trained if self.trains_every_stage else self.table.valid
-
-    @property
-    def launches(self) -> float:
-        """Host seconds of all launches of a step, where one process makes them all; else 0."""
-        if not self.single_process:
-            return 0.0
-        forward, backward = (float(t[0, -1]) for t in (self.table.forward_launch, self.table.backward_launch))
-        return self.setting.micro_batches * (forward + backward) + self.setting.recomputed * forward
-
-    def quick_bound(self, stages: int) -> float:
-        """A bound that needs no table of rows: the work shared evenly, the round trips of stage 0."""
-        setting = self.setting
-        forward, backward = float(self.table.forward[0, -1]), float(self.table.backward[0, -1])
-        work = setting.micro_batches * (forward + backward) + setting.recomputed * forward
-        trips = 1 if setting.schedule == "gpipe" else -(-setting.micro_batches // stages)
-        return max(work / stages, trips * (forward + backward), self.launches)
-
-
-class OneFOneBBound:
-    """The bounds of the module's docstring for 1F1B."""
-
-    def __init__(self, instance: Instance, stages: int) -> None:
-        self.instance, self.stages = instance, stages
-        self._left = instance.table.forward[:, -1] + instance.usual_backward[:, -1]
-
-    def root(self) -> float:
-        """A bound on every plan of so many stages; inf where memory allows none."""
-        return max(float(self._rows[0][0][0]), self.instance.launches)
-
-    def start(self) -> State:
-        """The plan of no stages."""
-        return {"place": np.zeros(1, dtype=np.int64), "lag": np.zeros(1), "known": np.zeros(1)}
-
-    def extend(self, stage: int, state: State) -> tuple[Floats, State]:
-        """(plans, places): the bound with `stage` ending at each place, and the state then."""
-        instance, start = self.instance, state["place"]
-        f, b = instance.table.forward[start], instance.usual_backward[start]
-        lag = state["lag"][:, None]
-        follows, cuts = self._rows[stage + 1]
-        cut = self._cut(stage)
-        own = self._stage_term(stage, f, b, cut, self._trip(cut, cuts))
-        known = np.maximum(state["known"][:, None], lag + own)
-        lag = lag + f + b + 2 * cut
-        bound = np.maximum(known, lag + follows)
-        bound = np.where(instance.allowed(self.stages - stage, self.stages)[start], bound, np.inf)
-        return np.maximum(bound, instance.launches), {"lag": lag, "known": known}
-
-    def finished(self, ends: Ends) -> Floats:
-        """(plans,): the bound of whole plans, whose cuts are all known. ends: (plans, stages)."""
-        f, b = self.instance.table.forward, self.instance.usual_backward
-        starts = starts_of(ends)
-        bound, trip = np.zeros(len(ends)), np.zeros(len(ends))
-        for stage in reversed(range(self.stages)):
-            own_f, own_b = f[starts[:, stage], ends[:, stage]], b[starts[:, stage], ends[:, stage]]
-            cut = self._cut(stage)[ends[:, stage]]
-            trip = trip + 2 * cut
-            own = self._stage_term(stage, own_f, own_b, cut, trip)
-            bound = np.maximum(own, own_f + own_b + 2 * cut + bound)
-            trip = trip + own_f + own_b
-        return np.maximum(bound, self.instance.launches)
-
-    @cached_property
-    def _rows(self) -> list[tuple[Floats, Floats]]:
-        """For stage 0, 1, ... starting at each place: the bound from its first start to its last end, and the
-        smallest sum of c from its own cut on."""
-        f, b = self.instance.table.forward, self.instance.usual_backward
-        rows = [self._row_after_last()]
-        for stage in reversed(range(self.stages)):
-            follows, cuts = rows[-1]
-            cut = self._cut(stage)
-            own = self._stage_term(stage, f, b, cut, self._trip(cut, cuts))
-            allowed = self.instance.allowed(self.stages - stage, self.stages)
-            bound = np.where(allowed, np.maximum(own, f + b + 2 * cut + follows), np.inf)
-            rows.append((bound.min(axis=1), np.where(allowed, cut + cuts, np.inf).min(axis=1)))
-        return rows[::-1]
-
-    def _row_after_last(self) -> tuple[Floats, Floats]:
-        nothing = np.full(self.instance.last_place + 1, np.inf)
-        nothing[-1] = 0.0
-        return nothing, nothing
-
-    def _cut(self, stage: int) -> Floats:
-        last = stage == self.stages - 1
-        return np.zeros(self.instance.last_place + 1) if last else self.instance.transfer(stage)
-
-    def _trip(self, cut: Floats, cuts: Floats) -> Floats:
-        """(places,): D of a stage that ends at each place."""
-        return 2 * cut + self._left + 2 * cuts
-
-    def _stage_term(self, stage: int, f: Floats, b: Floats, cut: Floats, trip: Floats) -> Floats:
-        count = self.instance.setting.micro_batches
-        held = min(count, self.stages - stage)
-        chained = -(-count // held) * (f + b + trip)
-        if count > held:
-            ramped = (
-                np.maximum(held * f, f + trip) + (count - held) * (f + b) + np.maximum(held * b, b + trip)
-            )
-        else:
-            ramped = np.maximum(count * (f + b), np.maximum(count * f + b, f + count * b) + trip)
-        term = np.maximum(chained, ramped)
-        if stage == self.stages - 1:
-            return term
-        latency = self.instance.links[stage].latency_seconds
-        return np.maximum(term, f + b + trip + (count - 1) * (cut - latency))
-
-
-class GPipeBound:
-    """The spans of GPipe's two flow shops: exact where every backward costs the same, else a bound."""
-
-    def __init__(self, instance: Instance, stages: int) -> None:
-        self.instance, self.stages = instance, stages
-        self._followers = instance.setting.micro_batches - 1
-        self._paths = self._known_paths()
-
-    def root(self) -> float:
-        """A bound on every plan of so many stages; inf where memory allows none."""
-        row = {name: float(values[0]) for name, values in self._rows[0].items()}
-        return max(float(self._total(row["f"], row["b"], row["both"], row["cuts"])), self.instance.launches)
-
-    def start(self) -> State:
-        """The plan of no stages."""
+    def start(self) -> Known:
+        """What is known of the plan of no stages."""
         zero = np.zeros(1)
-        return {"place": np.zeros(1, dtype=np.int64), "f": zero, "b": zero, "both": zero, "cuts": zero}
+        return {"lag": zero, "back": zero, "known": zero}
 
-    def extend(self, stage: int, state: State) -> tuple[Floats, State]:
-        """(plans, places): the bound with `stage` ending at each place, and the state then."""
-        start, row = state["place"], self._rows[stage + 1]
-        f, b, both, cut = self._stage(stage, start)
-        known = {
-            "f": np.maximum(state["f"][:, None], f),
-            "b": np.maximum(state["b"][:, None], b),
-            "both": np.maximum(state["both"][:, None], both),
-            "cuts": state["cuts"][:, None] + cut,
-        }
-        bound = self._total(
-            np.maximum(known["f"], row["f"]),
-            np.maximum(known["b"], row["b"]),
-            np.maximum(known["both"], row["both"]),
-            known["cuts"] + row["cuts"],
-        )
-        bound = np.where(self.instance.allowed(self.stages - stage, self.stages)[start], bound, np.inf)
-        return np.maximum(bound, self.instance.launches), known
+    def extend(self, known: Known, stage: Expansion) -> tuple[Floats, Known]:
+        """(expansions,): the bound with a further stage, and what is known then."""
+        f, b, e = stage.forward, stage.backward, stage.tail
+        to_last_backward, to_end, trips = self.rows(stage.remaining - 1)
+        at = (stage.end_position, stage.end)
+        lag, back = known["lag"] + stage.cut, known["back"] + stage.cut
+        trip = 2 * stage.least_cut + trips[at]
+        own = self._stage_term(stage.remaining, f, b, stage.least_occupancy, trip)
+        inward = np.maximum(own, f + b + 2 * stage.least_cut + to_last_backward[at])
+        whole = np.maximum(inward + e, f + stage.least_cut + to_end[at])
+        sure = np.maximum(known["known"], lag + own + np.maximum(back, e))
+        bound = np.maximum(sure, lag + np.maximum(inward + back, whole))
+        made = {"lag": lag + f, "back": b + np.maximum(back, e), "known": sure}
+        return np.maximum(bound, self.options.launches), made
 
-    def finished(self, ends: Ends) -> Floats:
-        """(plans,): the bound of whole plans. ends: (plans, stages)."""
-        starts = starts_of(ends)
-        f, b, both, cuts = (np.zeros(len(ends)) for _ in range(4))
-        for stage in range(self.stages):
-            costs = self._stage(stage, starts[:, stage])
-            own_f, own_b, own_both = (table[np.arange(len(ends)), ends[:, stage]] for table in costs[:3])
-            f, b, both = np.maximum(f, own_f), np.maximum(b, own_b), np.maximum(both, own_both)
-            cuts = cuts + costs[3][ends[:, stage]]
-        return np.maximum(self._total(f, b, both, cuts), self.instance.launches)
+    def finished(self, plans: Pipelines) -> Floats:
+        """(plans,): the bound of whole plans, whose cuts are all known."""
+        return np.maximum(whole_bound(plans), self.options.launches)
 
-    def _known_paths(self) -> list[tuple[float, int]]:
-        """Paths through both flow shops: their seconds besides cuts and largest stages, and how many times
-        they take the largest backward."""
-        table, usual = self.instance.table, float(self.instance.usual_backward[0, -1])
-        forward, backward = float(table.forward[0, -1]), float(table.backward[0, -1])
-        if self.instance.setting.recompute != "except_last":
-            return [(forward + usual, self._followers)]
-        on_last = forward + usual + float(table.backward[-2, -1])
-        return [(on_last, self._followers - 1), (forward + backward, self._followers)]
+    def _after_last(self) -> tuple[Floats, Floats, Floats]:
+        nothing = self.options.after_last
+        return nothing, nothing, nothing
 
-    def _total(
-        self, f: Floats | float, b: Floats | float, both: Floats | float, cuts: Floats | float
-    ) -> Floats:
-        """The bound from the largest f, b and f + b of a stage (or 2 o of a cut), and the sum of c."""
-        totals = []
-        for seconds, count in self._paths:
-            apart = _times(self._followers, f) + _times(count, b)
-            together = _times(count, both) + _times(self._followers - count, f)
-            totals.append(seconds + 2 * cuts + np.maximum(apart, together))
-        return np.asarray(np.max(totals, axis=0))
+    def _before(self, remaining: int) -> tuple[Floats, Floats, Floats]:
+        shape = (self.options.devices + 1, self.options.last_place + 1)
+        rows = tuple(np.full(shape, np.inf) for _ in range(3))
+        reachable = np.isfinite(self._rows[-1][0])
+        if reachable.any():
+            for group in self.options.groups:
+                self._fill(rows, group, reachable, remaining)
+        made = [self.options.runs.reached(values) for values in rows]
+        forward, both, work = self.options.prefixes
+        least = np.maximum(made[0] + both, made[1] + forward)
+        dead = (least >= self._limit) | (work > self._limit)
+        return tuple(np.where(dead, np.inf, values) for values in made)  # type: ignore[return-value]
 
-    def _stage(self, stage: int, start: Ends | slice) -> tuple[Floats, Floats, Floats, Floats]:
-        f, b = self.instance.table.forward[start], self.instance.usual_backward[start]
-        if stage == self.stages - 1:
-            return f, b, f + b, np.zeros(self.instance.last_place + 1)
-        o = self.instance.occupancy(stage)
-        return np.maximum(f, o), np.maximum(b, o), np.maximum(f + b, 2 * o), self.instance.transfer(stage)
+    def _fill(
+        self, rows: tuple[Floats, ...], group: Group, reachable: npt.NDArray[np.bool_], remaining: int
+    ) -> None:
+        """Adds a group's stages before those that are `reachable` from them."""
+        positions = group.positions[reachable[group.positions + group.replicas].any(axis=1)]
+        if not len(positions):
+            return
+        after = positions + group.replicas
+        pairs, starts, first = group.some(reachable[after].any(axis=0))
+        if not len(pairs):
+            return
+        to_last_backward, to_end, trips = self.rows(remaining - 1)
+        f, b = group.forward[pairs], self._least_backward(group, remaining)[pairs]
+        at = (after[:, None], group.end[pairs][None, :])
+        latency, slowness = (values[after][:, None] for values in self.options.runs.best_way(group.replicas))
+        occupancy = slowness * group.sent[pairs]
+        cut = occupancy + latency * group.inner[pairs]
+        trip = 2 * cut + trips[at]
+        own = self._stage_term(remaining, f, b, occupancy, trip)
+        inward = np.maximum(own, f + b + 2 * cut + to_last_backward[at])
+        whole = np.maximum(inward + group.tail[pairs], f + cut + to_end[at])
+        into = np.ix_(positions, starts)
+        for values, own_values in zip(rows, (inward, whole, f + b + trip), strict=True):
+            least = np.minimum.reduceat(own_values, first, axis=1)
+            values[into] = np.minimum(values[into], least)
 
-    @cached_property
-    def _rows(self) -> list[dict[str, Floats]]:
-        """For stage 0, 1, ... starting at each place: the smallest each quantity can be from there on."""
-        nothing = np.full(self.instance.last_place + 1, np.inf)
-        nothing[-1] = 0.0
-        rows = [dict.fromkeys(("f", "b", "both", "cuts"), nothing)]
-        for stage in reversed(range(self.stages)):
-            follows = rows[-1]
-            f, b, both, cut = self._stage(stage, slice(None))
-            allowed = self.instance.allowed(self.stages - stage, self.stages)
-            candidates = {
-                "f": np.maximum(f, follows["f"]),
-                "b": np.maximum(b, follows["b"]),
-                "both": np.maximum(both, follows["both"]),
-                "cuts": np.broadcast_to(cut + follows["cuts"], allowed.shape),
-            }
-            rows.append(
-                {name: np.where(allowed, values, np.inf).min(axis=1) for name, values in candidates.items()}
-            )
-        return rows[::-1]
+    def _least_backward(self, group: Group, remaining: int) -> Floats:
+        """Of any micro-batch: under except_last the last one's, without what is run again."""
+        b = group.backward(self.options.held(remaining))[0]
+        last_differs = self.options.setting.recompute == "except_last"
+        return np.where(np.isinf(b), np.inf, group.plain) if last_differs else b
+
+    def _stage_term(self, remaining: int, f: Floats, b: Floats, occupancy: Floats, trip: Floats) -> Floats:
+        count = self.options.setting.micro_batches
+        return stage_term(count, self.options.held(remaining), f, b, occupancy, trip)
 
 
-Bound = OneFOneBBound | GPipeBound
-
-BOUNDS: dict[str, type[OneFOneBBound] | type[GPipeBound]] = {"1f1b": OneFOneBBound, "gpipe": GPipeBound}
-
-
-def starts_of(ends: Ends) -> Ends:
-    """Places that the stages start at, from those they end at: (plans, stages)."""
-    return np.concatenate([np.zeros((len(ends), 1), dtype=np.int64), ends[:, :-1]], axis=1)
-
-
-def bound_of(instance: Instance, stages: int) -> Bound:
-    """The bound for the instance's schedule."""
-    return BOUNDS[instance.setting.schedule](instance, stages)
+def stage_term(count: int, held: float, f: Floats, b: Floats, occupancy: Floats, trip: Floats) -> Floats:
+    """From the first start to the last end on a stage that may hold `held` of `count` micro-batches: the
+    largest of the module's docstring."""
+    chained = math.ceil(count / held) * (f + b + trip)
+    if count > held:
+        ramped = np.maximum(held * f, f + trip) + (count - held) * (f + b) + np.maximum(held * b, b + trip)
+    else:
+        ramped = np.maximum(count * (f + b), np.maximum(count * f + b, f + count * b) + trip)
+    link = f + b + trip + (count - 1) * occupancy
+    term: Floats = np.maximum(np.maximum(chained, ramped), link)
+    return term
 
 
-def _times(count: int, values: Floats | float) -> Floats | float:
-    """count * values, where 0 times infinity is 0."""
-    return count * values if count else 0.0
+def whole_bound(plans: Pipelines) -> Floats:
+    """(plans,): the bound of whole plans, but for their launches."""
+    count, stages = plans.setting.micro_batches, plans.stages
+    cut = np.pad(plans.occupancy + plans.latency, ((0, 0), (0, 1)))
+    occupancy = np.pad(plans.occupancy, ((0, 0), (0, 1)))
+    f, b, e = plans.forward, plans.backward, plans.tail
+    trips = np.zeros((stages + 1, len(plans)))
+    for stage in reversed(range(stages)):
+        follows = 2 * cut[:, stage] + (0.0 if stage == stages - 1 else trips[stage + 1])
+        trips[stage] = f[:, stage] + b[:, stage] + follows
+    lag, back, bound = (np.zeros(len(plans)) for _ in range(3))
+    for stage in range(stages):
+        trip = trips[stage] - f[:, stage] - b[:, stage]
+        held = min(count, stages - stage)
+        own = stage_term(count, held, f[:, stage], b[:, stage], occupancy[:, stage], trip)
+        bound = np.maximum(bound, lag + own + np.maximum(back, e[:, stage]))
+        lag = lag + f[:, stage] + cut[:, stage]
+        back = b[:, stage] + cut[:, stage] + np.maximum(back, e[:, stage])
+    return bound

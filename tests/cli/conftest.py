@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from pplan.cli.app import main
 from pplan.planner.plan_file import Plan
@@ -29,6 +31,26 @@ class Ran:
     def lines(self) -> list[str]:
         """Standard error by line."""
         return self.err.splitlines()
+
+
+class Terminal(Console):
+    """A console of so many columns, and what was printed on it."""
+
+    def __init__(self, width: int) -> None:
+        self._printed = io.StringIO()
+        super().__init__(
+            file=self._printed, width=width, markup=False, highlight=False, emoji=False, color_system=None
+        )
+
+    @property
+    def text(self) -> str:
+        return self._printed.getvalue()
+
+
+@pytest.fixture
+def terminal() -> type[Terminal]:
+    """Makes a console of that width, which keeps what is printed on it as `text`."""
+    return Terminal
 
 
 @pytest.fixture

@@ -53,7 +53,8 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
     ran = run(*arguments)
     assert ran.status == 0
     assert ran.err == ""
-    for verb in ("profile", "profile-links", "solve", "export", "show", "simulate", "schedules", "topology"):
+    verbs = "profile profile-links import solve export import-plan show simulate schedules topology"
+    for verb in verbs.split():
         assert verb in ran.out
 
 
@@ -70,7 +71,17 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
             "--micro-batches --schedule --recompute --optimizer --output --force --json",
         ),
         ("profile-links", "--sizes --repeats --timeout --output --force --json"),
+        (
+            "import",
+            "--format --model --micro-batch-size --granularity --dtype --output --force --json",
+        ),
         ("export", "--device --output --force --json"),
+        (
+            "import-plan",
+            "--profile --gpus --gpus-per-node --gpu --memory --bandwidth --latency --topology --runtime "
+            "--mini-batch --micro-batches --schedule --virtual-stages --replicas --recompute --optimizer "
+            "--output --force --json",
+        ),
         ("show", "--json"),
         (
             "simulate",
@@ -114,7 +125,8 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
         (
             ["xyz"],
             "no such verb: xyz",
-            "The verbs are: profile, profile-links, solve, export, show, simulate, schedules, topology.",
+            "The verbs are: profile, profile-links, import, solve, export, import-plan, show, simulate, "
+            "schedules, topology.",
         ),
         (["--verson"], "no such option: --verson", "Did you mean --version? See pplan --help"),
         (["solve", "--gpu-s", "2"], "solve: no such option: --gpu-s", "Did you mean --gpus or --gpu?"),
@@ -122,7 +134,7 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
         (
             ["show", "--gpus", "2"],
             "show: no such option: --gpus",
-            "It is an option of: pplan solve, pplan topology.",
+            "It is an option of: pplan solve, pplan import-plan, pplan topology.",
         ),
         (["solve"], "solve: missing option '--gpus'", "Give it: pplan solve --gpus N."),
         (["profile"], "profile: missing argument 'MODEL'", "Give it: pplan profile MODEL."),

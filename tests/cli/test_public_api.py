@@ -33,6 +33,8 @@ def test_all() -> None:
         "UsageError",
         "__version__",
         "export",
+        "import_plan",
+        "import_profile",
         "load_plan",
         "load_profile",
         "profile",
@@ -185,7 +187,7 @@ def test_simulate_is_what_the_command_line_prints(
     tmp_path: Path, profile: Profile, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile.save(tmp_path / "a.profile.json", force=False)
-    made = pplan.solve(tmp_path / "a.profile.json", gpus=4, schedule="1f1b", mini_batch=16)
+    made = pplan.solve(tmp_path / "a.profile.json", gpus=4, schedule="1f1b", mini_batch=16, micro_batches=4)
     made.save(tmp_path / "a.plan.json", force=False)
     monkeypatch.chdir(tmp_path)
     asked = {"schedule": "zb-h1", "micro_batches": 8, "stages": 2}

@@ -22,6 +22,8 @@ Run = Callable[..., Any]
 Golden = Callable[[str, str], None]
 
 EIGHT = "--stages 8 --micro-batches 24 --forward-ms 18.522 --backward-ms 18.086 --weight-ms 9.337"
+ENDS = [("features.0", 0), ("classifier[2]", 2)]
+"""Stages of the first and the last layer, which leave a GPU to each of three."""
 SMALL = "--schedule 1f1b --stages 4 --micro-batches 6 --forward-ms 2 --backward-ms 4"
 
 
@@ -253,9 +255,9 @@ def test_an_asynchronous_schedule_printed(run: Run, golden: Golden) -> None:
 def planned(here: Path, profile: Profile) -> Plan:
     """A plan of three stages and its profile, as files."""
     profile.save(here / "toy.profile.json", force=False)
-    plan = pplan.solve("toy.profile.json", gpus=3, mini_batch=32, micro_batches=8, schedule="1f1b")
+    plan = pplan.solve("toy.profile.json", gpus=3, mini_batch=32, micro_batches=8, schedule="1f1b", pins=ENDS)
     plan.save(here / "toy.plan.json", force=False)
-    assert len(plan.stages) == 3
+    assert plan.replicas == [1, 1, 1]
     return plan
 
 
@@ -331,7 +333,7 @@ def test_options_change_the_plans_own_machine(run: Run, found: Found, here: Path
 
 def test_a_plan_for_another_machine(found: Found, here: Path, planned: Plan) -> None:
     del planned
-    plan = pplan.solve("toy.profile.json", gpus=3, bandwidth=1e8, mini_batch=32, micro_batches=8)
+    plan = pplan.solve("toy.profile.json", gpus=3, bandwidth=1e8, mini_batch=32, micro_batches=8, pins=ENDS)
     plan.save(here / "toy.plan.json", force=True)
     made = found("toy.plan.json")
     assert made["step_seconds"] == pytest.approx(plan.prediction.step_seconds, rel=1e-12)

@@ -52,6 +52,14 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any], profile: Profile)
         "schedule": "auto",
         "recompute": "auto",
         "optimizer": "sgd",
+        "planner": "best",
+        "time_limit": 30.0,
+        "use_all": False,
+        "max_stages": None,
+        "cut_after": (),
+        "keep_together": (),
+        "pins": (),
+        "memory_limit": None,
         "profile_file": "toy.profile.json",
         "profile_sha256": sha256((here / "toy.profile.json").read_text()),
     }
@@ -61,7 +69,9 @@ def test_every_option_arrives_in_si_units(run: Run, asked: dict[str, Any]) -> No
     options = (
         "--gpus 16 --gpus-per-node 8 --gpu A100-40GB --memory 16GiB --bandwidth 300GB/s,25GB/s "
         "--latency 5us,20us --topology two.toml --runtime torchgpipe --mini-batch 256 --micro-batches 32 "
-        "--schedule 1f1b --recompute except-last --optimizer adam"
+        "--schedule gpipe --recompute except-last --optimizer adam --planner gpipe --time-limit 2min --use-all "
+        "--max-stages 4 --cut-after features.3 --cut-after features.7 --keep-together classifier* "
+        "--pin features.0=stage0 --pin classifier[2]=3"
     )
     ran = run("solve", "toy.profile.json", *options.split())
     assert ran.status == 0, ran.err
@@ -76,9 +86,16 @@ def test_every_option_arrives_in_si_units(run: Run, asked: dict[str, Any]) -> No
         "runtime": "torchgpipe",
         "mini_batch": 256,
         "micro_batches": 32,
-        "schedule": "1f1b",
+        "schedule": "gpipe",
         "recompute": "except_last",
         "optimizer": "adam",
+        "planner": "gpipe",
+        "time_limit": 120.0,
+        "use_all": True,
+        "max_stages": 4,
+        "cut_after": ("features.3", "features.7"),
+        "keep_together": ("classifier*",),
+        "pins": (("features.0", 0), ("classifier[2]", 3)),
     }
     assert {key: asked[key] for key in wanted} == wanted
 
@@ -130,7 +147,7 @@ def test_default_output_is_replaced_but_not_a_named_one(run: Run, here: Path, as
         ("--gpus 2 --mini-batch 0", "--mini-batch 0: must be at least 1"),
         ("--gpus 2 --micro-batches some", "--micro-batches some: is neither a whole number nor auto"),
         ("--gpus 2 --micro-batches 0", "--micro-batches 0: must be at least 1"),
-        ("--gpus 2 --schedule 1f2b", "--schedule 1f2b: is not one of gpipe, 1f1b, auto"),
+        ("--gpus 2 --schedule 1f2b", "--schedule '1f2b': not known"),
         ("--gpus 2 --recompute sometimes", "--recompute sometimes: is not one of never, always, except-last"),
         (
             "--gpus 2 --optimizer lion",
@@ -141,6 +158,11 @@ def test_default_output_is_replaced_but_not_a_named_one(run: Run, here: Path, as
         ("--gpus 2 --bandwidth 25Gb/s", "--bandwidth 25Gb/s: must be in bytes, not bits, per second"),
         ("--gpus 2 --bandwidth 1GB/s,2GB/s,3GB/s", "--bandwidth 1GB/s,2GB/s,3GB/s: has 3 values"),
         ("--gpus 2 --latency soon", "--latency 'soon': not a duration"),
+        ("--gpus 2 --time-limit 30", "--time-limit 30: the unit is missing"),
+        ("--gpus 2 --time-limit 0s", "--time-limit 0: must be above 0"),
+        ("--gpus 2 --max-stages 0", "--max-stages 0: must be at least 1"),
+        ("--gpus 2 --pin features.0", "--pin features.0: is not a layer and its stage"),
+        ("--gpus 2 --recompute except-last --schedule 1f1b", "--recompute except-last with --schedule 1f1b"),
     ],
 )
 def test_bad_values(run: Run, here: Path, asked: dict[str, Any], options: str, what: str) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from pplan.cli.ledger_table import planned_memory, print_ledger
 from pplan.cli.plan_tables import answer_lines, print_plan
@@ -20,42 +18,32 @@ from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
 Golden = Callable[[str, str], None]
-
-
-def _console(width: int) -> Console:
-    return Console(
-        file=io.StringIO(), width=width, markup=False, highlight=False, emoji=False, color_system=None
-    )
-
-
-def _text(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+Terminal = Callable[[int], Any]
 
 
 @pytest.mark.parametrize(
     ("width", "file"), [(110, "profile.txt"), (80, "profile_narrow.txt"), (40, "profile_40.txt")]
 )
-def test_profile(profile: Profile, golden: Golden, width: int, file: str) -> None:
-    console = _console(width)
+def test_profile(profile: Profile, golden: Golden, width: int, file: str, terminal: Terminal) -> None:
+    console = terminal(width)
     print_profile(profile, console)
-    golden(file, _text(console))
+    golden(file, console.text)
 
 
 @pytest.mark.parametrize(("width", "file"), [(110, "plan.txt"), (80, "plan_narrow.txt"), (40, "plan_40.txt")])
-def test_plan(plan: Plan, golden: Golden, width: int, file: str) -> None:
-    console = _console(width)
+def test_plan(plan: Plan, golden: Golden, width: int, file: str, terminal: Terminal) -> None:
+    console = terminal(width)
     print_plan(plan, console)
     print_ledger(planned_memory(plan), console)
-    golden(file, _text(console))
+    golden(file, console.text)
 
 
-def test_ledger_of_many_stages_goes_on_below(plan: Plan) -> None:
-    console = _console(45)
+def test_ledger_of_many_stages_goes_on_below(plan: Plan, terminal: Terminal) -> None:
+    console = terminal(45)
     print_ledger(2 * planned_memory(plan), console)
     heads = [
         line.split()
-        for line in _text(console).splitlines()
+        for line in console.text.splitlines()
         if line.split()[:1] == ["stage"] and "inputs" not in line
     ]
     assert heads == [["stage", str(a), "stage", str(a + 1), "stage", str(a + 2)] for a in (0, 3)]
@@ -142,13 +130,13 @@ def test_what_all_gpus_would_give_is_what_the_runtime_can_run(plan: Plan) -> Non
 
 
 @pytest.mark.parametrize("width", [20, 30, *range(40, 131, 5)])
-def test_no_figure_is_cut_at_any_width(plan: Plan, profile: Profile, width: int) -> None:
+def test_no_figure_is_cut_at_any_width(plan: Plan, profile: Profile, width: int, terminal: Terminal) -> None:
     def printed(columns: int) -> str:
-        console = _console(columns)
+        console = terminal(columns)
         print_plan(plan, console)
         print_ledger(planned_memory(plan), console)
         print_profile(profile, console)
-        return _text(console)
+        return str(console.text)
 
     def figures(output: str) -> set[str]:
         return {token.rstrip(",;.") for token in output.split() if re.match(r"\d|-$", token)}
@@ -162,12 +150,12 @@ def test_no_figure_is_cut_at_any_width(plan: Plan, profile: Profile, width: int)
     assert width < 40 or all(len(line) <= width for line in tables)
 
 
-def test_the_least_important_columns_go_first() -> None:
+def test_the_least_important_columns_go_first(terminal: Terminal) -> None:
     columns = [word("a"), figure("bb", leaves=2), figure("cc", leaves=1), figure("dd", leaves=2), text("e")]
     rows = [["x", "12", "34", "56", "y" * 30]]
 
     def heads(width: int) -> list[str]:
-        return [str(column.header) for column in table(_console(width), columns, rows).columns]
+        return [str(column.header) for column in table(terminal(width), columns, rows).columns]
 
     assert heads(1 + 3 * 3 + 25) == ["a", "bb", "cc", "dd", "e"]
     assert heads(1 + 3 * 3 + 24) == ["a", "bb", "dd", "e"]
@@ -175,20 +163,20 @@ def test_the_least_important_columns_go_first() -> None:
     assert heads(5) == ["a", "e"]
 
 
-def test_a_text_is_whole_where_it_fits() -> None:
+def test_a_text_is_whole_where_it_fits(terminal: Terminal) -> None:
     long = "encoder.layers.11.self_attention.out_proj"
     for width, whole in ((5 + 1 + len(long), True), (4 + 1 + len(long), False)):
-        console = _console(width)
+        console = terminal(width)
         console.print(table(console, [figure("stage"), text("layer")], [["0", long]]))
-        assert (long in _text(console)) is whole
-        assert long in "".join(_text(console).split("─")[-1].split()[1:])
+        assert (long in console.text) is whole
+        assert long in "".join(console.text.split("─")[-1].split()[1:])
 
 
-def test_one_is_not_many(profile: Profile) -> None:
-    console = _console(110)
+def test_one_is_not_many(profile: Profile, terminal: Terminal) -> None:
+    console = terminal(110)
     print_profile(profile.model_copy(update={"layers": profile.layers[:1]}), console)
-    assert "input 3x32x32: 1 layer, 12.00 MiB" in _text(console)
-    assert "layers," not in _text(console)
+    assert "input 3x32x32: 1 layer, 12.00 MiB" in console.text
+    assert "layers," not in console.text
     assert [counted(n, thing) for n in (1, 2) for thing in ("GPU", "micro-batch")] == [
         "1 GPU",
         "1 micro-batch",
@@ -198,26 +186,28 @@ def test_one_is_not_many(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_a_size_that_was_not_measured_is_told_once(profile: Profile, by_hand: bool) -> None:
+def test_a_size_that_was_not_measured_is_told_once(
+    profile: Profile, by_hand: bool, terminal: Terminal
+) -> None:
     """By the profiler's note; where the profile is not pplan's own, by its entry, whatever notes it has."""
     if by_hand:
         profile = profile.model_copy(update={"made_by": MadeBy(), "notes": ["micro-batch size 16 is large."]})
-    console = _console(110)
+    console = terminal(110)
     print_profile(profile, console)
     told = "icro-batch size 16 was not measured (does not fit): out of memory"
-    assert _text(console).count(told) == 1
-    assert _text(console).splitlines()[-1] == f"Note: {profile.notes[-1]}"
+    assert console.text.count(told) == 1
+    assert console.text.splitlines()[-1] == f"Note: {profile.notes[-1]}"
 
 
-def test_names_do_not_steer_the_terminal(plan: Plan, profile: Profile) -> None:
+def test_names_do_not_steer_the_terminal(plan: Plan, profile: Profile, terminal: Terminal) -> None:
     evil = "a\x1b[31mb\nc\u202ed"
     layers = [profile.layers[0].model_copy(update={"name": evil, "kind": evil}), *profile.layers[1:]]
-    console = _console(110)
+    console = terminal(110)
     print_profile(profile.model_copy(update={"layers": layers, "model": evil, "notes": [evil]}), console)
     names = [evil, *plan.layer_names[1:]]
     baselines = [base.model_copy(update={"name": evil, "reason": evil}) for base in plan.baselines]
     print_plan(changed(plan, layer_names=names, topology=evil, baselines=baselines), console)
     shown = r"a\x1b[31mb\nc\u202ed"
-    assert _text(console).count(shown) >= 9
-    assert not {"\x1b", "\u202e"} & set(_text(console))
-    assert "\nc" not in _text(console)
+    assert console.text.count(shown) >= 9
+    assert not {"\x1b", "\u202e"} & set(console.text)
+    assert "\nc" not in console.text

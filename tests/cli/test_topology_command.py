@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import pplan
 from pplan.cli.topology_tables import print_machines, print_topology
@@ -21,6 +19,7 @@ from pplan.profiler.profile_file import Profile
 
 Run = Callable[..., Any]
 Golden = Callable[[str, str], None]
+Terminal = Callable[[int], Any]
 
 MIXED = """
 [[device]]
@@ -45,30 +44,19 @@ shared = true
 """
 
 
-def _console(width: int) -> Console:
-    return Console(
-        file=io.StringIO(), width=width, markup=False, highlight=False, emoji=False, color_system=None
-    )
-
-
-def _text(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 @pytest.mark.parametrize(
     ("width", "file"), [(110, "topology.txt"), (80, "topology_narrow.txt"), (40, "topology_40.txt")]
 )
-def test_tables(tmp_path: Path, golden: Golden, width: int, file: str) -> None:
-    console = _console(width)
+def test_tables(tmp_path: Path, golden: Golden, width: int, file: str, terminal: Terminal) -> None:
+    console = terminal(width)
     print_machines(console)
     print_topology(described_topology(Path("g5.48xlarge"), 16), "Amazon EC2 g5.48xlarge", console)
     (tmp_path / "mixed.toml").write_text(MIXED)
     # The sources name the file's folder, which is another at every run.
-    shown = _console(width)
+    shown = terminal(width)
     print_topology(described_topology(tmp_path / "mixed.toml"), "mixed.toml", shown)
-    tables = _text(shown).split("\nMemory of A100-40GB: ")[0]
-    golden(file, _text(console) + tables)
+    tables = shown.text.split("\nMemory of A100-40GB: ")[0]
+    golden(file, console.text + tables)
 
 
 @pytest.mark.parametrize("arguments", [(), ("list",), ("show",)])

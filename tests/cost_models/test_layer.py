@@ -73,6 +73,38 @@ def test_one_measured_size_is_never_scaled() -> None:
             single.at(size, past_largest=True)
 
 
+def test_one_size_that_scales_with_the_samples() -> None:
+    single = chain((8,), [[1.0], [4.0]])
+    launches = np.array([[0.5], [0.25]])
+    scaling = replace(
+        single,
+        scales_with_samples=True,
+        output_bytes=single.forward_seconds * 80,
+        saved_input_bytes=single.forward_seconds * 16,
+        forward_host_seconds=launches,
+        backward_input_seconds=single.forward_seconds,
+        backward_weight_seconds=single.forward_seconds,
+    )
+    for size in (1, 2.5, 8, 32):
+        costs = scaling.at(size)
+        expected = np.array([1.0, 4.0]) * size / 8
+        assert scaling.reaches(size)
+        assert costs.forward_seconds == pytest.approx(expected)
+        assert costs.backward_seconds == pytest.approx(2 * expected)
+        assert costs.backward_input_seconds == pytest.approx(expected)
+        assert costs.output_bytes == pytest.approx(80 * expected)
+        assert costs.saved_input_bytes == pytest.approx(16 * expected)
+        assert costs.input_bytes == 3 * size
+        # A launch takes as long whatever it launches.
+        assert costs.forward_host_seconds.tolist() == [0.5, 0.25]
+    assert scaling.at(8).outside == ""
+    assert scaling.at(2.5).outside == (
+        "micro-batch size 2.5: scaled with the samples from the one measured, 8"
+    )
+    with pytest.raises(UsageError, match="must be above 0"):
+        scaling.at(0)
+
+
 def test_sizes_below_one_sample_are_refused() -> None:
     with pytest.raises(UsageError, match="must be above 0"):
         MEASURED.at(0)

@@ -134,9 +134,10 @@ def test_synchronous_schedules_keep_one_version(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_in_the_runtimes_that_say_so(name: str) -> None:
-    """Besides torch's classes, which test_torch_orders compares with torch."""
+    """Those that run one order of their own; PyTorch's classes are held against ours where they are used."""
     said = {runtime for runtime in schedule_named(name).runtimes if not runtime.startswith("Schedule")}
-    assert said == {runtime.name for runtime in RUNTIMES.values() if name in runtime.schedules}
+    of_one_order = ("torchgpipe", "fairscale", "deepspeed")
+    assert said == {runtime for runtime in of_one_order if name in RUNTIMES[runtime].schedules}
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

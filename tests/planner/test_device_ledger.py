@@ -14,9 +14,9 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.presets import context_of
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.plan_file import Plan, ProfileReference
-from pplan.planner.problem import Wishes
 from pplan.planner.simulated import simulate_plan
 from pplan.planner.solve import solve
+from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 CONTEXT = 426 * 2**20

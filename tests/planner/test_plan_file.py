@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import FileError
+from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.schedules import SCHEDULES as SOLVED
 from pplan.planner.plan_file import SCHEDULES, Plan
 
@@ -159,7 +160,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ({"alternatives.0.memory_bytes": [-1]}, "alternatives.0.memory_bytes.0: Input should be greater"),
         (
             {"runtime": "gpipe"},
-            "runtime: must be one of torchgpipe, fairscale, deepspeed, the value is 'gpipe'",
+            f"runtime: must be one of {', '.join(RUNTIMES)}, the value is 'gpipe'",
         ),
         ({"alternatives.0.runtimes": ["pipe"]}, "alternatives.0.runtimes.0: must be one of torchgpipe"),
         ({"schedule": "1f2b"}, "schedule: must be one of naive, gpipe, 1f1b"),

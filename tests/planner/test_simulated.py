@@ -15,9 +15,9 @@ from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.balance import balance
 from pplan.planner.layout import Overrides, devices_needed
 from pplan.planner.plan_file import Plan, ProfileReference
-from pplan.planner.problem import Wishes
 from pplan.planner.simulated import simulate_plan
 from pplan.planner.solve import solve
+from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -86,15 +86,16 @@ def test_a_faster_device_scales_the_computing(make_chain: MakeChain, make_topolo
 
 @pytest.fixture
 def chain(make_chain: MakeChain) -> Chain:
-    """Twelve layers; all cuts are allowed and nothing is sent."""
-    return make_chain(3, 12, traffic=0.0, cuts=1.1)
+    """Twelve layers; all cuts are allowed, nothing is sent, and replicas would have much to add up."""
+    weights = np.full(12, 1e4)
+    return replace(make_chain(3, 12, traffic=0.0, cuts=1.1), parameter_bytes=weights, trainable_bytes=weights)
 
 
 @pytest.fixture
 def plan(chain: Chain, make_topology: MakeTopology) -> Plan:
     """Four stages, eight micro-batches of two, 1F1B."""
     plan = _solved(chain, make_topology(4), mini_batch=16, micro_batches=8, schedule="1f1b")
-    assert len(plan.stages) == 4
+    assert plan.replicas == [1, 1, 1, 1]
     return plan
 
 

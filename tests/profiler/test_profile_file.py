@@ -86,3 +86,13 @@ def test_two_layers_of_one_name() -> None:
     with pytest.raises(FileError) as caught:
         load(content("a", "a"))
     assert caught.value.what == "toy.profile.json: two layers are named 'a'"
+
+
+def test_costs_that_scale_with_the_samples_are_of_one_size() -> None:
+    scaling = load(content() | {"scales_with_samples": True})
+    assert scaling.chain().at(1).forward_seconds.tolist() == [0.0025, 0.0025]
+    assert not load(content()).chain().reaches(1)
+    two = content("a")
+    two["layers"][0]["costs"].append(two["layers"][0]["costs"][0] | {"micro_batch_size": 8})
+    with pytest.raises(FileError, match=r"scales_with_samples is for one micro-batch size, .* \[4, 8\]"):
+        load(two | {"scales_with_samples": True})

@@ -12,7 +12,7 @@ from pplan.planner.plan_file import Plan
 MakePlan = Callable[..., Plan]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_plan() -> MakePlan:
     """A plan of these layers a stage on devices 0, 1, ...; any key of the file may be given."""
 
@@ -80,5 +80,40 @@ def alternative() -> Callable[..., dict[str, Any]]:
             "recompute": "never",
             "step_seconds": 0.6,
         } | keys
+
+    return make
+
+
+@pytest.fixture
+def decoder() -> Callable[[int], list[str]]:
+    """The names of the layers of a decoder with so many blocks, as in a profile of transformers' Llama."""
+
+    def names(blocks: int) -> list[str]:
+        inner = [f"model.layers.{block}" for block in range(blocks)]
+        return ["model.embed_tokens", *inner, "model.norm", "lm_head"]
+
+    return names
+
+
+@pytest.fixture
+def make_decoder_plan(make_plan: MakePlan, decoder: Callable[[int], list[str]]) -> MakePlan:
+    """As `make_plan`, of a decoder; `virtual` stages go round the devices, V schedules fold them."""
+
+    def make(balance: Sequence[int], *, virtual: int = 1, replicas: int = 1, **keys: Any) -> Plan:
+        names = keys.pop("names", None) or decoder(sum(balance) - 3)
+        schedule = keys.setdefault("schedule", "interleaved" if virtual > 1 else "1f1b")
+        keys.setdefault("micro_batches", 8)
+        keys.setdefault("micro_batch_size", 4)
+        plan = make_plan(balance, layer_names=names, replicas=[replicas] * len(balance), **keys)
+        if virtual == 1:
+            return plan
+        devices = len(balance) // virtual
+        folded = schedule in ("zb-v", "dualpipe-v")
+        order = [*range(devices), *range(devices - 1, -1, -1)] if folded else [*range(devices)] * virtual
+        stages = [
+            stage.model_copy(update={"devices": list(range(device * replicas, (device + 1) * replicas))})
+            for stage, device in zip(plan.stages, order, strict=True)
+        ]
+        return plan.model_copy(update={"stages": stages, "virtual_stages": virtual})
 
     return make

@@ -1,0 +1,86 @@
+"""Our planners on published profiles, beside published figures: python benchmarks/published_plans.py FOLDER
+
+FOLDER holds the profiles under the names in `PROFILES`: PipeDream's `graph.txt` of VGG-16 (mini-batch 128).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.planners.pipedream import plan_asynchronous
+from pplan.planner.planners.pipedream_published import PUBLISHED
+from pplan.planner.planners.pipedream_table import PAPER
+from pplan.planner.search.space import Space
+from pplan.profiler.importing.importer import ImportOptions, import_profile
+
+PROFILES = {"pipedream-vgg16": "pipedream-vgg16-graph.txt"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan of ours beside the published one."""
+
+    planner: str
+    model: str
+    devices: int
+    ours: str
+    published: str
+
+
+def imported(folder: Path, name: str, micro_batch_size: int) -> Chain:
+    """The chain of a published profile, an operation a layer."""
+    options = ImportOptions(micro_batch_size=micro_batch_size, granularity="fine")
+    return import_profile(folder / PROFILES[name], options).chain()
+
+
+def one_level(devices: int, bytes_per_second: float) -> Topology:
+    """Devices without memory limits, each joined to each."""
+    level = Level("machine", None, Link(bytes_per_second, 0.0))
+    return Topology((Group(Device("any", None), devices),), (level,))
+
+
+PIPEDREAM = (
+    ("pipedream-published", PUBLISHED, 4, "205.5 ms, 3-1"),
+    ("pipedream-published", PUBLISHED, 8, "103.8 ms, 7-1"),
+    ("pipedream-published", PUBLISHED, 16, "56.5 ms, 13-2-1"),
+    ("pipedream", PAPER, 4, "205.5 ms, 3-1"),
+    ("pipedream", PAPER, 8, "100.9 ms, 7-1"),
+    ("pipedream", PAPER, 16, "100.9 ms, 7-8-1"),
+)
+"""Milliseconds of a mini-batch, and replicas by stage, on one level at 1e9 bytes/s with all machines used."""
+
+
+def pipedream(folder: Path) -> Iterator[Row]:
+    """VGG-16 by the recurrences of the code and of the paper."""
+    chain = imported(folder, "pipedream-vgg16", 128)
+    for name, recurrence, devices, published in PIPEDREAM:
+        space = Space(chain, one_level(devices, 1e9), "sgd")
+        plan = plan_asynchronous(space, 128, recurrence=recurrence, use_all=True)
+        replicas = "-".join(map(str, plan.replicas))
+        fewest = sum(plan_asynchronous(space, 128, recurrence=recurrence).replicas)
+        enough = f" ({fewest} devices are enough)" if fewest < devices else ""
+        ours = f"{1e3 * plan.seconds_per_mini_batch:.1f} ms, {replicas}{enough}"
+        yield Row(name, "VGG-16", devices, ours, published)
+
+
+SOURCES = (pipedream,)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    print(f"{'planner':<20} {'model':<8} {'devices':>7}  {'published':<18} ours")
+    for source in SOURCES:
+        for row in source(folder):
+            print(f"{row.planner:<20} {row.model:<8} {row.devices:>7}  {row.published:<18} {row.ours}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""`pplan compare`: plans side by side, or what every named planner makes of a plan's problem."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..cost_models.errors import UsageError
+
+if TYPE_CHECKING:
+    from ..planner.explanation.compare import Comparison
+
+TOLD = 4
+"""Exit status: what the user asked to be told about was found."""
+
+
+def share(text: str) -> float:
+    """`10%`, or `0.1`, as a share. Raises UsageError."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", text.strip())
+    if not found:
+        raise UsageError(
+            f"--fail-above {text}: is not a share of the step", "Write --fail-above 10%, or 0.1."
+        )
+    return float(found[1]) / (100 if found[2] else 1)
+
+
+Plans = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="[PLAN]...", help="Plans; of one, else the newest here, with --planners.", show_default=False
+    ),
+]
+Planners = Annotated[
+    bool,
+    typer.Option(
+        "--planners", help="What every named planner makes of the first plan's model, machine and options."
+    ),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="The first plan's profile, where it is not beside it."),
+]
+FailAbove = Annotated[
+    float | None,
+    typer.Option(
+        "--fail-above",
+        metavar="10%",
+        help=f"End with status {TOLD} where the first plan is slower than the best of the others by more.",
+        parser=share,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def compare_command(
+    plan_files: Plans = [],  # noqa: B006  typer takes a list
+    planners: Planners = False,
+    profile_file: ProfileFile = None,
+    fail_above: FailAbove = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare plans side by side: step, samples/s, bubble, memory, devices and gap."""
+    from .. import compare
+    from .newest import named_or_newest
+    from .streams import console, result
+
+    paths = plan_files or [named_or_newest(None, ("plan",))]
+    if planners or len(paths) == 1:
+        from .simulated_plan import read_plan
+
+        profile_file = read_plan(paths[0], profile_file).profile_file
+    elif profile_file is not None:
+        raise UsageError(
+            f"compare --profile {profile_file}: without --planners",
+            "The figures of several plans are those in their files: leave it away, or give --planners.",
+        )
+    made = compare(*paths, profile=profile_file)
+    if as_json:
+        result(made.to_json())
+    else:
+        from .compare_tables import print_comparison
+
+        print_comparison(made, console())
+    _tell(made, fail_above)
+
+
+def _tell(made: Comparison, fail_above: float | None) -> None:
+    """Ends with status 4 where the first plan is too slow."""
+    slower = made.first_slower
+    if fail_above is None or slower is None or slower <= fail_above:
+        return
+    from .figures import percent
+    from .streams import remark
+
+    remark(f"{made.rows[0].name} is {percent(slower)} slower than the best of the others")
+    raise typer.Exit(TOLD)

@@ -1,0 +1,96 @@
+"""A partition that another tool holds, with a profile and options, as a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..cost_models.document import read_text
+from ..cost_models.errors import UsageError
+from ..cost_models.machines.topology_options import make_topology
+from ..planner.given import Given, given_plan
+from ..planner.plan_file import Plan, ProfileReference
+from ..planner.solve import problem_of
+from ..planner.wishes import Wishes
+from ..profiler.profile_file import Profile
+from ..runtimes.reading.partition import Partition
+from ..runtimes.reading.read import read_partition, with_virtual_stages
+from .own_profiles import own_profiles
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """What is asked beside the partition; None: as it says, else the best. `machine`: of `make_topology`."""
+
+    gpus: int | None
+    machine: Mapping[str, Any]
+    runtime: str | None
+    mini_batch: int | None
+    micro_batches: int | None
+    schedule: str | None
+    virtual_stages: int | None
+    replicas: int | None
+    recompute: str | None
+    optimizer: str
+
+
+def imported_plan(
+    source: str | Path, profile: Profile, reference: ProfileReference, options: ImportOptions
+) -> Plan:
+    """The plan of `source`, a file or the partition itself. Raises FileError, UsageError."""
+    text, where = _content(source)
+    chain = profile.chain()
+    read = with_virtual_stages(read_partition(text, chain.names, where), options.virtual_stages, where)
+    read = replace(read, replicas=options.replicas or read.replicas)
+    given = Given(read.ends, read.virtual_stages or 1, read.replicas or 1)
+    topology = make_topology(gpus=options.gpus or given.gpus, **options.machine)
+    file = options.machine["file"]
+    profiles = own_profiles(topology, Path() if file is None else file.parent)
+    problem = problem_of(chain, topology, _wishes(read, given, options), reference, profiles)
+    notes = [*profile.remarks(topology.device(0).name), *profile.notes, *read.notes]
+    return given_plan(problem, given, model=profile.model, profile=reference, notes=notes)
+
+
+def _content(source: str | Path) -> tuple[str, str]:
+    """The text, and what errors call it. A text that names no file is a partition where it looks like one."""
+    if isinstance(source, Path) or _is_file(source) or not re.search(r"[|,\[{\s]|^\d+$", source):
+        return read_text(Path(source), "partition"), str(source)
+    shown = " ".join(source.split())
+    return source, f"{shown[:40]}…" if len(shown) > 40 else shown
+
+
+def _is_file(source: str) -> bool:
+    try:
+        return Path(source).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a null
+        return False
+
+
+def _wishes(read: Partition, given: Given, options: ImportOptions) -> Wishes:
+    several = given.virtual_stages > 1
+    mini_batch = options.mini_batch or read.mini_batch
+    return Wishes(
+        mini_batch=mini_batch,
+        micro_batches=options.micro_batches or _micro_batches(read, given, mini_batch),
+        schedule=options.schedule or read.schedule or ("interleaved" if several else "auto"),
+        recompute=(options.recompute or read.recompute or "auto").replace("-", "_"),
+        optimizer=options.optimizer,
+        runtime=options.runtime or read.runtime,
+    )
+
+
+def _micro_batches(read: Partition, given: Given, mini_batch: int | None) -> int | None:
+    """As many as make the mini-batch of micro-batches as the partition is for; None: it does not say."""
+    if mini_batch is None or read.samples is None:
+        return None
+    whole = read.samples * given.replicas
+    if mini_batch % whole:
+        raise UsageError(
+            f"a mini-batch of {mini_batch} does not divide into micro-batches of {read.samples} samples on "
+            f"each of {given.replicas} replicas, as the partition says",
+            "Give --micro-batches, or another --mini-batch or --replicas.",
+        )
+    return mini_batch // whole

@@ -1,0 +1,131 @@
+"""The options that say what is wished of a plan, which several verbs have, as `Wishes`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from ..cost_models.errors import UsageError
+from ..cost_models.optimizers import OPTIMIZERS
+from ..cost_models.quantities import parse_seconds
+from ..cost_models.runtime import RUNTIMES
+from ..planner.wishes import Wishes
+from .options import number_or_auto, whole_number, word
+
+
+def _training(name: str, metavar: str, text: str, **more: Any) -> Any:
+    return typer.Option(name, metavar=metavar, help=text, rich_help_panel="The training", **more)
+
+
+def _search(name: str, metavar: str | None, text: str, **more: Any) -> Any:
+    return typer.Option(name, metavar=metavar, help=text, rich_help_panel="The search", **more)
+
+
+Runtime = Annotated[
+    str | None, _training("--runtime", "NAME", f"Only plans that it can run: {', '.join(RUNTIMES)}.")
+]
+MiniBatch = Annotated[
+    int | None,
+    _training(
+        "--mini-batch",
+        "B",
+        "Samples of one optimizer step; else the largest measured size times the GPUs.",
+        parser=whole_number("--mini-batch", at_least=1),
+    ),
+]
+MicroBatches = Annotated[
+    str, _training("--micro-batches", "M|auto", "How many equal parts a mini-batch is cut into.")
+]
+Schedule = Annotated[
+    str,
+    _training(
+        "--schedule",
+        "1f1b|gpipe|...|auto",
+        "Order of each stage's forwards and backwards, as of pplan schedules; auto: of gpipe and 1f1b.",
+    ),
+]
+Recompute = Annotated[
+    str,
+    _training(
+        "--recompute",
+        "never|always|except-last|auto",
+        "Whether to run forward again in backward, which saves memory.",
+        parser=word("--recompute", ("never", "always", "except-last", "auto")),
+    ),
+]
+Optimizer = Annotated[
+    str,
+    _training(
+        "--optimizer",
+        "|".join(OPTIMIZERS),
+        "What keeps state beside the weights.",
+        parser=word("--optimizer", OPTIMIZERS),
+    ),
+]
+Planner = Annotated[
+    str,
+    _search("--planner", "NAME", "best, the joint search, or what a known tool would do: see pplan compare."),
+]
+TimeLimit = Annotated[
+    str, _search("--time-limit", "30s", "About how long the search may take; its work is counted, not timed.")
+]
+UseAll = Annotated[bool, _search("--use-all", None, "No GPU may stay free, even where fewer are faster.")]
+MaxStages = Annotated[
+    int | None,
+    _search("--max-stages", "N", "At most so many stages.", parser=whole_number("--max-stages", at_least=1)),
+]
+CutAfter = Annotated[list[str], _search("--cut-after", "LAYER", "A stage must end there. Can be repeated.")]
+KeepTogether = Annotated[
+    list[str],
+    _search("--keep-together", "PATTERN", "No cut between layers of such names: layer1.*. Can be repeated."),
+]
+Pin = Annotated[list[str], _search("--pin", "LAYER=stageN", "The stage of a layer, from 0. Can be repeated.")]
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What the options hold, as typed."""
+
+    runtime: str | None
+    mini_batch: int | None
+    micro_batches: str
+    schedule: str
+    recompute: str
+    optimizer: str
+    planner: str = "best"
+    time_limit: str = "30s"
+    use_all: bool = False
+    max_stages: int | None = None
+    cut_after: Sequence[str] = ()
+    keep_together: Sequence[str] = ()
+    pin: Sequence[str] = ()
+
+    def wishes(self) -> Wishes:
+        """Raises UsageError."""
+        return Wishes(
+            mini_batch=self.mini_batch,
+            micro_batches=number_or_auto(self.micro_batches, "--micro-batches"),
+            schedule=self.schedule,
+            recompute=self.recompute.replace("-", "_"),
+            optimizer=self.optimizer,
+            runtime=self.runtime,
+            planner=self.planner,
+            time_limit=parse_seconds(self.time_limit, name="--time-limit"),
+            use_all=self.use_all,
+            max_stages=self.max_stages,
+            cut_after=tuple(self.cut_after),
+            keep_together=tuple(self.keep_together),
+            pins=tuple(pinned(text) for text in self.pin),
+        )
+
+
+def pinned(text: str) -> tuple[str, int]:
+    """`features.10=stage1` as a layer and a stage. Raises UsageError."""
+    found = re.fullmatch(r"(.+)=(?:stage)?(\d+)", text)
+    if not found:
+        raise UsageError(f"--pin {text}: is not a layer and its stage", "Write --pin features.10=stage1.")
+    return found[1], int(found[2])

@@ -1,0 +1,117 @@
+"""The best plans for runtimes that cannot run the best of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..cost_models.errors import UsageError
+from ..cost_models.runtime import RUNTIMES, Runtime
+from .candidate import Candidate
+from .find import Answer, joint_search, planned_by
+from .plan_file import Alternative
+from .planned import plan_recompute, planned_stages
+from .planners import planner_named
+from .problem import Problem
+from .search.branch_and_bound import Found
+from .search.large import is_large
+from .setting import SEARCHED
+
+
+def alternatives_of(problem: Problem, answer: Answer) -> list[Alternative]:
+    """The best plan for the runtimes of each kind; and, where the schedule was left open, the best
+    interleaved one, which is not searched. None where the plan was asked of a named planner,
+    or the problem is too large to solve it again for each."""
+    if problem.wishes.planner != "best" or is_large(problem.space, problem.families):
+        return []
+    made = [other for names in _kinds() for other in _for_runtimes(problem, answer, names)]
+    return [*made, *_interleaved(problem)]
+
+
+def _for_runtimes(problem: Problem, answer: Answer, names: list[str]) -> Iterator[Alternative]:
+    runtime = RUNTIMES[names[0]]
+    try:
+        wishes = replace(problem.wishes, runtime=names[0], schedule=_schedule(problem, runtime))
+        own = replace(problem, wishes=wishes)
+    except UsageError:
+        return  # the wishes leave nothing that it runs
+    if not own.families:
+        return
+    found = answer.found if _answers(own, answer) else joint_search(own)
+    if found.best is not None:
+        yield _alternative(own, found, found.best, names, "")
+
+
+def _schedule(problem: Problem, runtime: Runtime) -> str:
+    """Of several that are searched, auto; of one, that one: the others are not proven."""
+    if problem.wishes.schedule != "auto":
+        return problem.wishes.schedule
+    known = [name for name in SEARCHED if name in runtime.schedules]
+    return known[0] if len(known) == 1 else "auto"
+
+
+def _interleaved(problem: Problem) -> Iterator[Alternative]:
+    if "interleaved" in problem.schedules or problem.wishes.schedule != "auto" or problem.runtime is not None:
+        return
+    try:
+        own = replace(problem, wishes=replace(problem.wishes, schedule="interleaved"))
+    except UsageError:
+        return
+    plan = planned_by(planner_named("interleaved"), own)
+    if isinstance(plan, Candidate):
+        names = [name for name, runtime in RUNTIMES.items() if "interleaved" in runtime.schedules]
+        found = Found(plan, 0.0, 0.0, exact=False)
+        yield _alternative(own, found, plan, names, "interleaved, which is not searched")
+
+
+def _answers(own: Problem, answer: Answer) -> bool:
+    """Whether the best plan of all is proven to be the best that the runtime runs, too."""
+    best, runtime = answer.best, own.runtime
+    if best is None or runtime is None or not answer.found.exact or runtime.one_process:
+        return False
+    modes = set(best.recompute)
+    uniform = runtime.recompute_by_stage or (len(modes) == 1 and modes <= set(runtime.recompute))
+    if not uniform or runtime.transfers != "overlapped" or not own.allows(best.proposal):
+        return False
+    in_order = best.proposal.devices == _in_order(best)
+    places = list(own.space.table(own.chain.sizes[0]).places)
+    stages = [(places.index(first), places.index(end)) for first, end in best.proposal.bounds]
+    return in_order and all(own.space.usable[stage] for stage in stages)
+
+
+def _in_order(best: Candidate) -> tuple[tuple[int, ...], ...]:
+    ranks = iter(range(best.proposal.used))
+    return tuple(tuple(next(ranks) for _ in own) for own in best.proposal.devices)
+
+
+def _kinds() -> list[list[str]]:
+    """Names of the runtimes, those of which the same plans are searched together."""
+    kinds: dict[Runtime, list[str]] = {}
+    for name, runtime in RUNTIMES.items():
+        searched = runtime.schedules & set(SEARCHED)
+        key = replace(runtime, name="", schedules=frozenset(searched), virtual_stages=False)
+        kinds.setdefault(key, []).append(name)
+    return [names for key, names in kinds.items() if key.schedules]
+
+
+def _alternative(
+    problem: Problem, found: Found, plan: Candidate, runtimes: list[str], reason: str
+) -> Alternative:
+    setting, step = plan.setting, plan.step_seconds
+    stages = planned_stages(problem.space, plan)
+    return Alternative(
+        runtimes=runtimes,
+        balance=[stage.layers for stage in stages],
+        replicas=plan.proposal.replicas[0],
+        schedule=setting.schedule,
+        virtual_stages=setting.virtual_stages,
+        micro_batches=setting.micro_batches,
+        micro_batch_size=setting.micro_batch_size,
+        recompute=plan_recompute(plan),
+        stage_recompute=list(plan.recompute) if plan_recompute(plan) == "selective" else [],
+        step_seconds=step,
+        samples_per_second=problem.mini_batch / step,
+        memory_bytes=[stage.memory_bytes for stage in stages],
+        exact=found.exact,
+        reason=reason,
+    )

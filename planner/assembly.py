@@ -1,0 +1,282 @@
+"""A pipeline on its devices, made ready for the simulator: the costs and the memory of any program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+
+from ..cost_models.collectives import all_reduce_seconds
+from ..cost_models.communication import exposed_all_reduce_seconds
+from ..cost_models.device_memory import device_ledger
+from ..cost_models.errors import UsageError
+from ..cost_models.layer import Chain
+from ..cost_models.schedules import Place, Program, Schedule
+from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
+from ..cost_models.stage_bytes import StageBytes
+from ..cost_models.timeline import Timeline
+from ..cost_models.topology import Device, Topology
+from ..cost_models.training import Training
+from ..cost_models.ways import Ways
+from .search.space import share_of
+from .stage_table import Floats, StageTable, ledger_options
+
+WEIGHT_SHARE = 0.5
+"""Of a layer's backward: the gradient of its weights takes as many operations as that of its input, in a
+matrix product or a convolution."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of a device: the ledger as it holds most; and, over time, what it keeps always and what each
+    micro-batch in flight adds on each of its chunks."""
+
+    terms: dict[str, int]
+    resident_bytes: float
+    bytes_in_flight: tuple[float, ...]
+    limit_bytes: int | None
+
+    @property
+    def bytes(self) -> int:
+        """What the device needs."""
+        return sum(self.terms.values())
+
+    def over_time(self, timeline: Timeline, stage: int) -> list[tuple[float, float]]:
+        """(second, bytes from then on) of the device as `stage` of its timeline."""
+        return timeline.memory_over_time(stage, self.resident_bytes, self.bytes_in_flight)
+
+
+@dataclass(frozen=True, eq=False)
+class Assembly:
+    """The parts of a chain as a program runs them.
+
+    `size`: samples of a micro-batch. `bounds`: by part of the layers, in the order in which a micro-batch
+    passes them, the places that it lies between. `ranks`: by device of the program, the ranks of its
+    replicas, which share every micro-batch. `recompute`: by device of the program. `launches`: whether one
+    process launches the work of all devices. `transfers`: as of `Costs`. `profiles`: the same layers as
+    measured on the kinds of devices that have a profile of their own, by its name in the topology.
+    """
+
+    schedule: Schedule
+    program: Program
+    chain: Chain
+    topology: Topology
+    size: int
+    bounds: Sequence[tuple[int, int]]
+    ranks: Sequence[Sequence[int]]
+    recompute: Sequence[str]
+    optimizer: str
+    dtype: str
+    launches: bool = False
+    transfers: str = "overlapped"
+    profiles: Mapping[str, Chain] = field(default_factory=dict)
+
+    @cached_property
+    def part_of(self) -> dict[Place, int]:
+        """The part of the layers that each place computes."""
+        return parts_of(self.program)
+
+    def ranks_of(self, part: int) -> list[int]:
+        """All devices that hold a part of the layers, and so add up its gradients."""
+        places = {pipe[part] for pipe in self.program.pipes}
+        return sorted({rank for place in places for rank in self.ranks[place.device]})
+
+    def share(self, device: int) -> int:
+        """Samples of a micro-batch that a replica of this device computes, at the most."""
+        return share_of(self.size, len(self.ranks[device]))
+
+    def table(self, device: int) -> StageTable:
+        """All stages at the size that a replica of this stage computes."""
+        return _table(self.chain, self.share(device))
+
+    @cached_property
+    def timed(self) -> list[list[tuple[StageTable, float]]]:
+        """By device, for each kind among its replicas: the stages as profiled, and what their seconds are
+        multiplied by. The slowest counts."""
+        return [
+            [
+                (_table(self._measured(kind), self.share(device)), kind.seconds_scale)
+                for kind in dict.fromkeys(self.topology.device(rank) for rank in ranks)
+            ]
+            for device, ranks in enumerate(self.ranks)
+        ]
+
+    def _measured(self, kind: Device) -> Chain:
+        if kind.profile is None:
+            return self.chain
+        if kind.profile not in self.profiles:
+            raise UsageError(
+                f"the topology says that {kind.name} has a profile of its own, {kind.profile}: it is missing",
+                "Give that profile, or the device's speed relative to the profiled one.",
+            )
+        return self.profiles[kind.profile]
+
+    def by_place(self, name: str) -> Floats:
+        """(devices, chunks, 1): a figure of the stage at every place."""
+        values = np.zeros((self.program.devices, self.program.chunks, 1))
+        for (device, chunk), part in self.part_of.items():
+            bounds = self.bounds[part]
+            values[device, chunk] = max(
+                _figure(table, name, scale)[bounds] for table, scale in self.timed[device]
+            )
+        return values
+
+    def costs(self) -> Costs:
+        """What the program's actions and transfers take."""
+        forward, backward = self.by_place("forward"), self.by_place("backward")
+        weight = self.by_place("weight") if self.program.splits_backward else None
+        shares = self._recomputed()
+        occupancy, latency = self._transfers()
+        launch = self.by_place("forward_launch") if self.launches else None
+        relaunch = None
+        if launch is not None:
+            relaunch = self.by_place("backward_launch") + (0.0 if shares is None else shares * launch)
+        return Costs(
+            forward=forward,
+            backward=backward if weight is None else self.by_place("input"),
+            weight=weight,
+            recompute=shares,
+            forward_launch=launch,
+            backward_launch=relaunch,
+            forward_occupancy=occupancy,
+            forward_latency=latency,
+            backward_occupancy=occupancy,
+            backward_latency=latency,
+            all_reduce=self._all_reduce(),
+            transfers=transfers_named(self.transfers),
+        )
+
+    def _recomputed(self) -> Floats | None:
+        """The share of the forward run again; one value for all micro-batches where they are alike."""
+        if set(self.recompute) == {"never"}:
+            return None
+        shares = recompute_shares(self.recompute, self.program)
+        return shares if "except_last" in self.recompute else shares[:, :, :1]
+
+    def _transfers(self) -> tuple[Floats, Floats]:
+        """Occupancy and latency of every cut of every pipe: all replicas send at the same time, the smaller
+        side what its largest share of the micro-batch needs."""
+        pipes, ways = self.program.pipes, Ways(self.topology)
+        occupancy, latency = (np.zeros((len(pipes), self.program.places - 1)) for _ in range(2))
+        for row, pipe in enumerate(pipes):
+            for cut, (here, there) in enumerate(pairwise(pipe)):
+                if here.device == there.device:
+                    continue
+                senders, receivers = tuple(self.ranks[here.device]), tuple(self.ranks[there.device])
+                latency[row, cut], pace = ways.way(senders, receivers)
+                place = self.bounds[cut][1]
+                sent = max(float(self.table(own).crossing[place]) for own in (here.device, there.device))
+                occupancy[row, cut] = sent * min(len(senders), len(receivers)) * pace
+        return occupancy, latency
+
+    def _all_reduce(self) -> Floats | None:
+        """(devices, chunks): what of the all-reduce follows a place's last backward."""
+        seconds = np.zeros((self.program.devices, self.program.chunks))
+        for place, part in self.part_of.items():
+            ranks = self.ranks_of(part)
+            if len(ranks) > 1:
+                seconds[place] = self._reduced(place, part, ranks)
+        return seconds if seconds.any() else None
+
+    def _reduced(self, place: Place, part: int, ranks: list[int]) -> float:
+        """Replicas of one stage reduce while they compute on, as DistributedDataParallel does."""
+        alone = ranks == sorted(self.ranks[place.device])
+        table = self.table(place.device)
+        i, j = self.bounds[part]
+        own = slice(table.places[i], table.places[j])
+        gradients = table.costs.trainable_bytes[own]
+        if not alone or self.program.update_every is not None:
+            return float(all_reduce_seconds(self.topology, ranks, float(gradients.sum()), "best"))
+        each = [made.costs.backward_seconds[own] * scale for made, scale in self.timed[place.device]]
+        backward = max(each, key=lambda seconds: float(seconds.sum()))
+        return exposed_all_reduce_seconds(backward, gradients, self.topology, ranks, "best")
+
+    def limit(self, device: int) -> int | None:
+        """Bytes that a replica may hold: of the kind with the least memory; None for any number."""
+        return self._least(device).memory_bytes
+
+    def ledger(self, device: int, recompute: str | None = None) -> dict[str, float]:
+        """Bytes by term of a device with all its chunks, as it holds most; under another recomputation, where
+        it is given."""
+        options = ledger_options(self._least(device), self.dtype)
+        made = device_ledger(
+            self.program,
+            device,
+            self._chunk_bytes(device),
+            Training(
+                self.optimizer,
+                options["precision"],
+                len(self.ranks_of(self.part_of[Place(device)])),
+            ),
+            recompute=recompute or self.recompute[device],
+            weight_versions=self.schedule.weight_versions(
+                device, self.program.devices, self.program.micro_batches
+            ),
+            copies=self.schedule.copies,
+            context_bytes=options["context_bytes"],
+        )
+        return made.terms
+
+    def memory(self, device: int, timeline: Timeline) -> DeviceMemory:
+        """The ledger of a device, and what of it comes and goes."""
+        terms = {name: round(amount) for name, amount in self.ledger(device).items()}
+        again = self.recompute[device] != "never"
+        chunks = self._chunk_bytes(device)
+        held = tuple(float(own.input if again else own.saved + own.saved_input) for own in chunks)
+        most = timeline.peak_memory(device, 0.0, held).bytes
+        return DeviceMemory(terms, sum(terms.values()) - most, held, self.limit(device))
+
+    def _least(self, device: int) -> Device:
+        """Of replicas of several kinds the one with the least memory, which has to hold it, too."""
+        return min(
+            (self.topology.device(rank) for rank in self.ranks[device]),
+            key=lambda kind: inf if kind.memory_bytes is None else kind.memory_bytes,
+        )
+
+    def _chunk_bytes(self, device: int) -> list[StageBytes]:
+        parts = [self.part_of[Place(device, chunk)] for chunk in range(self.program.chunks)]
+        return [self.table(device).bytes_of(*self.bounds[part]) for part in parts]
+
+    def outside(self) -> Iterator[str]:
+        """What was extrapolated, or taken for granted."""
+        if self.program.splits_backward and self.chain.backward_weight_seconds is None:
+            yield (
+                f"the profile holds whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
+                "taken as the weight gradient"
+            )
+        for size in sorted({self.share(device) for device in range(len(self.ranks))}):
+            if outside := _table(self.chain, size).costs.outside:
+                yield outside
+
+
+def parts_of(program: Program) -> dict[Place, int]:
+    """The part of the layers that each place of a program computes."""
+    return {place: part for pipe in program.pipes for part, place in enumerate(pipe)}
+
+
+@lru_cache(maxsize=16)
+def _table(chain: Chain, size: int) -> StageTable:
+    return StageTable.of(chain, size, past_largest=True)
+
+
+def _figure(table: StageTable, name: str, scale: float) -> Floats:
+    """A figure of every stage, its seconds on a device that takes `scale` times as long; the host that
+    launches is no slower."""
+    if name in ("input", "weight"):
+        return _part_seconds(table, name) * scale
+    values: Floats = getattr(table, name)
+    return values * (1.0 if name.endswith("_launch") else scale)
+
+
+def _part_seconds(table: StageTable, part: str) -> Floats:
+    """Seconds of the input's gradients, or the weights', of every stage: measured, else a share."""
+    costs = table.costs
+    own = costs.backward_input_seconds if part == "input" else costs.backward_weight_seconds
+    if own is None:
+        share = np.where(costs.trainable_bytes > 0, WEIGHT_SHARE, 0.0)
+        own = costs.backward_seconds * (share if part == "weight" else 1 - share)
+    return table.between(own)

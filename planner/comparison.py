@@ -1,0 +1,70 @@
+"""What simpler tools would do, under the same costs and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..cost_models.errors import UsageError
+from .candidate import Candidate
+from .find import Answer, planned_by
+from .plan_file import Baseline
+from .planners import planner_named
+from .problem import Problem
+from .search.space import share_of
+
+FREE = ("one-gpu", "data-parallel")
+"""They do their best whatever the wishes: with any micro-batches, and in any runtime."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A baseline, and the samples of a micro-batch on one device (None: it has none)."""
+
+    record: Baseline
+    size: int | None = None
+
+
+def baselines_of(problem: Problem, answer: Answer) -> list[Row]:
+    """One GPU, data parallelism, and what each of the named planners came to."""
+    free = accumulating(problem)
+    rows = [_row(name, planned_by(planner_named(name), free)) for name in FREE]
+    return rows + [_row(name, plan) for name, plan in answer.by_planner.items() if name not in FREE]
+
+
+def accumulating(problem: Problem) -> Problem:
+    """What one GPU, or each of many, may do by accumulating gradients, whatever the wishes; where the profile
+    reaches no other micro-batch size, with the wished one."""
+    wishes = problem.wishes
+    free = replace(
+        wishes,
+        mini_batch=problem.mini_batch,
+        micro_batches=None,
+        schedule="1f1b",
+        recompute="auto",
+        runtime=None,
+        use_all=False,
+        max_stages=None,
+        cut_after=(),
+        pins=(),
+    )
+    try:
+        return replace(problem, wishes=free)
+    except UsageError:
+        return replace(problem, wishes=replace(free, micro_batches=wishes.micro_batches))
+
+
+def _row(name: str, plan: Candidate | str) -> Row:
+    if isinstance(plan, str):
+        return Row(Baseline(name=name, step_seconds=None, reason=plan))
+    proposal = plan.proposal
+    detail = str(plan.setting)
+    if len(proposal.ends) > 1 or proposal.replicas[0] > 1:
+        counts = "-".join(map(str, proposal.replicas[:16]))
+        stages = len(proposal.ends) // plan.setting.virtual_stages
+        detail = (
+            f"{stages} stages, replicas {counts}; {detail}"
+            if max(proposal.replicas) > 1
+            else (f"{stages} stages; {detail}")
+        )
+    size = share_of(plan.setting.micro_batch_size, min(proposal.replicas))
+    return Row(Baseline(name=name, step_seconds=plan.step_seconds, detail=detail), size)

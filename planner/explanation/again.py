@@ -1,0 +1,116 @@
+"""Solving again: the best plan of a problem that is a little different."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from ...cost_models.layer import Chain, Vector
+from ...cost_models.topology import Topology
+from ..candidate import Candidate, Proposal
+from ..find import WORK_A_SECOND, joint_search
+from ..problem import Problem
+from ..scoring import fastest
+from ..search.branch_and_bound import Family, Found, search
+from ..search.large import is_large, search_large
+from ..search.space import Space
+from ..setting import SEARCHED
+
+SECONDS = 1.0
+"""Of the search for each answer, as of `Wishes.time_limit`."""
+
+
+def solved_again(problem: Problem, seeds: Iterable[Candidate], seconds: float = SECONDS) -> Found:
+    """The best plan, and what was proven; never slower than a seed that the problem allows. The seeds are
+    scored anew."""
+    limited = replace(problem, wishes=replace(problem.wishes, time_limit=seconds))
+    return joint_search(limited, _scored(limited.space, _suited(limited, seeds)))
+
+
+def searched(
+    space: Space,
+    families: Sequence[Family],
+    stage_counts: Iterable[int],
+    seeds: Iterable[Proposal],
+    seconds: float = SECONDS,
+) -> Found:
+    """The best plan of a part of a problem's space, no slower than the seeds, which lie in it."""
+    known, work = _scored(space, seeds), seconds * WORK_A_SECOND
+    if is_large(space, families):
+        return search_large(space, families, stage_counts, known, work)
+    return search(space, families, stage_counts, known, work)
+
+
+def _scored(space: Space, seeds: Iterable[Proposal]) -> list[Candidate]:
+    """The fastest of those of schedules that are searched, and of the others."""
+    known = list(seeds)
+    straight = [seed for seed in known if seed.setting.schedule in SEARCHED]
+    others = [seed for seed in known if seed.setting.schedule not in SEARCHED]
+    best = (fastest(space, straight), fastest(space, others))
+    return [plan for plan in best if plan is not None]
+
+
+def _suited(problem: Problem, seeds: Iterable[Candidate]) -> Iterator[Proposal]:
+    """The seeds as the problem lets them recompute."""
+    for seed in seeds:
+        setting = seed.setting
+        modes = problem.modes(setting.schedule)
+        if problem.allows(seed.proposal) and setting.mini_batch == problem.mini_batch:
+            for mode in (setting.recompute,) if setting.recompute in modes else modes:
+                yield replace(seed.proposal, setting=replace(setting, recompute=mode))
+
+
+def with_topology(problem: Problem, topology: Topology) -> Problem:
+    """The same on other devices."""
+    return replace(problem, topology=topology)
+
+
+def with_bandwidth(topology: Topology, factor: float, *, between_nodes: bool = False) -> Topology:
+    """The same devices with links of `factor` times the bandwidth: all, or those between nodes alone."""
+    levels, inside = [], 1
+    for level in topology.levels:
+        inside = inside * level.size if level.size is not None else topology.gpus
+        if between_nodes and inside <= topology.gpus_per_node:
+            levels.append(level)
+            continue
+        bandwidth = level.link.bandwidth_bytes_per_second * factor
+        levels.append(replace(level, link=replace(level.link, bandwidth_bytes_per_second=bandwidth)))
+    return replace(topology, levels=tuple(levels))
+
+
+def with_memory(problem: Problem, factor: float | None) -> Problem:
+    """The same with so many times the memory of every device; None: as much as is asked for."""
+
+    def more(size: float | None) -> int | None:
+        return None if size is None or factor is None else round(size * factor)
+
+    groups = tuple(
+        group._replace(device=replace(group.device, memory_bytes=more(group.device.memory_bytes)))
+        for group in problem.topology.groups
+    )
+    wishes = replace(problem.wishes, memory_limit=more(problem.wishes.memory_limit))
+    return replace(problem, topology=replace(problem.topology, groups=groups), wishes=wishes)
+
+
+_SECONDS_OF_LAYERS = (
+    "forward_seconds",
+    "backward_seconds",
+    "backward_input_seconds",
+    "backward_weight_seconds",
+)
+
+
+def with_slower_layers(problem: Problem, first: int, end: int, factor: float) -> Problem:
+    """The same where layers `first` to `end` - 1 take `factor` times as long, on every kind of device."""
+    profiles = {name: _slower(own, first, end, factor) for name, own in problem.profiles.items()}
+    return replace(problem, chain=_slower(problem.chain, first, end, factor), profiles=profiles)
+
+
+def _slower(chain: Chain, first: int, end: int, factor: float) -> Chain:
+    changed: dict[str, Vector] = {}
+    for name in _SECONDS_OF_LAYERS:
+        values: Vector | None = getattr(chain, name)
+        if values is not None:
+            changed[name] = values.copy()
+            changed[name][first:end] *= factor
+    return replace(chain, **changed)  # type: ignore[arg-type]  # arrays only

@@ -1,0 +1,124 @@
+"""Plans side by side: those of several files, or what every named planner makes of one plan's problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import ClassVar
+
+from ...cost_models.document import Document, Record
+from ..candidate import Candidate
+from ..find import BEST, Answer, find
+from ..plan_file import Plan
+from ..planned import bubble, planned_stages
+from .question import Question
+
+
+class Compared(Record):
+    """A plan in a comparison; where a planner has none, `reason` says why. `gap`: of the step over the proven
+    bound, less 1. `memory_bytes`: of the device that needs most. `slower`: seconds a sample over those of the
+    first plan, less 1."""
+
+    name: str
+    step_seconds: float | None = None
+    samples_per_second: float | None = None
+    bubble: float | None = None
+    memory_bytes: int | None = None
+    devices: int | None = None
+    gap: float | None = None
+    balance: list[int] = []
+    schedule: str = ""
+    micro_batches: int | None = None
+    micro_batch_size: int | None = None
+    slower: float | None = None
+    reason: str = ""
+
+
+class Comparison(Document):
+    """The plans in the order in which they were given, then what the planners made, the fastest first.
+
+    `first_slower`: the first plan's seconds a sample over those of the best of the others, less 1.
+    """
+
+    kind: ClassVar[str] = "comparison"
+
+    rows: list[Compared]
+    first_slower: float | None
+    notes: list[str] = []
+
+
+def compare(named: Sequence[tuple[str, Plan]], question: Question | None = None) -> Comparison:
+    """The plans by their names; with the problem of the first, what all named planners make of it, too."""
+    rows = [_of_plan(name, plan) for name, plan in named]
+    if question is not None:
+        rows += _of_planners(question)
+    first = rows[0].samples_per_second or 0.0
+    rates = [row.samples_per_second for row in rows[1:] if row.samples_per_second is not None]
+    return Comparison(
+        rows=[
+            row
+            if row.samples_per_second is None
+            else row.model_copy(update={"slower": first / row.samples_per_second - 1})
+            for row in rows
+        ],
+        first_slower=max(rates) / first - 1 if rates and first else None,
+        notes=list(_differences(named)),
+    )
+
+
+def _of_plan(name: str, plan: Plan) -> Compared:
+    predicted = plan.prediction
+    return Compared(
+        name=name,
+        step_seconds=predicted.step_seconds,
+        samples_per_second=plan.mini_batch / predicted.step_seconds,
+        bubble=predicted.bubble,
+        memory_bytes=max(stage.memory_bytes for stage in plan.stages),
+        devices=len({device for stage in plan.stages for device in stage.devices}),
+        gap=predicted.gap,
+        balance=plan.balance,
+        schedule=plan.schedule,
+        micro_batches=plan.micro_batches,
+        micro_batch_size=plan.micro_batch_size,
+    )
+
+
+def _of_planners(question: Question) -> list[Compared]:
+    """The joint search, and each named planner; those without a plan last."""
+    answer = find(question.problem)
+    plans: dict[str, Candidate | str] = {BEST: answer.best or "no plan fits", **answer.by_planner}
+    rows = [_of_planner(question, answer, name, plan) for name, plan in plans.items()]
+    return sorted(rows, key=lambda row: row.step_seconds or inf)
+
+
+def _of_planner(question: Question, answer: Answer, name: str, plan: Candidate | str) -> Compared:
+    if isinstance(plan, str):
+        return Compared(name=name, reason=plan)
+    space, setting, bound = question.problem.space, plan.setting, answer.found.bound_seconds
+    return Compared(
+        name=name,
+        step_seconds=plan.step_seconds,
+        samples_per_second=setting.mini_batch / plan.step_seconds,
+        bubble=bubble(space, plan),
+        memory_bytes=max(stage.memory_bytes for stage in planned_stages(space, plan)),
+        devices=plan.proposal.used,
+        gap=max(plan.step_seconds / bound - 1, 0.0) if 0 < bound < inf else None,
+        balance=[end - first for first, end in plan.proposal.bounds],
+        schedule=setting.schedule,
+        micro_batches=setting.micro_batches,
+        micro_batch_size=setting.micro_batch_size,
+    )
+
+
+def _differences(named: Sequence[tuple[str, Plan]]) -> Iterator[str]:
+    """What the plans do not have in common, so that their figures do not tell of the plans alone."""
+    (first, own), *others = named
+    for name, plan in others:
+        if plan.model != own.model:
+            yield f"{name} is for {plan.model}, {first} for {own.model}"
+        elif plan.profile.sha256 != own.profile.sha256:
+            yield f"{name} was made from another profile than {first}"
+        if plan.mini_batch != own.mini_batch:
+            yield f"{name} has a mini-batch of {plan.mini_batch}, {first} of {own.mini_batch}: see samples/s"
+        if plan.topology != own.topology:
+            yield f"{name} is for {plan.topology or 'an unknown machine'}"

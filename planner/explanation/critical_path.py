@@ -1,0 +1,221 @@
+"""What a simulated step waits for, from its last end back to its first start.
+
+Every start in a timeline is the latest of some ends: of the action before it on its device, of the transfer
+that it receives, of its launch. Following the latest back gives a path without a gap whose parts sum to the
+step: to shorten the step, something on it must become shorter. Of several that are equally late the device's
+own action is followed, so that the path stays where the work is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ...cost_models.simulator.dependencies import NONE, Indices
+from ...cost_models.simulator.lowered import FREE, lowered, recomputed
+from ...cost_models.simulator.result import Timeline
+
+Kind = Literal["compute", "recompute", "transfer", "host", "all_reduce", "optimizer"]
+KINDS: tuple[Kind, ...] = ("compute", "recompute", "transfer", "host", "all_reduce", "optimizer")
+
+
+class Segment(NamedTuple):
+    """A part of the path, seconds from the start of the step; `to_stage`: of a transfer, where it goes."""
+
+    kind: Kind
+    stage: int
+    to_stage: int | None
+    start: float
+    end: float
+
+
+def critical_path(timeline: Timeline) -> tuple[Segment, ...]:
+    """The path in order of time: from 0 to the end of the step, each part beginning where the last ends."""
+    return tuple(reversed([part for part in _Walk(timeline).back() if part.end > part.start]))
+
+
+class _Cause(NamedTuple):
+    """Something that ended at `until`, and how to go on from it: what yields its parts, latest first, and
+    returns its own cause."""
+
+    until: float
+    follow: Callable[[], tuple[list[Segment], _Cause | None]]
+
+
+class _Walk:
+    """A timeline that is followed back. Actions are positions in the order of the clock."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline, self.order, self.run = timeline, timeline.order, timeline.run
+        self.values = lowered(timeline.order, timeline.costs)
+        self.sender_waits = timeline.costs.transfers in ("rendezvous", "blocking")
+        self.receiver_waits = timeline.costs.transfers in ("rendezvous", "blocking-receive")
+
+    def back(self) -> Iterator[Segment]:
+        cause: _Cause | None = self._step()
+        while cause is not None:
+            parts, cause = cause.follow()
+            yield from parts
+
+    def _step(self) -> _Cause:
+        """The end of the step: of the stage that is done last."""
+        ends = self.timeline.stage_end
+        stage = ends.index(max(ends))
+
+        def follow() -> tuple[list[Segment], _Cause | None]:
+            cause = _latest(
+                self._action(int(self._own[stage][-1])),
+                *(
+                    self._reduction(k)
+                    for k, own in enumerate(self.timeline.reductions)
+                    if stage in own.stages
+                ),
+                *(self._transfer(i) for i in self._sent_by(stage)),
+            )
+            since = 0.0 if cause is None else cause.until
+            return [Segment("optimizer", stage, None, since, ends[stage])], cause
+
+        return _Cause(ends[stage], follow)
+
+    @cached_property
+    def _own(self) -> list[Indices]:
+        """The actions of each stage."""
+        return [np.flatnonzero(self.order.device == stage) for stage in range(self.timeline.stages)]
+
+    def _sent_by(self, stage: int) -> list[int]:
+        """The last action of a stage whose transfer the stage waits for."""
+        sends = [i for i in self._own[stage][-1:].tolist() if self.order.target[i] != NONE]
+        return sends if self.sender_waits else []
+
+    def _action(self, i: int, until: float | None = None) -> _Cause:
+        """An action, up to its end or an earlier second."""
+        order, values, stage = self.order, self.values, int(self.order.device[i])
+        start, end = float(self.run.start[i]), float(self.run.end[i])
+        upto = end if until is None else until
+        late = values.launch_end is not None and values.launch_end[i] > start + values.duration[i]
+
+        def follow() -> tuple[list[Segment], _Cause | None]:
+            if late and until is None:
+                return [], self._host(i + 1)
+            again = min(start + float(self._again[i]), upto)
+            parts: list[Segment] = [
+                Segment("compute", stage, None, again, upto),
+                Segment("recompute", stage, None, start, again),
+            ]
+            before, source = int(order.previous[i]), int(order.source[i])
+            causes = []
+            if before != NONE:
+                causes.append(self._action(before))
+                if self.sender_waits and order.target[before] != NONE:
+                    causes.append(self._transfer(before))
+            if source != NONE:
+                causes.append(self._transfer(source))
+            if values.launched is not None and values.launched[i] > 0:
+                causes.append(self._host(i, i))
+            return parts, _latest(*causes)
+
+        return _Cause(upto, follow)
+
+    @cached_property
+    def _again(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Seconds of each action in which it runs its forward again."""
+        seconds = np.zeros(len(self.order))
+        _, backwards, _ = self.order.of_kind
+        if self.timeline.costs.recompute is not None:
+            seconds[backwards] = recomputed(self.order, self.timeline.costs, backwards)
+            shares = self.order.program.shares
+            if shares is not None:
+                seconds *= np.asarray(shares)[self.order.micro_batch]
+        return seconds
+
+    def _transfer(self, i: int, until: float | None = None) -> _Cause:
+        """What action i sent, up to its arrival or to when it left its link."""
+        order, begin = self.order, float(self.run.begin[i])
+        target = int(order.target[i])
+        upto = float(self.run.arrival[i]) if until is None else until
+
+        def follow() -> tuple[list[Segment], _Cause | None]:
+            part = Segment("transfer", int(order.device[i]), int(order.device[target]), begin, upto)
+            causes = [self._action(i)]
+            if self.receiver_waits and order.previous[target] != NONE:
+                causes.append(self._action(int(order.previous[target])))
+            causes += self._before_on_link(i)
+            return [part], _latest(*causes)
+
+        return _Cause(upto, follow)
+
+    def _before_on_link(self, i: int) -> list[_Cause]:
+        """The transfer that occupied the link before that of action i."""
+        line, begin = int(self.values.link[i]), float(self.run.begin[i])
+        if line == FREE:
+            return []
+        begins, senders = self._on_link(line)
+        position = int(np.searchsorted(begins, begin)) - 1
+        if position < 0:
+            return []
+        j = int(senders[position])
+        occupied = float(self.values.occupancy[self.values.cut[j]])
+        return [self._transfer(j, float(self.run.begin[j]) + occupied)]
+
+    def _on_link(self, line: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], Indices]:
+        """The transfers of a link by when they began."""
+        if line not in self._links:
+            senders = np.flatnonzero(self.values.link == line)
+            begins = self.run.begin[senders]
+            order = np.argsort(begins, kind="stable")
+            self._links[line] = begins[order], senders[order]
+        return self._links[line]
+
+    @cached_property
+    def _links(self) -> dict[int, tuple[np.ndarray[tuple[int], np.dtype[np.float64]], Indices]]:
+        return {}
+
+    def _host(self, upto: int, of: int | None = None) -> _Cause:
+        """The launches before position `upto` in the order of the clock, one after another from 0 on: of all
+        devices, or where each has its host of one: that of action `of`, which waits, else of the last."""
+        order, values = self.order, self.values
+        assert values.launched is not None
+        assert values.launch_end is not None
+        own = np.arange(upto)
+        if self.timeline.costs.hosts == "each":
+            device = order.device[upto - 1 if of is None else of]
+            own = own[order.device[:upto] == device]
+        launched, ends = values.launched[own], values.launch_end[own]
+        parts = [
+            Segment("host", int(order.device[i]), None, float(start), float(end))
+            for i, start, end in zip(own.tolist(), launched, ends, strict=True)
+        ]
+        until = parts[-1].end if parts else 0.0
+        return _Cause(until, lambda: (parts[::-1], None))
+
+    def _reduction(self, k: int) -> _Cause:
+        """An all-reduce."""
+        reduction = self.timeline.reductions[k]
+
+        def follow() -> tuple[list[Segment], _Cause | None]:
+            part = Segment("all_reduce", reduction.stages[0], None, reduction.start, reduction.end)
+            whole: list[_Cause] = []
+            cut: list[_Cause] = []
+            for stage in reduction.stages:
+                own = self._own[stage]
+                begun = own[self.run.start[own] < reduction.start]
+                if len(begun):
+                    i = int(begun[-1])
+                    over = self.run.end[i] > reduction.start
+                    (cut if over else whole).append(self._action(i, reduction.start if over else None))
+            others = [
+                self._reduction(j)
+                for j, other in enumerate(self.timeline.reductions)
+                if j != k and other.end <= reduction.start and set(other.stages) & set(reduction.stages)
+            ]
+            return [part], _latest(*whole, *others, *cut)
+
+        return _Cause(reduction.end, follow)
+
+
+def _latest(*causes: _Cause) -> _Cause | None:
+    """The latest, and of several the first."""
+    return max(causes, key=lambda cause: cause.until, default=None)

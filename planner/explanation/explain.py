@@ -1,0 +1,97 @@
+"""Everything about why a plan is as it is: what limits it, what comes next to it, how far it holds, and what
+a change would bring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ...cost_models.document import Document
+from ...cost_models.layer import Chain
+from ...cost_models.quantities import format_seconds
+from ...cost_models.topology import Topology
+from ..candidate import Candidate
+from ..plan_file import TIE, Plan
+from .again import solved_again
+from .current import Current, CurrentSplit, current_split
+from .limits import Limits, limits_of
+from .outline import Outline, outline_of
+from .question import Question, question_of
+from .reach import Reach, reaches_of
+from .rivals import Rival, rivals_of
+from .what_if import WhatIf, what_ifs
+
+
+class Explanation(Document):
+    """Why a plan is as it is.
+
+    `better`: a faster plan under the same wishes, where solving again found one (the plan is not from the
+    joint search, say). `holds` is then empty: the plan is not the answer at all. `current`: only where a
+    split in use was given.
+    """
+
+    kind: ClassVar[str] = "explanation"
+
+    model: str
+    plan: Outline
+    limits: Limits
+    better: Outline | None = None
+    second_best: Rival
+    other_stages: Rival
+    holds: list[Reach] = []
+    what_if: list[WhatIf] = []
+    current: CurrentSplit | None = None
+    notes: list[str] = []
+
+
+def explain(
+    plan: Plan,
+    chain: Chain,
+    topology: Topology,
+    profiles: Mapping[str, Chain] | None = None,
+    current: Current | None = None,
+) -> Explanation:
+    """Why `plan`, of this chain on this topology, is as it is; and why `current`, a split in use, is slower.
+
+    `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
+    name in the topology. Raises UsageError for a plan, or a split, whose cuts the chain does not allow.
+    """
+    question = question_of(plan, chain, topology, profiles)
+    # A split that cannot be is refused before the long work.
+    split = None if current is None else current_split(question, current)
+    present = question.present
+    again = solved_again(question.problem, [present]).best
+    better = _faster(again, present)
+    seeds: list[Candidate] = [present] if again is None else [present, again]
+    limits = limits_of(question, seeds)
+    busiest = limits.busiest.stage
+    rivals = rivals_of(question, seeds, busiest)
+    pool = [*seeds, *rivals.plans]
+    return Explanation(
+        model=plan.model,
+        plan=outline_of(present),
+        limits=limits,
+        better=None if better is None else outline_of(better),
+        second_best=rivals.second_best,
+        other_stages=rivals.other_stages,
+        holds=reaches_of(question, pool, busiest) if better is None and question.fits else [],
+        what_if=what_ifs(question, pool),
+        current=split,
+        notes=_notes(question, plan),
+    )
+
+
+def _faster(other: Candidate | None, present: Candidate) -> Candidate | None:
+    faster = other is not None and other.step_seconds < present.step_seconds * (1 - TIE)
+    return other if faster else None
+
+
+def _notes(question: Question, plan: Plan) -> list[str]:
+    step, said = question.present.step_seconds, plan.prediction.step_seconds
+    notes = [] if question.fits else ["the plan does not fit into the memory of its devices"]
+    if format_seconds(step) != format_seconds(said):
+        notes.append(
+            f"the plan takes {format_seconds(step)} a step here, it says {format_seconds(said)}: it was made "
+            f"for {plan.topology or 'another machine'}"
+        )
+    return notes

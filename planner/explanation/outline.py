@@ -1,0 +1,52 @@
+"""A plan in few words, as it stands in an explanation."""
+
+from __future__ import annotations
+
+from ...cost_models.document import Record
+from ..candidate import Candidate
+from ..planned import plan_recompute
+
+
+class Outline(Record):
+    """Where the layers are, how they run, and the predicted step. By part of the layers, in order:
+    `balance`, `devices` and `stage_recompute`."""
+
+    step_seconds: float
+    samples_per_second: float
+    balance: list[int]
+    replicas: list[int]
+    devices: list[list[int]]
+    schedule: str
+    virtual_stages: int
+    micro_batches: int
+    micro_batch_size: int
+    recompute: str
+    stage_recompute: list[str]
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline: devices, or groups of replicas."""
+        return len(self.balance) // self.virtual_stages
+
+    @property
+    def used(self) -> int:
+        """How many devices it uses."""
+        return len({device for own in self.devices for device in own})
+
+
+def outline_of(plan: Candidate) -> Outline:
+    """The outline of a scored plan."""
+    proposal, setting = plan.proposal, plan.setting
+    return Outline(
+        step_seconds=plan.step_seconds,
+        samples_per_second=setting.mini_batch / plan.step_seconds,
+        balance=[end - first for first, end in proposal.bounds],
+        replicas=list(proposal.replicas),
+        devices=[list(own) for own in proposal.devices],
+        schedule=setting.schedule,
+        virtual_stages=setting.virtual_stages,
+        micro_batches=setting.micro_batches,
+        micro_batch_size=setting.micro_batch_size,
+        recompute=plan_recompute(plan),
+        stage_recompute=list(plan.recompute),
+    )

@@ -1,0 +1,105 @@
+"""What is asked about: a plan, and the problem that it answers, read back from the plan's file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ...cost_models.layer import Chain
+from ...cost_models.memory import Recompute
+from ...cost_models.simulator.result import Timeline
+from ...cost_models.timeline import simulate
+from ...cost_models.topology import Topology
+from ..assembly import Assembly
+from ..candidate import Candidate, Proposal
+from ..layout import Layout, Overrides
+from ..plan_file import Plan
+from ..problem import Problem
+from ..scoring import assembly_of, fastest
+from ..setting import Mode, Setting
+from ..simulated import of_same_layers
+from ..wishes import Wishes
+
+
+@dataclass(frozen=True)
+class Question:
+    """A plan as it stands (`present`), and its problem, for the joint search. `fits`: into the memory."""
+
+    problem: Problem
+    present: Candidate
+    fits: bool
+
+    @property
+    def assembly(self) -> Assembly:
+        """The plan for the simulator."""
+        return assembled(self.problem, self.present)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The plan's simulated step."""
+        return timeline_of(self.problem, self.present)
+
+
+def question_of(
+    plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain] | None = None
+) -> Question:
+    """The plan of this chain on this topology, under its own wishes.
+
+    `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
+    name in the topology. Raises UsageError for a plan whose cuts the chain does not allow.
+    """
+    own = of_same_layers(chain, profiles or {})
+    problem = Problem(chain, topology, wishes_of(plan), plan.profile.dtype, own)
+    present = candidate_of(problem, plan)
+    return Question(problem, present, fastest(problem.space, [present.proposal]) is not None)
+
+
+def wishes_of(plan: Plan) -> Wishes:
+    """What was asked for the plan, its mini-batch settled, for the joint search."""
+    return replace(
+        Wishes(**plan.wishes.model_dump()),
+        mini_batch=plan.mini_batch,
+        optimizer=plan.optimizer,
+        runtime=plan.runtime,
+        planner="best",
+    )
+
+
+def candidate_of(problem: Problem, plan: Plan) -> Candidate:
+    """The plan, scored again. Raises UsageError for cuts that the chain does not allow."""
+    layout = Layout(plan, problem.chain, Overrides())
+    by_device = layout.recompute
+    layout.bounds  # noqa: B018  raises
+    parts = layout.program.pipes[0]
+    modes: tuple[Recompute, ...] = tuple(by_device[place.device] for place in parts)  # type: ignore[misc]
+    proposals = [_proposal(plan, mode) for mode in _modes(problem, plan)]
+    for proposal in proposals:
+        found = fastest(problem.space, [proposal])
+        if found is not None and found.recompute == modes:
+            return found
+    made = Candidate(proposals[-1], modes, 0.0)
+    return replace(made, step_seconds=timeline_of(problem, made).step_seconds)
+
+
+def _proposal(plan: Plan, mode: Mode) -> Proposal:
+    setting = Setting(plan.schedule, mode, plan.micro_batches, plan.micro_batch_size, plan.virtual_stages)
+    ends = tuple(stage.last_layer + 1 for stage in plan.stages)
+    return Proposal(setting, ends, tuple(tuple(stage.devices) for stage in plan.stages))
+
+
+def _modes(problem: Problem, plan: Plan) -> Iterator[Mode]:
+    """Ways to recompute that the plan may stand for: as its wishes say, and to the letter."""
+    wished = problem.modes(plan.schedule)
+    yield from (mode for mode in wished if mode == "by_stage")
+    yield "by_stage" if plan.recompute == "selective" else plan.recompute
+
+
+def assembled(problem: Problem, plan: Candidate) -> Assembly:
+    """A scored plan for the simulator."""
+    return assembly_of(problem.space, plan.proposal, plan.recompute)
+
+
+def timeline_of(problem: Problem, plan: Candidate) -> Timeline:
+    """The simulated step of a scored plan."""
+    made = assembled(problem, plan)
+    return simulate(made.program, made.costs())

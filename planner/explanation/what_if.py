@@ -1,0 +1,62 @@
+"""What a change would bring: one more GPU, double the bandwidth or memory, recomputation forced or forbidden;
+each solved again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ...cost_models.document import Record
+from ...cost_models.errors import UsageError
+from ..candidate import Candidate
+from ..problem import Problem
+from .again import SECONDS, solved_again, with_bandwidth, with_memory, with_topology
+from .outline import Outline, outline_of
+from .question import Question
+
+
+class WhatIf(Record):
+    """The best plan that was found after a change; None where there is none, and `reason` says why."""
+
+    change: str
+    plan: Outline | None = None
+    faster: float | None = None
+    """The plan's step over the new one, less 1: negative where the change makes it slower."""
+    proven: bool = False
+    """Whether no plan of the changed problem is faster."""
+    reason: str = ""
+
+
+Change = Callable[[Problem], Problem]
+
+
+def what_ifs(question: Question, seeds: Sequence[Candidate]) -> list[WhatIf]:
+    """Each change by itself; the searches start from the seeds, so that a change for the better is never
+    answered with a slower plan."""
+    changes: list[tuple[str, Change]] = [
+        ("one more GPU", _one_more),
+        ("double the bandwidth", lambda p: with_topology(p, with_bandwidth(p.topology, 2))),
+        ("double the memory", lambda p: with_memory(p, 2)),
+        ("recompute always", lambda p: _recomputing(p, "always")),
+        ("recompute never", lambda p: _recomputing(p, "never")),
+    ]
+    return [_answer(question, seeds, words, change) for words, change in changes]
+
+
+def _answer(question: Question, seeds: Sequence[Candidate], words: str, change: Change) -> WhatIf:
+    try:
+        found = solved_again(change(question.problem), seeds, SECONDS / 2)
+    except UsageError as error:
+        return WhatIf(change=words, reason=error.what)
+    if found.best is None:
+        return WhatIf(change=words, reason="no plan fits")
+    faster = question.present.step_seconds / found.best.step_seconds - 1
+    return WhatIf(change=words, plan=outline_of(found.best), faster=faster, proven=found.exact)
+
+
+def _one_more(problem: Problem) -> Problem:
+    return with_topology(problem, problem.topology.with_gpus(problem.gpus + 1))
+
+
+def _recomputing(problem: Problem, mode: str) -> Problem:
+    return replace(problem, wishes=replace(problem.wishes, recompute=mode))

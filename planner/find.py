@@ -1,0 +1,158 @@
+"""The best plan of a problem: what the named planners propose, and the joint search that starts from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from .candidate import Candidate, Planner, Proposal, straight
+from .plan_file import TIE
+from .planners import PLANNERS, planner_named, refusal
+from .problem import Problem
+from .scoring import fastest
+from .search.branch_and_bound import Found, search
+from .search.large import is_large, search_large
+from .search.space import Space, share_of
+from .setting import SEARCHED
+
+WORK_A_SECOND = 1e9
+"""Of the search's counted work: about what one core does in a second."""
+BEST = "best"
+COSTLY = ("pipedream", "pipedream-published", "dapple", "alpa", "interleaved")
+"""Planners that search themselves: where the problem is not small, they are asked only where the joint search
+proves less."""
+SMALL = 1_000
+"""Devices times blocks between cuts."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best plan and what was proven; `by_planner`: what each named planner came to, or why to nothing."""
+
+    found: Found
+    by_planner: Mapping[str, Candidate | str]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The plan, where one fits."""
+        return self.found.best
+
+
+def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
+    """The best plan of the problem, or of the planner that it names, and the bound on all plans.
+
+    No plan of `planners` is faster. Raises UsageError for an unknown planner.
+    """
+    named = problem.wishes.planner
+    if named != BEST:
+        plan = planned_by(planner_named(named), problem)
+        seeds = [plan] if isinstance(plan, Candidate) else []
+        found = _of_planner(next(iter(seeds), None), joint_search(problem, seeds))
+        return Answer(found, {named: plan})
+    quick = problem.gpus * problem.space.chain.max_stages <= SMALL
+    first = [name for name in planners if quick or name not in COSTLY]
+    by_planner = {name: planned_by(planner_named(name), problem) for name in first}
+    found = joint_search(problem, _plans(by_planner))
+    if not found.exact:
+        # Of an exact answer it is proven that none of them is faster.
+        by_planner |= {
+            name: planned_by(planner_named(name), problem) for name in planners if name not in first
+        }
+        found = _with(problem, found, _plans(by_planner))
+    return Answer(found, by_planner)
+
+
+def _plans(by_planner: Mapping[str, Candidate | str]) -> list[Candidate]:
+    return [plan for plan in by_planner.values() if isinstance(plan, Candidate)]
+
+
+def _with(problem: Problem, found: Found, plans: Iterable[Candidate]) -> Found:
+    """The answer, unless one of the plans is faster: then searched again from that."""
+    best = min(plans, key=lambda plan: plan.step_seconds, default=None)
+    if best is None or (found.best is not None and found.best.step_seconds <= best.step_seconds):
+        return found
+    return joint_search(problem, [best])
+
+
+def _of_planner(plan: Candidate | None, found: Found) -> Found:
+    """A named planner's plan with the bound on all plans."""
+    bound = min(found.bound_seconds, inf if plan is None else plan.step_seconds)
+    exact = plan is not None and bound >= plan.step_seconds * (1 - TIE)
+    return replace(found, best=plan, bound_seconds=bound, exact=exact)
+
+
+def planned_by(planner: Planner, problem: Problem) -> Candidate | str:
+    """The planner's best plan under the problem's costs and limits, or why there is none."""
+    proposals = [proposal for proposal in planner.propose(problem) if problem.allows(proposal)]
+    if not proposals:
+        return refusal(planner, problem)
+    return fastest(problem.space, proposals) or _unfit(problem.space)
+
+
+def _unfit(space: Space) -> str:
+    if space.runtime is not None and space.runtime.trains_every_stage:
+        return "does not fit, or a stage has nothing to train, which the runtime asks of every stage"
+    return "does not fit"
+
+
+def joint_search(problem: Problem, seeds: Iterable[Candidate] = ()) -> Found:
+    """The joint search from these plans; of schedules that it does not search, plans that are made of its
+    own, with a bound on all of them."""
+    seeds = list(seeds)
+    work = problem.wishes.time_limit * WORK_A_SECOND
+    exact = [plan for plan in seeds if plan.setting.schedule in SEARCHED]
+    if is_large(problem.space, problem.families):
+        found = search_large(problem.space, problem.families, problem.stage_counts, exact, work)
+    else:
+        found = search(problem.space, problem.families, problem.stage_counts, exact, work)
+    others = [name for name in problem.schedules if name not in SEARCHED]
+    if not others:
+        return found
+    others_seeded = [plan.proposal for plan in seeds if plan not in exact]
+    other = fastest(problem.space, [*others_seeded, *transplanted(problem, others, found.best)])
+    bound = min(found.bound_seconds, work_bound(problem))
+    plans = [plan for plan in (found.best, other) if plan is not None]
+    best = min(plans, key=lambda plan: plan.step_seconds, default=None)
+    step = inf if best is None else best.step_seconds
+    proven = min(bound, step)
+    return Found(best, proven, min(proven, found.root_bound_seconds), proven >= step * (1 - TIE))
+
+
+def transplanted(problem: Problem, schedules: Iterable[str], best: Candidate | None) -> Iterator[Proposal]:
+    """The shape of the best plan, and of balanced ones, under other schedules with one stage a device."""
+    own = [setting for setting in problem.settings if setting.schedule in set(schedules)]
+    shapes: list[Proposal] = [] if best is None else [best.proposal]
+    for setting in own:
+        for shape in (*shapes, *(p for p in _balanced(problem, setting.micro_batch_size))):
+            proposal = replace(shape, setting=setting)
+            if problem.allows(proposal):
+                yield proposal
+
+
+def _balanced(problem: Problem, size: int) -> Iterator[Proposal]:
+    from .balance import balance
+
+    space = problem.space
+    if not space.fits_someone(size, 1):
+        return
+    costs = space.chain.at(size, past_largest=True)
+    work = costs.forward_seconds + costs.backward_seconds
+    for stages in problem.stage_counts:
+        ends = np.cumsum(balance(work, stages, cut_after=space.chain.cut_after)).tolist()
+        yield straight(problem.settings[0], ends)
+
+
+def work_bound(problem: Problem) -> float:
+    """A bound on the step under any schedule: the work, as cheap as any number of replicas makes each layer,
+    shared evenly over all devices."""
+    space, bounds = problem.space, []
+    for setting in problem.settings:
+        size = setting.micro_batch_size
+        counts = [n for n in range(1, min(size, problem.reached) + 1) if space.fits_someone(size, n)]
+        works = [n * space.least_work(share_of(size, n), again=False) for n in counts]
+        if works:
+            bounds.append(setting.micro_batches * float(np.minimum.reduce(works).sum()) / problem.reached)
+    return min(bounds, default=inf)

@@ -1,0 +1,132 @@
+"""A partition that was made elsewhere, as a plan: what it will take under pplan's costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..cost_models.errors import UsageError
+from ..cost_models.quantities import counted, format_bytes
+from ..cost_models.schedules import schedule_named
+from ..cost_models.timeline import step_seconds
+from .assembly import Assembly
+from .candidate import Candidate, Proposal
+from .plan_file import Plan, ProfileReference
+from .problem import Problem
+from .scoring import assembly_of, fastest, possible
+from .search.branch_and_bound import Found
+from .search.pipelines import stage_modes
+from .setting import Setting
+from .solve import bare_plan
+
+
+@dataclass(frozen=True)
+class Given:
+    """The layers before each stage's end, `virtual_stages` of them on each device, in order, and replicas."""
+
+    ends: tuple[int, ...]
+    virtual_stages: int = 1
+    replicas: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """Devices that it takes."""
+        return len(self.ends) // self.virtual_stages * self.replicas
+
+    def proposal(self, setting: Setting) -> Proposal:
+        """With a schedule and micro-batches; the replicas of a stage are next to each other.
+
+        Raises UsageError where the schedule does not run with these numbers.
+        """
+        own = replace(setting, virtual_stages=self.virtual_stages)
+        devices = len(self.ends) // self.virtual_stages
+        program = schedule_named(own.schedule).program(devices, own.micro_batches, own.virtual_stages)
+        ranks = [
+            tuple(range(place.device * self.replicas, (place.device + 1) * self.replicas))
+            for place in program.pipes[0]
+        ]
+        return Proposal(own, self.ends, tuple(ranks))
+
+
+def given_plan(
+    problem: Problem, given: Given, *, model: str, profile: ProfileReference, notes: Sequence[str] = ()
+) -> Plan:
+    """The partition with the best of the problem's settings, as a plan; one that does not fit says so in its
+    notes. The bound is that of this partition alone: its own step.
+
+    Raises UsageError for too few devices, a cut that the profile does not allow, and numbers that the
+    schedule does not run.
+    """
+    if given.gpus > problem.gpus:
+        raise UsageError(
+            f"--gpus {problem.gpus}: the partition takes {counted(given.gpus, 'GPU')}",
+            f"Give as many: --gpus {given.gpus}",
+        )
+    _check_cuts(problem, given)
+    proposals = _proposals(problem, given)
+    best = fastest(problem.space, proposals)
+    lacking: list[str] = []
+    if best is None:
+        best, lacking = _too_large(problem, proposals)
+    step = best.step_seconds
+    found = Found(best=best, bound_seconds=step, root_bound_seconds=step, exact=True)
+    plan = bare_plan(problem, best, found, model=model, profile=profile)
+    return plan.model_copy(
+        update={"searched": "this partition alone", "notes": list(dict.fromkeys([*notes, *lacking]))}
+    )
+
+
+def _check_cuts(problem: Problem, given: Given) -> None:
+    chain = problem.chain
+    for stage, end in enumerate(given.ends[:-1]):
+        if not chain.cut_after[end - 1]:
+            raise UsageError(
+                f"stage {stage} ends after layer {end - 1}, {chain.names[end - 1]}, where the profile allows "
+                "no cut",
+                "pplan show PROFILE says why; profile with another --granularity where the cut is real.",
+            )
+
+
+def _proposals(problem: Problem, given: Given) -> list[Proposal]:
+    """With every setting that its schedule runs. Raises the UsageError of the last where none does."""
+    made: list[Proposal] = []
+    refusal: UsageError | None = None
+    for setting in problem.settings:
+        try:
+            proposal = given.proposal(setting)
+        except UsageError as error:
+            refusal = error
+            continue
+        if possible(problem.space, proposal):
+            made.append(proposal)
+    if made:
+        return made
+    raise refusal or UsageError(
+        "the partition cannot be run: a stage has nothing to train, or its replicas have no sample each",
+        "Give more samples to a micro-batch (--micro-batches), or fewer --replicas.",
+    )
+
+
+def _too_large(problem: Problem, proposals: Sequence[Proposal]) -> tuple[Candidate, list[str]]:
+    """Where none fits: the one that lacks least, recomputing as much as it may, and what it lacks."""
+    tried = [
+        (proposal, modes[-1], assembly_of(problem.space, proposal, (modes[-1],) * len(proposal.ends)))
+        for proposal in proposals
+        if (modes := stage_modes(proposal.setting))
+    ]
+    proposal, mode, made = min(tried, key=lambda item: _most_lacking(problem, item[2])[0])
+    bytes_short, device, needed = _most_lacking(problem, made)
+    step = float(step_seconds(made.program, made.costs())[0])
+    note = (
+        f"it does not fit: device {made.ranks[device][0]} needs {format_bytes(round(needed))} of "
+        f"{format_bytes(round(needed - bytes_short))}"
+    )
+    return Candidate(proposal, (mode,) * len(proposal.ends), step), [note]
+
+
+def _most_lacking(problem: Problem, made: Assembly) -> tuple[float, int, float]:
+    """Bytes that the device which lacks most is short of, which device of the pipeline, and what it needs."""
+    needs = [sum(made.ledger(device).values()) for device in range(made.program.devices)]
+    return max(
+        (need - problem.space.limit(made.ranks[device]), device, need) for device, need in enumerate(needs)
+    )

@@ -1,0 +1,118 @@
+"""The cheapest training: dollars per sample, where every device that is used costs by the hour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+from ...cost_models.errors import UsageError
+from ...cost_models.quantities import counted
+from ..candidate import Candidate
+from ..find import Answer, find, work_bound
+from ..plan_file import TIE, Aim
+from ..problem import EVERY_COUNT, Problem
+from .objective import price_by_kind
+from .outcome import Outcome, of_fastest, search_again
+
+HOUR = 3600.0
+
+
+def least_cost(problem: Problem, prices: Mapping[str, float]) -> Outcome:
+    """The plan with the fewest dollars per sample.
+
+    For every number of devices, from rank 0 on, the fastest plan on them is searched, unless a bound on its
+    step leaves nothing cheaper than what is known. Proven for plans that use the first n devices, for any n.
+    Raises UsageError for prices that do not go with the devices.
+    """
+    own = price_by_kind(prices, problem.topology)
+    hourly = [own[problem.topology.device(rank).name] for rank in range(problem.gpus)]
+    answer = find(problem)
+    search = _Search(problem, hourly, answer)
+    search.run()
+    if search.best is None:
+        return Outcome(answer.found, answer)
+    used = search.best.proposal.used
+    aim = Aim(
+        name="cost",
+        value=search.cost,
+        unit="$/sample",
+        lower_bound=min(search.bound, search.cost),
+        exact=search.bound >= search.cost * (1 - TIE),
+        detail=f"{counted(used, 'device')} at {search.dollars(search.best):g} dollars an hour together",
+    )
+    notes = [f"a million samples cost {1e6 * search.cost:.4g} dollars"]
+    if used < problem.gpus:
+        notes.append(f"the cheapest plan uses {used} of the {problem.gpus} devices; the others cost nothing")
+    return Outcome(of_fastest(answer.found, search.best), answer, aim, tuple(notes))
+
+
+@dataclass
+class _Search:
+    """The cheapest plan so far; dollars per sample, and a bound on them for what was looked at."""
+
+    problem: Problem
+    hourly: list[float]
+    answer: Answer
+    best: Candidate | None = None
+    cost: float = inf
+    bound: float = inf
+
+    def run(self) -> None:
+        """Looks at every number of devices, all of them first: that plan is known."""
+        for count in self._counts():
+            self._look(count)
+
+    def _counts(self) -> Iterator[int]:
+        gpus, per_node = self.problem.gpus, self.problem.topology.gpus_per_node
+        yield gpus
+        if self.problem.wishes.use_all:
+            return
+        for count in range(1, gpus):
+            if count <= EVERY_COUNT or count & (count - 1) == 0 or count % per_node == 0:
+                yield count
+            else:
+                self._bound(count, self._least_step(self._with(count)))
+
+    def _look(self, count: int) -> None:
+        problem = self._with(count)
+        if problem is None:
+            return
+        least = self._least_step(problem)
+        if self._cost(sum(self.hourly[:count]), least) >= self.cost * (1 - TIE):
+            self._bound(count, least)
+            return
+        seeds = [] if self.best is None else [self.best]
+        whole = count == self.problem.gpus
+        found = self.answer.found if whole else search_again(problem, _inside(seeds, count))
+        self._bound(count, found.bound_seconds)
+        if found.best is not None:
+            cost = self._cost(self.dollars(found.best), found.best.step_seconds)
+            if cost < self.cost * (1 - TIE):
+                self.best, self.cost = found.best, cost
+
+    def _with(self, count: int) -> Problem | None:
+        """The problem on the first devices; None where there is none, as for a mini-batch of other sizes."""
+        wishes = replace(self.problem.wishes, mini_batch=self.problem.mini_batch)
+        try:
+            return replace(self.problem, topology=self.problem.topology.with_gpus(count), wishes=wishes)
+        except UsageError:
+            return None
+
+    def _least_step(self, problem: Problem | None) -> float:
+        return inf if problem is None else work_bound(problem)
+
+    def _bound(self, count: int, step: float) -> None:
+        self.bound = min(self.bound, self._cost(sum(self.hourly[:count]), step))
+
+    def dollars(self, plan: Candidate) -> float:
+        """An hour of the devices of a plan."""
+        return sum(self.hourly[rank] for rank in {rank for own in plan.proposal.devices for rank in own})
+
+    def _cost(self, hourly: float, step: float) -> float:
+        return hourly / HOUR * step / self.problem.mini_batch
+
+
+def _inside(plans: list[Candidate], count: int) -> list[Candidate]:
+    """Those that use the first devices only."""
+    return [plan for plan in plans if all(rank < count for own in plan.proposal.devices for rank in own)]

@@ -1,0 +1,92 @@
+"""The Pareto frontier of step time against peak memory, by epsilon-constraint.
+
+The fastest plan comes first; then again and again the fastest one that needs less memory than the last, until
+nothing fits (Haimes, Lasdon and Wismer, "On a bicriterion formulation of the problems of integrated system
+identification and system optimization", IEEE Transactions on Systems, Man and Cybernetics 1, 1971).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import floor
+
+from ...cost_models.errors import UsageError
+from ..candidate import Candidate
+from ..find import BEST, find
+from ..infeasible import no_plan_fits
+from ..plan_file import TIE, ProfileReference
+from ..problem import Problem
+from ..search.branch_and_bound import Found
+from .frontier_file import Frontier, Point
+from .outcome import peak_bytes, search_again, within
+from .solved import plan_alone
+
+POINTS = 24
+MEMORY_STEP = 0.02
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A plan of the frontier, and the most that a device holds."""
+
+    plan: Candidate
+    found: Found
+    memory_bytes: float
+
+
+def frontier_of(
+    problem: Problem,
+    *,
+    model: str,
+    profile: ProfileReference,
+    points: int = POINTS,
+    memory_step: float = MEMORY_STEP,
+) -> Frontier:
+    """At most so many plans of the frontier, the memory of each below the last's by that share at least; with
+    a share of 0 by a byte, so that none is left out.
+
+    Raises UsageError, and InfeasibleError where nothing fits.
+    """
+    if points < 1:
+        raise UsageError(f"--points {points}: must be at least 1", "Give a count of 1 or more.")
+    if not 0 <= memory_step < 1:
+        raise UsageError(f"memory_step {memory_step:g}: must be from 0 to below 1", "Give a share: 0.02.")
+    kept, complete = list[Reached](), False
+    for reached in _stepping_down(problem, memory_step):
+        if reached is None:
+            complete = True
+            break
+        while kept and reached.plan.step_seconds <= kept[-1].plan.step_seconds * (1 + TIE):
+            kept.pop()
+        if len(kept) == points:
+            break
+        kept.append(reached)
+    if not kept:
+        raise no_plan_fits(problem)
+    made = [_point(problem, reached, model, profile) for reached in kept]
+    return Frontier(model=model, points=made, complete=complete, memory_step=memory_step)
+
+
+def _stepping_down(problem: Problem, memory_step: float) -> Iterator[Reached | None]:
+    """The fastest plans under smaller and smaller limits; at the end None, where nothing smaller fits."""
+    found, seeds = find(problem).found, []
+    while found.best is not None:
+        peak = peak_bytes(problem.space, found.best)
+        yield Reached(found.best, found, peak)
+        seeds.append(found.best)
+        limit = floor(min(peak - 1, peak * (1 - memory_step)))
+        if limit <= 0:
+            return
+        found = search_again(within(problem, limit), seeds)
+    if problem.wishes.planner == BEST and found.exact:
+        yield None
+
+
+def _point(problem: Problem, reached: Reached, model: str, profile: ProfileReference) -> Point:
+    return Point(
+        step_seconds=reached.plan.step_seconds,
+        memory_bytes=round(reached.memory_bytes),
+        exact=reached.found.exact,
+        plan=plan_alone(problem, reached.plan, reached.found, model=model, profile=profile),
+    )

@@ -1,0 +1,52 @@
+"""What an objective came to: a plan, what was proven of it, and what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..candidate import Candidate
+from ..find import BEST, Answer, find, joint_search
+from ..plan_file import Aim
+from ..problem import Problem
+from ..scoring import assembly_of
+from ..search.branch_and_bound import Found
+from ..search.space import Space
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`found`: the plan, with what was proven of the step of all plans. `answer`: the fastest plan, whose
+    comparisons the plan file shows. `aim`: what the plan is the best of, where that is not its step."""
+
+    found: Found
+    answer: Answer
+    aim: Aim | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Candidate | None:
+        """The plan, where one fits."""
+        return self.found.best
+
+
+def search_again(problem: Problem, seeds: Sequence[Candidate]) -> Found:
+    """The fastest plan of a problem that differs a little from one whose plans are the `seeds`."""
+    return joint_search(problem, seeds) if problem.wishes.planner == BEST else find(problem).found
+
+
+def within(problem: Problem, memory_limit: float) -> Problem:
+    """The same where no device may hold more bytes."""
+    return replace(problem, wishes=replace(problem.wishes, memory_limit=memory_limit))
+
+
+def peak_bytes(space: Space, plan: Candidate) -> float:
+    """What the device that needs most needs."""
+    made = assembly_of(space, plan.proposal, plan.recompute)
+    return max(sum(made.ledger(device).values()) for device in range(made.program.devices))
+
+
+def of_fastest(found: Found, plan: Candidate) -> Found:
+    """A plan that need not be the fastest, with what was proven of all steps."""
+    bound = min(found.bound_seconds, plan.step_seconds)
+    return replace(found, best=plan, bound_seconds=bound, exact=found.exact and bound == plan.step_seconds)

@@ -1,0 +1,337 @@
+"""The exact search for the asynchronous pipeline with the highest throughput.
+
+In steady state a micro-batch takes the longest of (a max-plus system's greatest cycle mean; see the tests)
+
+    the stages s..t of any run of them    [sum of (f + b) + 2 sum of c of the cuts between them] / (t - s + 1)
+    any cut                               its occupancy
+    any stage                             its all-reduce, shared by the micro-batches between two updates
+
+with f, b the forward and backward seconds (with what is run again) and c = occupancy + latency of a cut. A
+stage i of p holds p - i micro-batches, so from F of stage s over F of stage t, B of t and back to F of s,
+t - s + 1 micro-batches further.
+
+Whether T seconds can be reached is then decided stage by stage from the last one back: with
+
+    h(s) = f + b - T + max(0, 2 c + h(s + 1))
+
+T is reached where no h is positive, and of all ways to continue the one with the least h is best. So a table
+by number of stages, device, place and replicas decides T, and T is bisected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost_models.collectives import all_reduce_seconds
+from ...cost_models.memory import LedgerOptions, Recompute
+from ...cost_models.schedules import schedule_named
+from ..candidate import Candidate, Proposal
+from ..search.pipelines import stage_modes
+from ..search.placements import Placement
+from ..search.space import Space, Team
+from ..setting import Setting
+from ..stage_table import Floats
+from .asynchronous import TWO_VERSIONS
+
+SAME = 1e-9
+"""Share of the seconds that the bisection leaves open, and below which two are equal."""
+Row = list[Floats]
+"""Of every group, (positions + 1, places): the least h of a stage that starts there."""
+Indices = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Runs of devices whose stages cost the same, and where in the order they begin."""
+
+    team: Team
+    positions: Indices
+
+    @property
+    def replicas(self) -> int:
+        """Devices of a run."""
+        return self.team.replicas
+
+
+@dataclass(frozen=True, eq=False)
+class SteadySearch:
+    """The pipelines of a setting on an order of the devices, with these numbers of replicas and of stages.
+    `micro_batches` of the setting are those of a mini-batch. `on_all`: no device may stay free."""
+
+    space: Space
+    setting: Setting
+    placement: Placement
+    replicas: tuple[int, ...]
+    stage_counts: range
+    on_all: bool = False
+
+    def fastest(self, limit: float) -> tuple[Candidate | None, float]:
+        """The plan with the least seconds a mini-batch, where that is below `limit`, and a bound on all."""
+        count = self.setting.micro_batches
+        if not self.groups or not self.counts:
+            return None, inf
+        best = self.reaching(min(limit / count * (1 - SAME), self._endless))
+        if best is None:
+            return None, limit
+        low, high = 0.0, best.step_seconds / count
+        while high - low > SAME * high:
+            trial = (low + high) / 2
+            found = self.reaching(trial)
+            if found is None:
+                low = trial
+            else:
+                best, high = found, min(trial, found.step_seconds / count)
+        return best, low * count
+
+    @cached_property
+    def counts(self) -> range:
+        """Numbers of stages: of 2BW no more than micro-batches between two updates."""
+        most = min(self.stage_counts[-1], self.devices)
+        if self.setting.schedule == TWO_VERSIONS:
+            most = min(most, self.setting.micro_batches)
+        return range(max(2, self.stage_counts[0]), most + 1)
+
+    @property
+    def devices(self) -> int:
+        """In the order."""
+        return len(self.placement.ranks)
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where stages may begin and end, as numbers of layers."""
+        return self.space.table(self.space.chain.sizes[0]).places
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Of what depends on a position among the devices, the last behind all of them, and a place."""
+        return self.devices + 1, len(self.places)
+
+    @cached_property
+    def groups(self) -> tuple[_Group, ...]:
+        """The runs of devices that cost the same."""
+        size, made = self.setting.micro_batch_size, dict[int, tuple[Team, list[int]]]()
+        for count in self.replicas:
+            if count > min(self.devices, size) or not self.space.fits_someone(size, count):
+                continue
+            for position in range(self.devices - count + 1):
+                team = self.space.team(size, self._run(position, count))
+                made.setdefault(id(team), (team, []))[1].append(position)
+        return tuple(_Group(team, np.array(where)) for team, where in made.values())
+
+    def _run(self, position: int, count: int) -> tuple[int, ...]:
+        return self.placement.ranks[position : position + count]
+
+    @cached_property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """By position, where a stage that follows one ending there may begin."""
+        own = ((position,) for position in range(self.devices + 1))
+        return tuple(own) if self.on_all else self.placement.starts
+
+    @cached_property
+    def _follows(self) -> tuple[Indices, Indices]:
+        """Positions where a stage may end and, beside each, where the next may begin."""
+        pairs = [(end, begin) for end in range(1, self.devices) for begin in self.starts[end]]
+        ends, begins = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        return ends, begins
+
+    @cached_property
+    def _ways(self) -> dict[tuple[int, int], tuple[Floats, Floats]]:
+        """By replicas of a stage and of the one that follows, (pairs of `_follows`): latency, and seconds of
+        each byte; inf where they have no room."""
+        counts = sorted({group.replicas for group in self.groups})
+        return {(one, other): self._way(one, other) for one in counts for other in counts}
+
+    def _way(self, count: int, following: int) -> tuple[Floats, Floats]:
+        ends, begins = self._follows
+        values = np.full((2, len(ends)), inf)
+        for index, (end, begin) in enumerate(zip(ends.tolist(), begins.tolist(), strict=True)):
+            if count <= end and begin + following <= self.devices:
+                values[:, index] = self.space.pace(self._run(end - count, count), self._run(begin, following))
+        return values[0], values[1]
+
+    @cached_property
+    def _endless(self) -> float:
+        """Seconds that any pipeline reaches."""
+        work = sum(float(np.max(2 * group.team.forward + group.team.backward)) for group in self.groups)
+        reduced = max(float(own.max()) for own in self._reduced)
+        sent = max(float(group.team.table.crossing.max()) for group in self.groups)
+        ways = np.concatenate([latency + sent * each for latency, each in self._ways.values()])
+        return 2 * (work + reduced + float(ways[np.isfinite(ways)].max(initial=0.0))) * self.devices + 1.0
+
+    def reaching(self, seconds: float) -> Candidate | None:
+        """A pipeline whose micro-batches take at most so many seconds each; the fewest stages first."""
+        rows: list[Row] = []
+        for stages in range(1, self.counts[-1] + 1):
+            if self._pinned:
+                rows = []
+                for k in range(1, stages + 1):
+                    rows.append(self._row(k, stages - k, rows, seconds))
+            else:
+                rows.append(self._row(stages, None, rows, seconds))
+            if stages in self.counts and (start := self._start(rows[-1])) is not None:
+                return self._built(rows, start, seconds)
+        return None
+
+    @property
+    def _pinned(self) -> bool:
+        return bool(self.space.limits.pins)
+
+    def _start(self, row: Row) -> tuple[int, int] | None:
+        """The group and the position of a first stage; None where none is fast enough."""
+        for position in self.starts[0]:
+            for index, values in enumerate(row):
+                if position < len(values) and values[position, 0] <= 0:
+                    return index, position
+        return None
+
+    def _row(self, k: int, number: int | None, rows: Sequence[Row], seconds: float) -> Row:
+        """Of the stage that is the k-th from the end; `number`: from the start, where some are pinned."""
+        made = []
+        for index, group in enumerate(self.groups):
+            values, positions = np.full(self.shape, inf), group.positions
+            after = self._after(index, rows[-1] if k > 1 else None, seconds)[positions + group.replicas]
+            own = self._own(index, k, number, seconds)
+            least = np.min(own[None] + np.maximum(after, 0.0)[:, None, :], axis=2)
+            values[positions] = np.where(least <= 0, least, inf)
+            made.append(values)
+        return made
+
+    def _own(self, index: int, k: int, number: int | None, seconds: float) -> Floats:
+        """(places, places): f + b - T of every stage that may be, inf of the others."""
+        work = np.where(self._reduced[index] <= seconds, self._work(index, k)[0] - seconds, inf)
+        if number is not None:
+            start, end = np.nonzero(np.isfinite(work))
+            allowed = self.space.may_be(number, start, end)
+            work[start, end] = np.where(allowed, work[start, end], inf)
+        return work
+
+    def _after(self, index: int, following: Row | None, seconds: float) -> Floats:
+        """(positions + 1, places): the least 2 c + h of what follows a stage ending there; 0 at the end."""
+        made = np.full(self.shape, inf)
+        if following is None:
+            made[self.devices if self.on_all else 0 :, -1] = 0.0
+            return made
+        ends, begins = self._follows
+        for other, values in enumerate(following):
+            np.minimum.at(made, ends, self._cut(index, other, seconds) + values[begins])
+        return made
+
+    def _cut(self, index: int, other: int, seconds: float) -> Floats:
+        """(pairs of `_follows`, places): 2 c between a stage of a group and one of another; inf where the cut
+        alone is too slow."""
+        one, two = self.groups[index], self.groups[other]
+        latency, each = (values[:, None] for values in self._ways[one.replicas, two.replicas])
+        with np.errstate(invalid="ignore"):  # no bytes on no way
+            occupancy = np.maximum(one.team.table.crossing, two.team.table.crossing)[None] * each
+        return np.where(occupancy <= seconds, 2 * (occupancy + latency), inf)
+
+    def _built(self, rows: Sequence[Row], start: tuple[int, int], seconds: float) -> Candidate:
+        """The pipeline, from the table; `step_seconds`: of the formula of the module's docstring."""
+        (index, position), place = start, 0
+        ends, devices, modes = list[int](), list[tuple[int, ...]](), list[Recompute]()
+        for k in range(len(rows), 0, -1):
+            replicas = self.groups[index].replicas
+            number = len(rows) - k if self._pinned else None
+            after = self._after(index, rows[k - 2] if k > 1 else None, seconds)[position + replicas]
+            end = int(np.argmin(self._own(index, k, number, seconds)[place] + np.maximum(after, 0.0)))
+            ends.append(self.places[end])
+            devices.append(self._run(position, replicas))
+            modes.append(self._mode(index, k, place, end))
+            if k > 1:
+                index, position = self._next(index, position + replicas, end, rows[k - 2], seconds)
+            place = end
+        proposal = Proposal(self.setting, tuple(ends), tuple(devices))
+        each = pace(self.space, proposal, modes)
+        return Candidate(proposal, tuple(modes), each * self.setting.micro_batches)
+
+    def _next(self, index: int, end: int, place: int, following: Row, seconds: float) -> tuple[int, int]:
+        """The group and the position of the best stage that follows."""
+        pairs = np.flatnonzero(self._follows[0] == end)
+        choices = []
+        for other, values in enumerate(following):
+            reached = self._cut(index, other, seconds)[pairs, place] + values[self._follows[1][pairs], place]
+            best = int(np.argmin(reached))
+            choices.append((float(reached[best]), other, int(self._follows[1][pairs[best]])))
+        _, other, begin = min(choices)
+        return other, begin
+
+    def _work(self, index: int, k: int) -> tuple[Floats, Bools]:
+        """(places, places): f + b of the k-th stage from the end, and whether it recomputes."""
+        if (index, k) not in self._works:
+            group, team = self.groups[index], self.groups[index].team
+            seconds, again = np.full(team.forward.shape, inf), np.zeros(team.forward.shape, dtype=np.bool_)
+            for mode in reversed(stage_modes(self.setting)):
+                fits = self.space.usable & (self._bytes(group, k, mode) <= team.limit * (1 + 1e-12))
+                own = team.forward * (1 + (mode != "never")) + team.backward
+                seconds, again = np.where(fits, own, seconds), np.where(fits, mode != "never", again)
+            self._works[index, k] = seconds, again
+        return self._works[index, k]
+
+    @cached_property
+    def _works(self) -> dict[tuple[int, int], tuple[Floats, Bools]]:
+        return {}
+
+    def _mode(self, index: int, k: int, start: int, end: int) -> Recompute:
+        return "always" if self._work(index, k)[1][start, end] else "never"
+
+    def _bytes(self, group: _Group, k: int, mode: Recompute) -> Floats:
+        """What every stage needs as the k-th from the end, whose pipeline is as long."""
+        if group.team.limit == inf:
+            return np.zeros(group.team.forward.shape)
+        schedule = schedule_named(self.setting.schedule)
+        options: LedgerOptions = {**group.team.ledger, "weight_versions": schedule.weight_versions(0, k, k)}
+        return group.team.table.memory(
+            schedule.in_flight(0, k, k), mode, self.space.optimizer, group.replicas, **options
+        )
+
+    @cached_property
+    def _reduced(self) -> list[Floats]:
+        """By group, (places, places): the all-reduce of every stage, a micro-batch."""
+        made = []
+        for group in self.groups:
+            ranks = self._run(int(group.positions[0]), group.replicas)
+            whole = reduced_seconds(self.space, ranks, group.team.table.stage_bytes.trainable)
+            made.append(whole / self.setting.micro_batches)
+        return made
+
+
+def reduced_seconds(space: Space, ranks: Sequence[int], gradients: object) -> Floats:
+    """Seconds to add up the gradients of the replicas on these devices."""
+    made: Floats = np.asarray(
+        all_reduce_seconds(space.topology, ranks, np.asarray(gradients, dtype=np.float64), "best")
+    )
+    return made
+
+
+def pace(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> float:
+    """Seconds of a micro-batch in steady state, by the formula of the module's docstring."""
+    return max(_terms(space, proposal, modes))
+
+
+def _terms(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Iterator[float]:
+    setting, places = proposal.setting, list(space.table(space.chain.sizes[0]).places)
+    teams = [space.team(setting.micro_batch_size, own) for own in proposal.devices]
+    work, cuts = [], []
+    for stage, (team, (first, end)) in enumerate(zip(teams, proposal.bounds, strict=True)):
+        at = places.index(first), places.index(end)
+        again = team.forward[at] if modes[stage] != "never" else 0.0
+        work.append(float(team.forward[at] + team.backward[at] + again))
+        gradients = np.asarray(team.table.stage_bytes.trainable)[at]
+        yield float(reduced_seconds(space, proposal.devices[stage], gradients)) / setting.micro_batches
+        if stage + 1 < len(teams):
+            latency, each = space.pace(*proposal.devices[stage : stage + 2])
+            occupancy = each * max(float(own.table.crossing[at[1]]) for own in teams[stage : stage + 2])
+            yield occupancy
+            cuts.append(occupancy + latency)
+    for s in range(len(work)):
+        total = 0.0
+        for t in range(s, len(work)):
+            total += work[t] + (2 * cuts[t - 1] if t > s else 0.0)
+            yield total / (t - s + 1)

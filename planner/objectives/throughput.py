@@ -1,0 +1,164 @@
+"""The highest throughput, of plans that flush and of those that never do.
+
+Where gradients may be an update or more late, PipeDream and PipeDream-2BW leave no bubble. Both are searched
+exactly (`steady_search`), from two stages on, with every micro-batch size that the profile reaches and the
+same orders of devices and replicas as the other plans; their weight versions count in the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf
+
+from ...cost_models.errors import InfeasibleError, UsageError
+from ..candidate import Candidate, Proposal
+from ..find import BEST, find, work_bound
+from ..plan_file import TIE
+from ..planners.pipedream import plan_asynchronous
+from ..planners.replicated import thinned
+from ..problem import Problem
+from ..search.branch_and_bound import Found
+from ..search.space import Space
+from ..setting import Mode, Setting
+from .asynchronous import ASYNCHRONOUS, PIPEDREAM, TWO_VERSIONS, asynchronous_notes, steady_seconds
+from .outcome import Outcome
+from .steady_search import SteadySearch
+
+WORK = 3e8
+"""Entries of tables that a question of the search may look at; where it takes more, it is made smaller."""
+COARSE = 48
+"""Blocks of layers that a smaller one has."""
+
+
+def throughput(problem: Problem) -> Outcome:
+    """The plan with the most samples a second: the best that flushes, or an asynchronous one."""
+    answer = find(problem)
+    step = inf if answer.best is None else answer.best.step_seconds
+    refusal = _refusal(problem)
+    if refusal:
+        return Outcome(answer.found, answer, notes=(refusal,))
+    best, bound = fastest_asynchronous(problem, step)
+    found = _joined(answer.found, best, bound)
+    if best is None:
+        return Outcome(found, answer, notes=("no asynchronous pipeline is faster",))
+    return Outcome(found, answer, notes=tuple(asynchronous_notes(best)))
+
+
+def _refusal(problem: Problem) -> str:
+    """Why asynchronous schedules are left out; nothing where they are not."""
+    wishes, runtime = problem.wishes, problem.runtime
+    if wishes.planner not in (BEST, PIPEDREAM):
+        return f"the planner {wishes.planner} makes no asynchronous plan"
+    if wishes.schedule != "auto":
+        return f"schedule {wishes.schedule} is wished: asynchronous ones were left out"
+    if runtime is not None and not runtime.schedules & set(ASYNCHRONOUS):
+        return f"{runtime.name} runs no asynchronous schedule"
+    if not _modes(problem):
+        return "no asynchronous schedule recomputes all but the last micro-batch"
+    return ""
+
+
+def _joined(found: Found, best: Candidate | None, bound: float) -> Found:
+    """Of all plans what was found of the two kinds."""
+    chosen = found.best if best is None else best
+    step = inf if chosen is None else chosen.step_seconds
+    proven = min(found.bound_seconds, bound)
+    exact = proven >= step * (1 - 10 * TIE)
+    return Found(chosen, step if exact else proven, min(found.root_bound_seconds, bound, step), exact)
+
+
+def fastest_asynchronous(problem: Problem, limit: float) -> tuple[Candidate | None, float]:
+    """The asynchronous pipeline that takes the fewest seconds a mini-batch, where it takes less than `limit`;
+    and a bound on all of them."""
+    searches = list(_searches(problem)) if problem.wishes.planner == BEST else []
+    known = [plan for plan in _by_planner(problem) if plan.step_seconds < limit] if not _all(searches) else []
+    best = min(known, key=lambda plan: plan.step_seconds, default=None)
+    bound = inf if searches else work_bound(problem)
+    for search in searches:
+        below = limit if best is None else best.step_seconds
+        found, proven = search.of.fastest(below)
+        bound = min(bound, proven if search.whole else work_bound(problem))
+        if found is not None:
+            step = steady_seconds(problem.space, found.proposal, found.recompute)
+            best = replace(found, step_seconds=step) if step < below else best
+    return best, bound
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A search, and whether it looks at all plans of its setting."""
+
+    of: SteadySearch
+    whole: bool
+
+
+def _all(searches: list[_Planned]) -> bool:
+    return bool(searches) and all(search.whole for search in searches)
+
+
+def _searches(problem: Problem) -> Iterator[_Planned]:
+    """One of every setting and order of the devices."""
+    counts = tuple(range(1, problem.reached + 1))
+    if problem.families:
+        counts = tuple(sorted({count for family in problem.families for count in family.replicas}))
+    whole = _entries(problem, problem.space, counts) <= WORK and problem.every_replica_count
+    space = problem.space
+    if _entries(problem, space, counts) > WORK:
+        space, counts = thinned(space, COARSE), tuple(n for n in counts if n & (n - 1) == 0)
+    if _entries(problem, space, counts) > WORK:
+        return
+    for setting in settings_of(problem):
+        for placement in problem.placements:
+            search = SteadySearch(
+                space, setting, placement, counts, problem.stage_counts, on_all=problem.wishes.use_all
+            )
+            yield _Planned(search, whole)
+
+
+def _entries(problem: Problem, space: Space, counts: tuple[int, ...]) -> float:
+    """What one question of the search looks at."""
+    blocks, stages = space.table(space.chain.sizes[0]).blocks, problem.stage_counts[-1]
+    return stages * problem.reached * len(counts) * blocks * (blocks + len(counts))
+
+
+def settings_of(problem: Problem) -> list[Setting]:
+    """Schedules and micro-batches: of PipeDream the whole mini-batch, which updates at once; of 2BW as many
+    as there are stages, or more."""
+    batch = problem.mini_batch
+    made = [
+        Setting(TWO_VERSIONS, mode, batch // size, size)
+        for mode in _modes(problem)
+        for size in problem.sizes
+        if batch // size > 1
+    ]
+    whole = [Setting(PIPEDREAM, mode, 1, batch) for mode in _modes(problem) if batch in problem.sizes]
+    return whole + made
+
+
+def _modes(problem: Problem) -> tuple[Mode, ...]:
+    return tuple(mode for mode in problem.modes("1f1b") if mode != "except_last")
+
+
+def _by_planner(problem: Problem) -> Iterator[Candidate]:
+    """What PipeDream's own programme comes to, in the simulator."""
+    for setting in settings_of(problem):
+        with suppress(InfeasibleError, UsageError):
+            made = plan_asynchronous(
+                problem.space,
+                setting.micro_batch_size,
+                schedule=setting.schedule,
+                recompute="always" if setting.recompute == "always" else "never",
+                use_all=problem.wishes.use_all,
+            )
+            if _allowed(problem, setting, made.ends):
+                proposal = Proposal(setting, made.ends, made.devices)
+                modes = (made.recompute,) * len(made.ends)
+                yield Candidate(proposal, modes, steady_seconds(problem.space, proposal, modes))
+
+
+def _allowed(problem: Problem, setting: Setting, ends: tuple[int, ...]) -> bool:
+    bounds = list(zip((0, *ends), ends, strict=False))
+    few = setting.schedule == PIPEDREAM or len(ends) <= setting.micro_batches
+    return 2 <= len(ends) <= problem.stage_counts[-1] and few and problem.space.limits.allow(bounds)

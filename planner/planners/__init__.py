@@ -1,0 +1,81 @@
+"""The named planners, a file each: what known tools and papers would do, proposed for scoring."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from ...cost_models.errors import UsageError
+from ..candidate import Planner
+from . import (
+    alpa,
+    dapple,
+    data_parallel,
+    deepspeed_type,
+    even,
+    gpipe,
+    interleaved,
+    megatron,
+    one_gpu,
+    parameters,
+    pipedream,
+    pipedream_published,
+    torchgpipe_size,
+    torchgpipe_time,
+)
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+_ALL: tuple[Planner, ...] = (
+    one_gpu.PLANNER,
+    data_parallel.PLANNER,
+    even.PLANNER,
+    parameters.PLANNER,
+    deepspeed_type.PLANNER,
+    torchgpipe_time.PLANNER,
+    torchgpipe_size.PLANNER,
+    gpipe.PLANNER,
+    megatron.PLANNER,
+    interleaved.PLANNER,
+    pipedream.PLANNER,
+    pipedream_published.PLANNER,
+    dapple.PLANNER,
+    alpa.PLANNER,
+)
+
+PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _ALL}
+
+
+def planner_named(name: str) -> Planner:
+    """The planner of that name; `deepspeed-type:REGEX` counts the layers that match.
+
+    Raises UsageError, with the nearest name and all there are.
+    """
+    kind, colon, pattern = name.partition(":")
+    if kind == deepspeed_type.KIND and colon:
+        return deepspeed_type.DeepSpeedType(pattern)
+    if name in PLANNERS:
+        return PLANNERS[name]
+    near = difflib.get_close_matches(name, PLANNERS, n=1)
+    guess = f"Did you mean {near[0]}? " if near else ""
+    raise UsageError(f"planner {name!r} is unknown", f"{guess}There are: best, {', '.join(PLANNERS)}.")
+
+
+@runtime_checkable
+class Refusing(Protocol):
+    """A planner that says why it proposes nothing."""
+
+    def refusal(self, problem: Problem) -> str:
+        """In words; for a problem of which it proposed nothing."""
+        ...
+
+
+def refusal(planner: Planner, problem: Problem) -> str:
+    """Why a planner proposed nothing for the problem, in words."""
+    if isinstance(planner, Refusing):
+        return planner.refusal(problem)
+    return "makes no plan of these layers, devices and wishes"
+
+
+__all__ = ["PLANNERS", "Refusing", "planner_named", "refusal"]

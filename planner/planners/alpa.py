@@ -1,0 +1,265 @@
+"""Alpa's inter-operator pass: stages on submeshes, by the time of the slowest stage.
+
+Zheng et al., "Alpa: Automating inter- and intra-operator parallelism for distributed deep learning", OSDI
+2022, section 5. A plan of S stages of t_1 ... t_S seconds and M micro-batches costs t_1 + ... + t_S +
+(M - 1) max t. For every t_max in turn a dynamic programme finds the least sum of stages no slower than it;
+larger ones are tried until t_max alone costs more than the best plan known.
+
+Alpa shares a layer among the devices of a submesh in any way that its inner pass finds; here they are
+replicas. As there, transfers between stages are not counted, the gradients' all-reduce counts 1 / M in each
+micro-batch, all devices are used, and a stage needs room for the micro-batches in flight on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...cost_models.collectives import all_reduce_seconds
+from ..candidate import Proposal
+from ..search.space import Space
+from ..stage_table import Floats
+from .replicated import TeamCosts, Trial, groups_of, replicas_of, team_costs, thinned, trials
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+BLOCKS = 64
+"""Places for cuts are thinned to so many blocks."""
+STEPS = 100
+"""How finely t_max is tried: a plan cheaper by more than one part in so many is not missed."""
+PROMISING, GLANCE = 3, 24
+"""Micro-batch sizes that are searched after a glance at all, at so many blocks."""
+
+
+@dataclass(frozen=True)
+class AlpaPlan:
+    """By stage the place it ends at and its number of devices; what the plan costs, in seconds; whether some
+    stage recomputes."""
+
+    ends: tuple[int, ...]
+    replicas: tuple[int, ...]
+    cost_seconds: float
+    recomputes: bool
+
+
+@dataclass(frozen=True)
+class Alpa:
+    """The planner by its name."""
+
+    name: str = "alpa"
+
+    def propose(self, problem: Problem) -> Iterable[Proposal]:
+        """The cheapest plan of the most promising micro-batch sizes."""
+        space, gpus = thinned(problem.space, BLOCKS), problem.reached
+        coarse, most = thinned(space, GLANCE), problem.stage_counts[-1]
+        glances = [
+            (glance.cost_seconds, trial)
+            for trial in trials(problem.settings)
+            if (glance := plan(coarse, trial, gpus, most)) is not None
+        ]
+        places = space.table(space.chain.sizes[0]).places
+        for _, trial in sorted(glances, key=lambda glance: glance[0])[:PROMISING]:
+            found = plan(space, trial, gpus, most)
+            if found is not None:
+                ends = tuple(places[end] for end in found.ends)
+                yield Proposal(trial.setting(found.recomputes), ends, devices_of(found.replicas))
+
+
+PLANNER = Alpa()
+
+
+def submeshes(gpus: int, gpus_per_node: int) -> list[int]:
+    """The sizes of a stage's devices: powers of two inside a node, whole nodes, all devices.
+
+    Where a node has no power of two of devices, only those powers that fill it: then stages of any sizes that
+    add up to all devices fit side by side, none of a node's across two.
+    """
+    node = min(gpus, gpus_per_node)
+    powers = [2**power for power in range(node.bit_length()) if gpus == node or node % 2**power == 0]
+    return sorted({*powers, *range(node, gpus + 1, node), gpus})
+
+
+def devices_of(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of stages of these numbers of devices: the largest stages take theirs first (Alpa, appendix
+    A), so that none lies across more nodes than it must."""
+    order = sorted(range(len(replicas)), key=lambda stage: -replicas[stage])
+    starts, first = [0] * len(replicas), 0
+    for stage in order:
+        starts[stage] = first
+        first += replicas[stage]
+    return tuple(tuple(range(at, at + count)) for at, count in zip(starts, replicas, strict=True))
+
+
+def plan(
+    space: Space, trial: Trial, gpus: int, most_stages: int | None = None, *, steps: int | None = STEPS
+) -> AlpaPlan | None:
+    """The cheapest plan for one micro-batch size on the first `gpus` devices, of so many stages at most; None
+    where none fits. More devices than `MOST_GROUPS` stay together in groups, which need replicas.
+
+    steps: as `STEPS`; None to try every t_max there is.
+    """
+    node = min(gpus, space.topology.gpus_per_node)
+    each = groups_of(gpus, node)
+    sizes = [size for size in submeshes(gpus // each * each, node) if size % each == 0]
+    rule = replicas_of(space)
+    choices = {"any": [sizes], "none": [[1]], "equal": [[size] for size in sizes]}[rule]
+    most = min(gpus // each, most_stages or gpus)
+    found = [_Enumeration(space, trial, gpus // each, each, own, most).best(steps) for own in choices]
+    return min((p for p in found if p is not None), key=lambda p: p.cost_seconds, default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Enumeration:
+    """The plans of at most so many stages on `groups` groups of `each` devices, on submeshes of `sizes`."""
+
+    space: Space
+    trial: Trial
+    groups: int
+    each: int
+    sizes: Sequence[int]
+    most_stages: int
+
+    @cached_property
+    def teams(self) -> dict[int, TeamCosts]:
+        """What stages cost, by size in groups; none has more devices than there are samples."""
+        made = {}
+        for size in self.sizes:
+            if (
+                size % self.each == 0
+                and size <= self.trial.size
+                and self.space.fits_someone(self.trial.size, size)
+            ):
+                team = self.space.team(self.trial.size, range(size))
+                gradients = np.asarray(team.table.stage_bytes.trainable)
+                reduced = all_reduce_seconds(self.space.topology, range(size), gradients, "best")
+                made[size // self.each] = team_costs(self.space, team, self.trial.modes, reduced)
+        return made
+
+    @cached_property
+    def seconds(self) -> list[dict[int, Floats]]:
+        """By number of stages to the last one (from 1 on), and by size: seconds of every stage a micro-batch,
+        inf for what does not fit. They are the same from where no more micro-batches are in flight."""
+        most = min(self.most_stages, self.places - 1)
+        made: dict[int, dict[int, Floats]] = {}
+        for held in {self.trial.held(to_last) for to_last in range(1, most + 1)}:
+            made[held] = {
+                size: team.work(held) + team.all_reduce / self.trial.micro_batches
+                for size, team in self.teams.items()
+            }
+        return [made[self.trial.held(to_last)] for to_last in range(1, most + 1)]
+
+    @property
+    def places(self) -> int:
+        """Where stages may start or end."""
+        return self.space.table(self.space.chain.sizes[0]).blocks + 1
+
+    def best(self, steps: int | None) -> AlpaPlan | None:
+        """The cheapest plan, over t_max ascending."""
+        if not self.teams:
+            return None
+        limits = self._limits()
+        loosest = self._least_sum(np.inf)
+        if loosest is None:
+            return None
+        best, least_sum = loosest.plan, loosest.sum
+        first = self._first_possible(limits)
+        width = 0.0 if steps is None else self._tightest(limits[first], best) / steps
+        for limit in _spaced(limits[first:], width):
+            # With this slowest stage a plan costs at least the least sum of any, and at least M such stages.
+            rest = max(least_sum, limit)
+            if (self.trial.micro_batches - 1) * limit + rest >= best.cost_seconds:
+                break
+            found = self._least_sum(limit)
+            if found is not None and found.plan.cost_seconds < best.cost_seconds:
+                best = found.plan
+        return best
+
+    def _tightest(self, limit: float, best: AlpaPlan) -> float:
+        """What a micro-batch costs in the better of two plans: of the best known, and under the tightest
+        limit."""
+        found = self._least_sum(limit)
+        other = best if found is None else found.plan
+        return min(best.cost_seconds, other.cost_seconds) / self.trial.micro_batches
+
+    def _limits(self) -> Floats:
+        """Every t_max, ascending."""
+        values = np.unique([table for tables in self.seconds for table in tables.values()])
+        finite: Floats = values[np.isfinite(values) & (values >= 0)]
+        return finite
+
+    def _first_possible(self, limits: Floats) -> int:
+        """The tightest under which there is a plan."""
+        low, high = 0, len(limits) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._sums(limits[middle])[1] else (middle + 1, high)
+        return low
+
+    def _least_sum(self, limit: float) -> _Found | None:
+        """The plan of the least sum whose stages are no slower than the limit."""
+        sums, reached = self._sums(limit)
+        if not reached:
+            return None
+        stages = min(reached, key=lambda count: sums[count][0, self.groups])
+        return self._traced(sums, stages, limit)
+
+    def _sums(self, limit: float) -> tuple[list[Floats], list[int]]:
+        """By stages s, (places, groups + 1): the least sum of s stages from a place to the end on so many
+        groups; and the numbers of stages that take all layers and all groups."""
+        last = np.full((self.places, self.groups + 1), np.inf)
+        last[-1, 0] = 0.0
+        sums, reached = [last], []
+        for tables in self.seconds:
+            longer = np.full(last.shape, np.inf)
+            for size, table in tables.items():
+                allowed = np.where(table <= limit, table, np.inf)
+                following = sums[-1][:, : self.groups + 1 - size]
+                through = (allowed[:, :, None] + following[None, :, :]).min(axis=1)
+                longer[:, size:] = np.minimum(longer[:, size:], through)
+            if not np.isfinite(longer).any():
+                break
+            sums.append(longer)
+            if np.isfinite(longer[0, self.groups]):
+                reached.append(len(sums) - 1)
+        return sums, reached
+
+    def _traced(self, sums: list[Floats], stages: int, limit: float) -> _Found:
+        """The plan behind a least sum."""
+        place, groups, ends, replicas, times, recomputes = 0, self.groups, [], [], [], False
+        for to_last in range(stages, 0, -1):
+            tables, best = self.seconds[to_last - 1], (np.inf, 0, 0)
+            for size, table in tables.items():
+                if size <= groups:
+                    row = np.where(table[place] <= limit, table[place], np.inf)
+                    through = row + sums[to_last - 1][:, groups - size]
+                    end = int(through.argmin())
+                    best = min(best, (float(through[end]), size, end))
+            _, size, end = best
+            recomputes |= bool(self.teams[size].never[place, end] < self.trial.held(to_last))
+            times.append(float(tables[size][place, end]))
+            ends.append(end)
+            replicas.append(size * self.each)
+            place, groups = end, groups - size
+        cost = sum(times) + (self.trial.micro_batches - 1) * max(times)
+        return _Found(AlpaPlan(tuple(ends), tuple(replicas), cost, recomputes), sum(times))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan and the sum of its stages' seconds."""
+
+    plan: AlpaPlan
+    sum: float
+
+
+def _spaced(values: Floats, width: float) -> Iterator[float]:
+    """The largest of the values in each interval of that width; each value for a width of 0."""
+    at = 0
+    while at < len(values):
+        at = max(int(np.searchsorted(values, values[at] + width, side="right")), at + 1)
+        yield float(values[at - 1])

@@ -1,0 +1,232 @@
+"""What may follow in DAPPLE's search: the next stage's devices, by what is taken of each machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost_models.collectives import all_reduce_seconds
+from ...cost_models.ways import Ways
+from ..search.space import Space
+from ..stage_table import Floats
+from .dapple_placement import POLICIES, Counts, ranks_of
+from .replicated import MOST_GROUPS, TeamCosts, Trial, groups_of, replicas_of, team_costs
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The nodes of a topology, in groups of `each` neighbouring devices that stay together."""
+
+    rooms: Counts
+    starts: tuple[int, ...]
+    each: int
+
+    def ranks(self, used: Counts, given: Counts) -> tuple[int, ...]:
+        """The ranks of so many groups after the used ones."""
+        groups = ranks_of(self.starts, used, given)
+        return tuple(group * self.each + index for group in groups for index in range(self.each))
+
+
+def machines_of(gpus: int, gpus_per_node: int, most_groups: int = MOST_GROUPS) -> Machines:
+    """The nodes of so many devices; those that are left over by the groups stay unused."""
+    each = groups_of(gpus, gpus_per_node, most_groups)
+    room = max(gpus_per_node // each, 1)
+    starts = range(0, gpus // each, room)
+    return Machines(tuple(min(room, gpus // each - start) for start in starts), tuple(starts), each)
+
+
+@dataclass(frozen=True)
+class _Move:
+    """The devices of a stage: the state after it, its ranks, and its team."""
+
+    state: int
+    ranks: tuple[int, ...]
+    team: int
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """All choices of devices for a next stage, numbered as they are met, with their costs.
+
+    A *state* is a number for what is taken of each machine; state 0 is nothing. A *move* is a number for the
+    devices of a stage after a state. `counts`: the numbers of groups that a stage may have (None: any).
+    """
+
+    space: Space
+    trial: Trial
+    machines: Machines
+    ways: Ways
+    counts: tuple[int, ...] | None = None
+    _states: dict[Counts, int] = field(default_factory=dict)
+    _used: list[Counts] = field(default_factory=list)
+    _from: dict[int, list[int]] = field(default_factory=dict)
+    _rest: dict[int, int] = field(default_factory=dict)
+    _made: list[_Move] = field(default_factory=list)
+    _teams: dict[int, int] = field(default_factory=dict)
+    _joints: dict[tuple[int, int], int] = field(default_factory=dict)
+    _ways: list[tuple[float, float]] = field(default_factory=list)
+    """By joint, seconds: its latency, and of each byte of the largest part of a replica."""
+    _arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    costs: list[TeamCosts] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._state((0,) * len(self.machines.rooms))
+
+    def ranks(self, move: int) -> tuple[int, ...]:
+        """The devices of a move."""
+        return self._made[move].ranks
+
+    def after(self, states: Ints) -> tuple[Ints, Ints]:
+        """Every move from each of the states: positions in `states`, and moves."""
+        own = {state: self._moves(state) for state in np.unique(states).tolist()}
+        lists = [own[state] for state in states.tolist()]
+        positions = np.repeat(np.arange(len(lists)), [len(moves) for moves in lists])
+        return positions, np.array([move for moves in lists for move in moves], dtype=np.int64)
+
+    def rest(self, states: Ints) -> Ints:
+        """By state, the move that takes as much as it may of what is left; -1 where nothing may be taken."""
+        largest = {state: self._largest(state) for state in np.unique(states).tolist()}
+        return np.array([largest[state] for state in states.tolist()], dtype=np.int64)
+
+    def states(self, moves: Ints) -> Ints:
+        """The states after moves."""
+        return self._column("state")[moves]
+
+    def teams(self, moves: Ints) -> Ints:
+        """The places of their costs in `costs`."""
+        return self._column("team")[moves]
+
+    def left(self, states: Ints) -> Ints:
+        """Devices that are not taken, by state."""
+        free = [self.space.topology.gpus - self.machines.each * sum(used) for used in self._used]
+        return np.array(free, dtype=np.int64)[states]
+
+    def joints(self, senders: Ints, receivers: Ints) -> Ints:
+        """Numbers for the ways from moves to the moves that follow. Arrays of one length."""
+        codes, inverse = np.unique(senders << 32 | receivers, return_inverse=True)
+        made = [self._joint(code >> 32, code & (1 << 32) - 1) for code in codes.tolist()]
+        return np.array(made, dtype=np.int64)[inverse]
+
+    def transfer(self, joints: Ints, senders: Ints, receivers: Ints, places: Ints) -> Floats:
+        """Seconds of a micro-batch from a stage to the next, cut at a place. Arrays of one length."""
+        crossing = self.table("crossing")
+        bytes = np.maximum(crossing[self.teams(senders), places], crossing[self.teams(receivers), places])
+        if "ways" not in self._arrays or len(self._arrays["ways"]) < len(self._ways):
+            self._arrays["ways"] = np.array(self._ways).reshape(-1, 2)
+        latency, pace = self._arrays["ways"][joints].T
+        made: Floats = latency + bytes * pace
+        return made
+
+    def table(self, name: str) -> Floats:
+        """(teams, places, places): a table of every team met so far; `crossing` (teams, places)."""
+        if len(self._arrays.get(name, ())) < len(self.costs):
+            self._arrays[name] = np.array([getattr(costs, name) for costs in self.costs])
+        return self._arrays[name]
+
+    def work(self, held: int) -> Floats:
+        """(teams, places, places): forward and backward of stages with so many micro-batches held."""
+        if len(self._arrays.get(f"work {held}", ())) < len(self.costs):
+            self._arrays[f"work {held}"] = np.array([costs.work(held) for costs in self.costs])
+        return self._arrays[f"work {held}"]
+
+    @cached_property
+    def least_work(self) -> Floats:
+        """(places,): device seconds of a micro-batch from each place to the end, however it is shared."""
+        shared = range(1, min(self.trial.size, self.space.topology.gpus) + 1)
+        least = np.full(self.places - 1, np.inf)
+        scale = min(device.seconds_scale for device in self.space.topology.kinds)
+        for replicas in shared:
+            if self.space.fits_someone(self.trial.size, replicas):
+                table = self.space.table(-(-self.trial.size // replicas))
+                blocks = np.diagonal(table.forward + table.backward, 1)
+                least = np.minimum(least, replicas * blocks * scale)
+        if any(device.profile is not None for device in self.space.topology.kinds):
+            least = np.zeros(self.places - 1)
+        return np.append(np.cumsum(least[::-1])[::-1], 0.0)
+
+    @cached_property
+    def places(self) -> int:
+        """Where stages may start or end."""
+        return self.space.table(self.space.chain.sizes[0]).blocks + 1
+
+    def _moves(self, state: int) -> list[int]:
+        """The moves from a state, those of most devices first."""
+        if state not in self._from:
+            used = self._used[state]
+            self._from[state] = [self._move(used, given) for given in self._choices(used)]
+        return self._from[state]
+
+    def _choices(self, used: Counts) -> list[Counts]:
+        counts = self._counts(sum(self.machines.rooms) - sum(used))
+        policies = POLICIES if len(self.machines.rooms) > 1 else POLICIES[:1]
+        made = (policy(self.machines.rooms, used, count) for count in counts for policy in policies)
+        return list(dict.fromkeys(made))
+
+    def _counts(self, left: int) -> list[int]:
+        """How many groups the next stage may have, the most first: no more devices than samples."""
+        most = min(left, self.trial.size // self.machines.each)
+        own = range(1, most + 1) if self.counts is None else [c for c in self.counts if c <= most]
+        return sorted((count for count in own if self._costed(count)), reverse=True)
+
+    def _costed(self, count: int) -> bool:
+        return self.space.fits_someone(self.trial.size, count * self.machines.each)
+
+    def _move(self, used: Counts, given: Counts) -> int:
+        ranks = self.machines.ranks(used, given)
+        after = tuple(a + b for a, b in zip(used, given, strict=True))
+        self._made.append(_Move(self._state(after), ranks, self._team(ranks)))
+        return len(self._made) - 1
+
+    def _largest(self, state: int) -> int:
+        if state not in self._rest:
+            choices = self._choices(self._used[state])
+            self._rest[state] = self._move(self._used[state], choices[0]) if choices else -1
+        return self._rest[state]
+
+    def _state(self, used: Counts) -> int:
+        if used not in self._states:
+            self._states[used] = len(self._used)
+            self._used.append(used)
+        return self._states[used]
+
+    def _team(self, ranks: tuple[int, ...]) -> int:
+        team = self.space.team(self.trial.size, ranks)
+        if id(team) not in self._teams:
+            self._teams[id(team)] = len(self.costs)
+            gradients = np.asarray(team.table.stage_bytes.trainable)
+            reduced = all_reduce_seconds(self.space.topology, ranks, gradients, "best")
+            self.costs.append(team_costs(self.space, team, self.trial.modes, reduced))
+        return self._teams[id(team)]
+
+    def _column(self, name: str) -> Ints:
+        """A figure of every move made so far."""
+        known = self._arrays.get(name, np.zeros(0, dtype=np.int64))
+        if len(known) < len(self._made):
+            new = [getattr(move, name) for move in self._made[len(known) :]]
+            self._arrays[name] = np.append(known, np.array(new, dtype=np.int64))
+        return self._arrays[name]
+
+    def _joint(self, sender: int, receiver: int) -> int:
+        if (sender, receiver) not in self._joints:
+            self._joints[sender, receiver] = len(self._ways)
+            senders, receivers = self._made[sender].ranks, self._made[receiver].ranks
+            latency, pace = self.ways.way(senders, receivers)
+            self._ways.append((latency, pace * min(len(senders), len(receivers))))
+        return self._joints[sender, receiver]
+
+
+def count_rules(space: Space, machines: Machines) -> Sequence[tuple[int, ...] | None]:
+    """The numbers of groups that stages may have, for each kind of plan that the runtime runs; None: any."""
+    rule = replicas_of(space)
+    if rule == "any":
+        return [None]
+    if rule == "none":
+        return [(1,)]
+    return [(count,) for count in range(1, sum(machines.rooms) + 1)]

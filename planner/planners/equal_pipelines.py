@@ -1,0 +1,111 @@
+"""Pipelines whose stages have all the same number of replicas: which there are, and with which settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost_models.schedules import schedule_named
+from ..candidate import Proposal, replicated
+from ..setting import Setting
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+EVERY_COUNT = 64
+"""Up to here every number of stages is tried."""
+GROWTH = 1.1
+"""Beyond, by how much the numbers of stages that are tried differ: so many stages are alike."""
+
+Ends = tuple[int, ...]
+"""By stage, the number of layers before its end."""
+Rule = Callable[[int, int], Ends | None]
+"""Ends of so many stages for micro-batches of so many samples on a device; None where it makes none."""
+
+
+def stage_counts(problem: Problem, parts: int = 1) -> list[int]:
+    """Numbers of stages to try, of `parts` parts of the layers each: all but of very many only some, with
+    the divisors of the devices."""
+    most = min(problem.stage_counts[-1], problem.space.chain.max_stages // parts)
+    counts, last = [], 0
+    for count in range(1, most + 1):
+        divides = problem.reached % count == 0
+        if count <= EVERY_COUNT or count >= last * GROWTH or count == most or divides:
+            counts.append(count)
+            last = count
+    return counts
+
+
+def straight_settings(problem: Problem) -> list[Setting]:
+    """The settings whose devices have one part of the layers each."""
+    return [
+        setting
+        for setting in problem.settings
+        if setting.virtual_stages == 1 and schedule_named(setting.schedule).default_virtual_stages == 1
+    ]
+
+
+def replicated_shapes(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Stages and replicas of each, more than one, that together are all devices."""
+    devices, runtime = problem.reached, problem.runtime
+    for stages in stage_counts(problem):
+        replicas = devices // stages
+        runs = runtime is None or runtime.runs_replicas([replicas] * stages)
+        if devices % stages == 0 and replicas > 1 and runs:
+            yield stages, replicas
+
+
+def shared_settings(problem: Problem, settings: Iterable[Setting], replicas: int) -> list[Setting]:
+    """The settings whose micro-batches so many replicas share equally, at a size that can be costed."""
+    return [
+        setting
+        for setting in settings
+        if setting.micro_batch_size % replicas == 0
+        and problem.space.fits_someone(setting.micro_batch_size, replicas)
+    ]
+
+
+def straight_pipelines(
+    problem: Problem, settings: Sequence[Setting], rule: Rule, *, of_a_node: bool = False
+) -> Iterator[Proposal]:
+    """A device a stage, in each number of stages that the rule makes; of no more than a node's devices where
+    one process drives them all."""
+    most = problem.topology.gpus_per_node if of_a_node else problem.topology.gpus
+    for stages in stage_counts(problem):
+        if stages <= most:
+            yield from equal_pipelines(problem, settings, rule, stages, 1)
+
+
+def all_pipelines(problem: Problem, settings: Sequence[Setting], rule: Rule) -> Iterator[Proposal]:
+    """A device a stage, and the same number of replicas of every stage on all devices."""
+    yield from straight_pipelines(problem, settings, rule)
+    for stages, replicas in replicated_shapes(problem):
+        yield from equal_pipelines(problem, settings, rule, stages, replicas)
+
+
+def equal_pipelines(
+    problem: Problem, settings: Iterable[Setting], rule: Rule, stages: int, replicas: int
+) -> Iterator[Proposal]:
+    """The rule's pipelines of these stages, each on so many devices of consecutive ranks."""
+    by_share = dict[int, Ends | None]()
+    for setting in shared_settings(problem, settings, replicas):
+        share = setting.micro_batch_size // replicas
+        if share not in by_share:
+            by_share[share] = rule(stages, share)
+        ends = by_share[share]
+        if ends is not None:
+            yield replicated(setting, ends, [replicas] * stages)
+
+
+def ends_of(counts: Sequence[int]) -> Ends:
+    """Ends of stages of so many layers each."""
+    return tuple(np.cumsum(counts).tolist())
+
+
+def work_seconds(problem: Problem, size: int) -> npt.NDArray[np.float64]:
+    """Forward and backward seconds of every layer for micro-batches of `size` samples on a device."""
+    costs = problem.space.chain.at(size, past_largest=True)
+    return costs.forward_seconds + costs.backward_seconds

@@ -1,0 +1,49 @@
+"""GPipe: stages balanced by their estimated computation, all recomputed.
+
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019,
+section 2: a stage keeps its input and computes forward again in backward. It evens out the stages' estimated
+costs; ours is the exact form of that, the cheapest most expensive stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..balance import balance
+from ..candidate import Proposal
+from ..setting import Setting
+from .equal_pipelines import Ends, ends_of, straight_pipelines, straight_settings
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+
+class GPipe:
+    """GPipe's schedule on the balanced cuts."""
+
+    name = "gpipe"
+
+    def propose(self, problem: Problem) -> Iterator[Proposal]:
+        """Each number of stages, a device a stage: the paper has no replicas."""
+        chain = problem.space.chain
+        settings = recomputing(s for s in straight_settings(problem) if s.schedule == "gpipe")
+        again = 0 if all(setting.recompute == "never" for setting in settings) else 1
+
+        def ends(stages: int, size: int) -> Ends:
+            costs = chain.at(size, past_largest=True)
+            work = costs.forward_seconds * (1 + again) + costs.backward_seconds
+            return ends_of(balance(work, stages, cut_after=chain.cut_after))
+
+        yield from straight_pipelines(problem, settings, ends)
+
+
+def recomputing(settings: Iterator[Setting]) -> list[Setting]:
+    """Those that recompute, wholly where it was left open; as they are where none may."""
+    given = list(settings)
+    whole = [replace(s, recompute="always") if s.recompute == "by_stage" else s for s in given]
+    return [s for s in dict.fromkeys(whole) if s.recompute != "never"] or given
+
+
+PLANNER = GPipe()

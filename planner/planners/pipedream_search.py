@@ -1,0 +1,120 @@
+"""PipeDream's programme run as often as it takes: how much of memory and of the cuts it has to look at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .pipedream_programme import Found, Programme
+from .pipedream_table import Instance, Part
+
+WORK = 4e9
+"""What the programmes of one plan may compare, a nanosecond or two each."""
+COARSE = 24
+"""Places, or up to twice as many, that a long chain is planned over first."""
+QUICK = 1e9
+"""Comparisons up to which a chain is planned over all places at once, where memory is no matter."""
+
+GUESSES = (1.2, 2.0, 4.0, np.inf)
+"""Limits of the bottleneck under which a plan that fits is looked for, in what it were without memory."""
+
+
+class Solution(NamedTuple):
+    """The shortest bottleneck, the stages of the outermost level, and how many places were looked at."""
+
+    seconds: float
+    parts: tuple[Part, ...]
+    places: int
+
+    def flat(self) -> list[tuple[int, int, int]]:
+        """(start, end, devices) of the stages of devices, in order."""
+        return [stage for part in self.parts for stage in part.flat()]
+
+
+def fastest(instance: Instance, work: float = WORK) -> Solution | None:
+    """The plan with the shortest bottleneck; None where none fits.
+
+    Exact, unless the places are too many for `work`: then over as many of them as it allows (`places`). Of
+    equal plans one with the fewest components of the outermost level; then with no further cut, or with the
+    most components on the first stage, and its earliest end.
+
+    Long chains are planned over few places first: the plan is a limit for the next one, over more.
+    """
+    best: Solution | None = None
+    depth, before, total = -1, 0.0, 0.0
+    for count in _counts(instance):
+        kept = _kept(instance, count)
+        found, depth, spent = _deep_enough(instance.thinned(kept), depth, best.seconds if best else np.inf)
+        if found is not None:
+            best = Solution(found.seconds, tuple(_renumbered(part, kept) for part in found.parts), len(kept))
+        total += spent
+        if total + spent * max(spent / before if before else 1.0, 1.0) > work:
+            break
+        before = spent
+    return best
+
+
+def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Found | None, int, float]:
+    """The plan, with the depth that it took and what was compared.
+
+    Memory is looked at only as deep as it bites: with the stages behind counted up to a depth (-1: memory is
+    not looked at), and none being less than there are, every plan that fits stays in. If the best of them
+    fits, it is the best. Without a limit, one is guessed by what memory would allow at best, as tables are
+    short under it, and raised until there is a plan.
+    """
+    spent, limits = 0.0, [limit]
+    while True:
+        programme = Programme(
+            instance if depth >= 0 else replace(instance, fits=None), max(depth, 0), limits[0]
+        )
+        found = programme.solution()
+        spent += programme.work
+        large = [] if found is None else _too_large(found.parts, instance)
+        if found is not None and depth < 0 and large and np.isinf(limit):
+            limits = [found.seconds * share for share in GUESSES]
+        if found is None and len(limits) > 1:
+            limits.pop(0)
+        elif large:
+            depth = 0 if depth < 0 else min(large)
+        else:
+            return found, depth, spent
+
+
+def _too_large(parts: tuple[Part, ...], instance: Instance) -> list[int]:
+    """The numbers of stages behind those that do not fit."""
+    fits, flat = instance.fits, [stage for part in parts for stage in part.flat()]
+    if fits is None:
+        return []
+    behind = range(len(flat) - 1, -1, -1)
+    return [b for b, (i, j, devices) in zip(behind, flat, strict=True) if not fits(devices, b)[i, j]]
+
+
+def _counts(instance: Instance) -> list[int]:
+    """All places, and before them halves of halves, where the programme is not quick at once."""
+    *inside, outer = [tier.machines**2 / 2 for tier in instance.tiers]
+    comparisons = outer * instance.last**2 + sum(inside) * instance.last**3 / 3
+    counts = [instance.last]
+    if instance.fits is not None or comparisons > QUICK:
+        while counts[0] >= 2 * COARSE:
+            counts.insert(0, counts[0] // 2)
+    return counts
+
+
+def _renumbered(part: Part, kept: npt.NDArray[np.int64]) -> Part:
+    inner = tuple(_renumbered(own, kept) for own in part.inner)
+    return Part(int(kept[part.start]), int(kept[part.end]), part.replicas, inner)
+
+
+def _kept(instance: Instance, count: int) -> npt.NDArray[np.int64]:
+    """About so many places, or all: of equal shares of the seconds the cut of each that least crosses."""
+    if count >= instance.last:
+        return np.arange(instance.last + 1)
+    done = instance.running[1:]
+    share = np.floor(done[:-1] / max(float(done[-1]), 1e-300) * (count - 1))
+    starts = np.flatnonzero(np.diff(share, prepend=-1.0)) + 1
+    inner = [a + int(instance.crossing[a:b].argmin()) for a, b in pairwise([*starts, instance.last])]
+    return np.array([0, *inner, instance.last])

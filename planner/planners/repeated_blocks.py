@@ -1,0 +1,66 @@
+"""The transformer blocks of a chain, told by the names of the layers: `layers.3`, `h.3`, `layer_3`."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ...cost_models.layer import Chain
+
+_NUMBERED = re.compile(r"(?:^|[._])(?:layers?|h|(?:res|transformer_)?blocks?)[._]?(\d+)(?=[._]|$)")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Consecutive blocks of a chain: `starts`, the first layer of each, and the layer after the last one.
+
+    `stem`: what their names begin with, before the number.
+    """
+
+    stem: str
+    starts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+
+def repeated_blocks(chain: Chain) -> Blocks | None:
+    """The longest run of blocks numbered one after another, most of which have as many parameters.
+
+    Of runs as long the first; None where the names tell no two. What stands between two blocks belongs to
+    the earlier.
+    """
+    runs = [run for stem, layers in _numbered(chain).items() for run in _runs(stem, layers)]
+    alike = [run for run in runs if _are_alike(chain, run)]
+    return max(alike, key=len, default=None)
+
+
+def _numbered(chain: Chain) -> dict[str, list[tuple[int, int]]]:
+    """By stem, the block number and the index of every layer that has it, in the order of the chain."""
+    found = dict[str, list[tuple[int, int]]]()
+    for index, name in enumerate(chain.names):
+        for match in _NUMBERED.finditer(name):
+            found.setdefault(name[: match.start(1)], []).append((int(match[1]), index))
+    return found
+
+
+def _runs(stem: str, layers: list[tuple[int, int]]) -> list[Blocks]:
+    """The runs of two blocks or more whose numbers rise by one."""
+    runs, starts = list[Blocks](), [layers[0][1]]
+    for (number, index), (following, at) in pairwise(layers):
+        if following == number + 1:
+            starts.append(at)
+        elif following != number:
+            runs.append(Blocks(stem, (*starts, index + 1)))
+            starts = [at]
+    runs.append(Blocks(stem, (*starts, layers[-1][1] + 1)))
+    return [run for run in runs if len(run) > 1]
+
+
+def _are_alike(chain: Chain, blocks: Blocks) -> bool:
+    """Whether more than half of them have the same bytes of parameters, and some."""
+    sums = [float(chain.parameter_bytes[first:end].sum()) for first, end in pairwise(blocks.starts)]
+    (most_common, number), *_ = Counter(sums).most_common(1)
+    return most_common > 0 and 2 * number > len(blocks)

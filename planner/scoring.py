@@ -1,0 +1,217 @@
+"""Proposals, scored by the simulator: the fastest that fits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from math import inf
+
+import numpy as np
+
+from ..cost_models.errors import UsageError
+from ..cost_models.memory import Recompute
+from ..cost_models.schedules import Program, schedule_named
+from ..cost_models.simulator.kept import kept_program
+from ..cost_models.timeline import step_seconds
+from .assembly import Assembly
+from .candidate import Candidate, Proposal
+from .search import gpipe, one_f_one_b
+from .search.pipelines import Pipelines, modes_of, pipelines_of, stage_modes
+from .search.space import Space, narrowed, share_of
+from .setting import SEARCHED
+from .stage_table import Floats
+
+WHOLE_BOUNDS: dict[str, Callable[[Pipelines], Floats]] = {
+    "1f1b": one_f_one_b.whole_bound,
+    "gpipe": gpipe.whole_bound,
+}
+MOST_SCORED, MOST_TRIED = 6, 60
+"""Of the pipelines of a long chain that one planner proposes: those that fit, and those that may not."""
+
+
+def fastest(space: Space, proposals: Iterable[Proposal], limit: float = inf) -> Candidate | None:
+    """The fastest of the proposals that fit and take less than `limit` seconds; None where there is none.
+
+    Among equals the one that is proposed first.
+    """
+    unique = list(dict.fromkeys(proposals))
+    if space.is_long:
+        return _fastest_of_long(space, unique, limit)
+    key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.setting), len(p.ends))  # noqa: E731
+    tried: list[_Trial] = []
+    for _, alike in groupby(sorted(unique, key=key), key=key):
+        tried += _trials(space, list(alike))
+    return _fastest_of(sorted(tried, key=lambda trial: trial.bound), limit)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A proposal that may fit, a bound on its step, and what scores it where it takes less than a limit."""
+
+    bound: float
+    score: Callable[[float], Candidate | None]
+
+
+def _fastest_of(trials: Iterable[_Trial], limit: float) -> Candidate | None:
+    """The fastest of them, which stand with the lowest bounds first."""
+    best: Candidate | None = None
+    for trial in trials:
+        if trial.bound >= limit:
+            break
+        found = trial.score(limit)
+        if found is not None:
+            best, limit = found, found.step_seconds
+    return best
+
+
+def _trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Trial]:
+    """Of proposals of one setting with as many parts."""
+    if proposals[0].setting.schedule in SEARCHED:
+        yield from _straight_trials(space, proposals)
+    else:
+        yield from (trial for proposal in proposals if (trial := _trial(space, proposal)) is not None)
+
+
+def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) -> Candidate | None:
+    """Of pipelines of a long chain, whose tables of all stages are too large: those with the least work on
+    their busiest stage, each by itself."""
+    allowed = set(np.flatnonzero(space.chain.cut_after) + 1) | {len(space.chain)}
+    own = [p for p in proposals if allowed.issuperset(p.ends) and reached(space, p)]
+    works = [busiest_seconds(space, proposal) for proposal in own]
+    best: Candidate | None = None
+    fitting = 0
+    for index in np.argsort(works, kind="stable")[:MOST_TRIED].tolist():
+        if works[index] >= limit or fitting == MOST_SCORED:
+            break
+        narrow = narrowed(space, own[index].ends)
+        fitting += modes_of(narrow, own[index]) is not None
+        found = _fastest_of(_trials(narrow, [own[index]]), limit)
+        if found is not None:
+            best, limit = found, found.step_seconds
+    return best
+
+
+def _straight_trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Trial]:
+    fitting = [(p, modes) for p in proposals if (modes := modes_of(space, p)) is not None]
+    if not fitting:
+        return
+    pipelines = pipelines_of(space, [p for p, _ in fitting], [modes for _, modes in fitting])
+    bounds = WHOLE_BOUNDS[pipelines.setting.schedule](pipelines)
+    for row, (proposal, modes) in enumerate(fitting):
+        yield _Trial(float(bounds[row]), partial(_score_straight, pipelines, row, proposal, modes))
+
+
+def _score_straight(
+    pipelines: Pipelines, row: int, proposal: Proposal, modes: tuple[Recompute, ...], limit: float
+) -> Candidate | None:
+    step = float(pipelines.some(np.array([row])).step_seconds()[0])
+    return Candidate(proposal, modes, step) if step < limit else None
+
+
+def _trial(space: Space, proposal: Proposal) -> _Trial | None:
+    """Of a pipeline of any schedule; None where its cuts or its shares cannot be."""
+    if not possible(space, proposal):
+        return None
+    return _Trial(busiest_seconds(space, proposal), partial(_score_any, space, proposal))
+
+
+def _score_any(space: Space, proposal: Proposal, limit: float) -> Candidate | None:
+    try:
+        whole: list[Recompute] = ["never" for _ in proposal.ends]
+        made = assembly_of(space, proposal, whole)
+    except UsageError:
+        return None  # the schedule does not run with these numbers
+    modes = _device_modes(space, made, proposal)
+    if modes is None:
+        return None
+    step = float(step_seconds(made.program, replace(made, recompute=modes).costs())[0])
+    by_part = tuple(modes[place.device] for place in made.program.pipes[0])
+    return Candidate(proposal, by_part, step) if step < limit else None
+
+
+def possible(space: Space, proposal: Proposal) -> bool:
+    """Whether its cuts and the samples of its replicas may be, whatever the memory."""
+    places = list(space.table(space.chain.sizes[0]).places)
+    return reached(space, proposal) and all(
+        first in places and end in places and space.usable[places.index(first), places.index(end)]
+        for first, end in proposal.bounds
+    )
+
+
+def reached(space: Space, proposal: Proposal) -> bool:
+    """Whether the shares of all replicas can be costed."""
+    size = proposal.setting.micro_batch_size
+    return all(count <= size and space.fits_someone(size, count) for count in set(proposal.replicas))
+
+
+def program_of(proposal: Proposal) -> Program:
+    """What runs where. Raises UsageError for numbers that the schedule does not run."""
+    setting, parts = proposal.setting, len(proposal.ends)
+    if setting.schedule in SEARCHED:
+        return kept_program(setting.schedule, parts, setting.micro_batches)
+    stages, left = divmod(parts, setting.virtual_stages)
+    if left:
+        raise UsageError(
+            f"{parts} parts of the layers with {setting.virtual_stages} virtual stages a device",
+            "Give as many parts to every device.",
+        )
+    return schedule_named(setting.schedule).program(stages, setting.micro_batches, setting.virtual_stages)
+
+
+def assembly_of(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Assembly:
+    """The proposal for the simulator; `modes`: what each part recomputes, the same for all of a device."""
+    if space.is_long:
+        space = narrowed(space, proposal.ends)
+    program, places = program_of(proposal), list(space.table(space.chain.sizes[0]).places)
+    ranks: dict[int, tuple[int, ...]] = {}
+    recompute: dict[int, Recompute] = {}
+    for part, place in enumerate(program.pipes[0]):
+        ranks[place.device], recompute[place.device] = proposal.devices[part], modes[part]
+    runtime = space.runtime
+    return Assembly(
+        schedule=schedule_named(proposal.setting.schedule),
+        program=program,
+        chain=space.chain,
+        topology=space.topology,
+        size=proposal.setting.micro_batch_size,
+        bounds=[(places.index(first), places.index(end)) for first, end in proposal.bounds],
+        ranks=[ranks[device] for device in range(program.devices)],
+        recompute=tuple(recompute[device] for device in range(program.devices)),
+        optimizer=space.optimizer,
+        dtype=space.dtype,
+        launches=space.one_process,
+        transfers="overlapped" if runtime is None else runtime.transfers,
+        profiles=space.profiles,
+    )
+
+
+def _device_modes(space: Space, made: Assembly, proposal: Proposal) -> tuple[Recompute, ...] | None:
+    """By device, the cheapest way to recompute that fits; None where none does."""
+    modes = []
+    for device in range(made.program.devices):
+        limit = space.limit(made.ranks[device])
+        fitting = (
+            mode
+            for mode in stage_modes(proposal.setting)
+            if limit == inf or sum(made.ledger(device, mode).values()) <= limit
+        )
+        mode = next(fitting, None)
+        if mode is None:
+            return None
+        modes.append(mode)
+    return tuple(modes)
+
+
+def busiest_seconds(space: Space, proposal: Proposal) -> float:
+    """The work of the busiest device: a bound on the step under any schedule."""
+    size, work = proposal.setting.micro_batch_size, defaultdict[tuple[int, ...], float](float)
+    before = {
+        count: np.append(0.0, np.cumsum(space.least_work(share_of(size, count), again=False)))
+        for count in set(proposal.replicas)
+    }
+    for (first, end), devices in zip(proposal.bounds, proposal.devices, strict=True):
+        work[devices] += float(before[len(devices)][end] - before[len(devices)][first])
+    return proposal.setting.micro_batches * max(work.values())

@@ -1,0 +1,210 @@
+"""The stages that a pipeline of a setting may have: pairs of places, on runs of the devices in an order.
+
+Runs that cost the same are a group; its pairs stand in lists sorted by the place they start at, without those
+that would alone be too slow or fit nowhere.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost_models.memory import Recompute
+from ...cost_models.schedules import schedule_named
+from ..setting import Setting
+from ..stage_table import Floats
+from .pipelines import stage_modes
+from .runs import Runs
+from .space import Space, Team, share_of
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The stages of one team: `start`, `end` (pairs,) are places; `at` (positions + 1,) says where in the
+    order of devices its runs may begin. Seconds (pairs,) are those of the team."""
+
+    team: Team
+    at: npt.NDArray[np.bool_]
+    start: Indices
+    end: Indices
+    setting: Setting
+    _most: dict[Recompute, Floats] = field(default_factory=dict)
+    _eff: dict[float, tuple[Floats, npt.NDArray[np.bool_]]] = field(default_factory=dict)
+
+    @property
+    def replicas(self) -> int:
+        """Devices of a run."""
+        return self.team.replicas
+
+    @cached_property
+    def positions(self) -> Indices:
+        """Where runs may begin."""
+        return np.flatnonzero(self.at)
+
+    @cached_property
+    def forward(self) -> Floats:
+        return self.team.forward[self.start, self.end]
+
+    @cached_property
+    def plain(self) -> Floats:
+        """Backward, without what is run again."""
+        return self.team.backward[self.start, self.end]
+
+    @cached_property
+    def tail(self) -> Floats:
+        return self.team.tail[self.start, self.end]
+
+    @cached_property
+    def sent(self) -> Floats:
+        """Bytes that a replica sends at the end of the stage."""
+        return self.team.table.crossing[self.end]
+
+    @cached_property
+    def inner(self) -> npt.NDArray[np.bool_]:
+        """Whether a stage follows."""
+        inner: npt.NDArray[np.bool_] = self.end < self.team.table.blocks
+        return inner
+
+    @cached_property
+    def segments(self) -> Indices:
+        """(places + 1,): where the pairs of each start begin."""
+        return np.searchsorted(self.start, np.arange(self.team.table.blocks + 2))
+
+    def some(self, ends: npt.NDArray[np.bool_]) -> tuple[Indices, Indices, Indices]:
+        """The pairs that end at some of these places; the starts that they have, and the first of them that
+        has each."""
+        pairs = np.flatnonzero(ends[self.end])
+        starts, first = np.unique(self.start[pairs], return_index=True)
+        return pairs, starts, first
+
+    def _room(self, mode: Recompute) -> Floats:
+        if mode not in self._most:
+            self._most[mode] = self.team.room(mode, self.start, self.end)
+        return self._most[mode]
+
+    def backward(self, held: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """Backward seconds where so many micro-batches are held, inf where they do not fit, and whether
+        forward is run again."""
+        if held not in self._eff:
+            again = np.zeros(len(self.start), dtype=np.bool_)
+            seconds = np.full(len(self.start), np.inf)
+            for mode in reversed(stage_modes(self.setting)):
+                fits = held <= self._room(mode)
+                own = self.plain if mode == "never" else self.plain + self.forward
+                seconds, again = np.where(fits, own, seconds), np.where(fits, mode != "never", again)
+            self._eff[held] = seconds, again
+        return self._eff[held]
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """All groups of a setting on the runs of an order of the devices."""
+
+    space: Space
+    setting: Setting
+    runs: Runs
+    groups: tuple[Group, ...]
+
+    @property
+    def least_used(self) -> int:
+        """The position that the last stage must end at, at least."""
+        return self.devices if self.runs.on_all else 0
+
+    @cached_property
+    def after_last(self) -> Floats:
+        """(positions + 1, places): 0 where a plan may be done, else inf."""
+        values = np.full((self.devices + 1, self.last_place + 1), np.inf)
+        values[self.least_used :, -1] = 0.0
+        return values
+
+    @property
+    def last_place(self) -> int:
+        """Where the last stage ends."""
+        return self.groups[0].team.table.blocks if self.groups else 0
+
+    @property
+    def devices(self) -> int:
+        """In the order."""
+        return len(self.runs.placement.ranks)
+
+    @cached_property
+    def most_stages(self) -> int:
+        """Of a pipeline: each takes a device and a block."""
+        least = min((group.replicas for group in self.groups), default=1)
+        return min(self.devices // least, self.last_place)
+
+    def held(self, remaining: int) -> float:
+        """Micro-batches in flight on the stage that is the `remaining`-th from the end."""
+        schedule, count = schedule_named(self.setting.schedule), self.setting.micro_batches
+        return schedule.in_flight(0, remaining, count)
+
+    @cached_property
+    def launches(self) -> float:
+        """Host seconds of all launches of a step, where one process makes them all; else 0."""
+        if not self.space.one_process or not self.groups:
+            return 0.0
+        table, setting = self.groups[0].team.table, self.setting
+        forward, backward = float(table.forward_launch[0, -1]), float(table.backward_launch[0, -1])
+        again = {"always": setting.micro_batches, "except_last": setting.micro_batches - 1}
+        return setting.micro_batches * (forward + backward) + again.get(setting.recompute, 0) * forward
+
+    @cached_property
+    def prefixes(self) -> tuple[Floats, Floats, Floats]:
+        """(positions + 1, places) each, of the layers before a place on the devices before a position: the
+        least seconds that a micro-batch takes, forward, and forward and backward; and the work of all
+        micro-batches shared evenly, as long as the busiest of these stages takes at least."""
+        counts = sorted({group.replicas for group in self.groups})
+        own = np.array([self._of_blocks(count) for count in counts])
+        shape = (self.devices + 1, self.last_place + 1)
+        made = tuple(np.full(shape, np.inf) for _ in range(3))
+        for values in made:
+            values[:, 0] = 0.0
+        for position in range(1, self.devices + 1):
+            usable = own[: bisect_right(counts, position)]
+            if len(usable):
+                forward, both = np.cumsum(usable.min(axis=0), axis=1)
+                shared = usable[:, 1] * np.array(counts[: len(usable)])[:, None]
+                work = self.setting.micro_batches * np.cumsum(shared.min(axis=0)) / position
+                for values, row in zip(made, (forward, both, work), strict=True):
+                    values[position] = row
+        return made[0], made[1], made[2]
+
+    def _of_blocks(self, replicas: int) -> Floats:
+        """(2, places): seconds of each block on so many replicas, forward, and forward and backward; 0 before
+        the first block."""
+        share = share_of(self.setting.micro_batch_size, replicas)
+        starts = self.groups[0].team.table.places[:-1]
+        layers = self.space.least_work(share, again=self.setting.recompute == "always")
+        seconds = np.array([self.space.least_forward(share), layers])
+        return np.pad(np.add.reduceat(seconds, starts, axis=1), ((0, 0), (1, 0)))
+
+
+def options_of(space: Space, setting: Setting, runs: Runs, limit: float) -> Options:
+    """The options whose stage alone takes no longer than `limit` over all micro-batches."""
+    return Options(space, setting, runs, tuple(_groups(space, setting, runs, limit)))
+
+
+def _groups(space: Space, setting: Setting, runs: Runs, limit: float) -> Iterator[Group]:
+    ranks = runs.placement.ranks
+    for count in runs.counts:
+        if count > min(len(ranks), setting.micro_batch_size):
+            continue
+        if not space.fits_someone(setting.micro_batch_size, count):
+            continue
+        at: dict[int, tuple[Team, npt.NDArray[np.bool_]]] = {}
+        for position in range(0, len(ranks) - count + 1, runs.unit):
+            team = space.team(setting.micro_batch_size, ranks[position : position + count])
+            own = at.setdefault(id(team), (team, np.zeros(len(ranks) + 1, dtype=np.bool_)))
+            own[1][position] = True
+        for team, where in at.values():
+            work = setting.micro_batches * (team.forward + team.backward) + team.tail
+            start, end = np.nonzero(space.usable & (work <= limit))
+            if len(start):
+                yield Group(team, where, start, end, setting)

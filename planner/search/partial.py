@@ -1,0 +1,166 @@
+"""Unfinished plans, as arrays: what was chosen so far, and what a further stage adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ..stage_table import Floats
+from .options import Group, Indices, Options
+
+Known = dict[str, Floats]
+"""What a bound knows of unfinished plans, by name: one entry a plan."""
+
+
+@dataclass(frozen=True, eq=False)
+class Expansion:
+    """One further stage of unfinished plans: by entry, of plan `parent`, pair `pair` of a group, beginning at
+    `position`. It is the `remaining`-th stage from the end. Seconds as of `Pipelines`; `cut`: of the transfer
+    from the stage before; `least_cut`, `least_occupancy`: the least that the one to the next can take."""
+
+    options: Options
+    group: Group
+    group_index: int
+    remaining: int
+    parent: Indices
+    position: Indices
+    pair: Indices
+    occupancy: Floats
+    latency: Floats
+
+    @cached_property
+    def end(self) -> Indices:
+        """Place that the stage ends at."""
+        return self.group.end[self.pair]
+
+    @cached_property
+    def end_position(self) -> Indices:
+        """Position after its last device."""
+        return self.position + self.group.replicas
+
+    @cached_property
+    def forward(self) -> Floats:
+        return self.group.forward[self.pair]
+
+    @cached_property
+    def plain(self) -> Floats:
+        return self.group.plain[self.pair]
+
+    @cached_property
+    def backward(self) -> Floats:
+        return self.group.backward(self.options.held(self.remaining))[0][self.pair]
+
+    @cached_property
+    def again(self) -> npt.NDArray[np.bool_]:
+        """Whether it runs forward again."""
+        return self.group.backward(self.options.held(self.remaining))[1][self.pair]
+
+    @cached_property
+    def tail(self) -> Floats:
+        return self.group.tail[self.pair]
+
+    @property
+    def cut(self) -> Floats:
+        return self.occupancy + self.latency
+
+    @cached_property
+    def least_occupancy(self) -> Floats:
+        _, slowness = self.options.runs.best_way(self.group.replicas)
+        made: Floats = slowness[self.end_position] * self.group.sent[self.pair]
+        return made
+
+    @cached_property
+    def least_cut(self) -> Floats:
+        latency, _ = self.options.runs.best_way(self.group.replicas)
+        made: Floats = self.least_occupancy + latency[self.end_position] * self.group.inner[self.pair]
+        return made
+
+
+COLUMNS = ("forward", "backward", "plain", "tail", "occupancy", "latency")
+
+
+@dataclass(frozen=True, eq=False)
+class Partial:
+    """Unfinished plans of a setting, side by side: (plans, stages so far) arrays of what was chosen.
+
+    `occupancy` and `latency` stand beside the stage that a transfer goes to (0 for the first).
+    """
+
+    place: Indices
+    position: Indices
+    known: Known
+    ends: Indices
+    begins: Indices
+    groups: Indices
+    again: npt.NDArray[np.bool_]
+    columns: dict[str, Floats] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+
+def nothing(known: Known) -> Partial:
+    """The plan of no stages."""
+    none = np.zeros((1, 0), dtype=np.int64)
+    return Partial(
+        place=np.zeros(1, dtype=np.int64),
+        position=np.zeros(1, dtype=np.int64),
+        known=known,
+        ends=none,
+        begins=none,
+        groups=none,
+        again=none.astype(np.bool_),
+        columns={name: np.zeros((1, 0)) for name in COLUMNS},
+    )
+
+
+def extended(plans: Partial, stage: Expansion, known: Known, kept: Indices) -> Partial:
+    """The plans with the kept entries of a further stage."""
+    parent = stage.parent[kept]
+
+    def more(history: Indices, own: Indices) -> Indices:
+        made: Indices = np.concatenate([history[parent], own[kept][:, None]], axis=1)
+        return made
+
+    return Partial(
+        place=stage.end[kept],
+        position=stage.end_position[kept],
+        known={name: values[kept] for name, values in known.items()},
+        ends=more(plans.ends, stage.end),
+        begins=more(plans.begins, stage.position),
+        groups=more(plans.groups, np.full(len(stage.parent), stage.group_index)),
+        again=np.concatenate([plans.again[parent], stage.again[kept][:, None]], axis=1),
+        columns={
+            name: np.concatenate([plans.columns[name][parent], getattr(stage, name)[kept][:, None]], axis=1)
+            for name in COLUMNS
+        },
+    )
+
+
+def joined(parts: list[Partial], chosen: Indices | None = None) -> Partial:
+    """Several in one; of all of them only the chosen."""
+    pick = slice(None) if chosen is None else chosen
+
+    def together(values: list[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
+        return np.concatenate(values)[pick]
+
+    first = parts[0]
+    return Partial(
+        place=together([part.place for part in parts]),  # type: ignore[arg-type] # of one dtype each
+        position=together([part.position for part in parts]),  # type: ignore[arg-type]
+        known={
+            name: together([part.known[name] for part in parts])  # type: ignore[misc]
+            for name in first.known
+        },
+        ends=together([part.ends for part in parts]),  # type: ignore[arg-type]
+        begins=together([part.begins for part in parts]),  # type: ignore[arg-type]
+        groups=together([part.groups for part in parts]),  # type: ignore[arg-type]
+        again=together([part.again for part in parts]),  # type: ignore[arg-type]
+        columns={
+            name: together([part.columns[name] for part in parts])  # type: ignore[misc]
+            for name in first.columns
+        },
+    )

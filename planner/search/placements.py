@@ -1,0 +1,87 @@
+"""Orders of the devices in which the stages of a pipeline take them, one run after another.
+
+In any order a stage may begin after the last device of the stage before, or leave devices free and begin with
+the next node (or the next kind of device). Taking the ranks in order keeps neighbouring stages near each
+other; taking them across the nodes (one of each node in turn) gives a stage's replicas one device of every
+node, so that transfers between stages stay inside the nodes and gradients are added up between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, permutations
+
+from ...cost_models.topology import Topology
+
+MOST_RUNS = 4
+"""Runs of equal devices of which every order is tried: 24."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """An order of all devices. `next_group`: by position, where the next node or kind of device begins (the
+    number of devices: nowhere); `skips_whole`: whether a whole group may stay free, too."""
+
+    name: str
+    ranks: tuple[int, ...]
+    next_group: tuple[int, ...]
+    skips_whole: bool = False
+
+    @cached_property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """By position, the positions at which a stage that follows a stage ending there may begin."""
+        made = []
+        for position in range(len(self.ranks) + 1):
+            own = [position]
+            if position < len(self.ranks) and (self.skips_whole or not self._begins(position)):
+                later = self.next_group[position]
+                while later < len(self.ranks):
+                    own.append(later)
+                    later = self.next_group[later] if self.skips_whole else len(self.ranks)
+            made.append(tuple(own))
+        return tuple(made)
+
+    def _begins(self, position: int) -> bool:
+        return position == 0 or self.next_group[position - 1] == position
+
+
+def placements(topology: Topology) -> list[Placement]:
+    """The orders that are searched: as ranked; across the nodes, where there are several full ones; and where
+    there are several kinds of devices, their runs in every order (in either direction where there are more
+    than `MOST_RUNS`)."""
+    if len(topology.kinds) > 1:
+        return [
+            _placement("in order" if index == 0 else "kinds reordered", topology, ranks)
+            for index, ranks in enumerate(_run_orders(topology))
+        ]
+    made = [_placement("in order", topology, tuple(range(topology.gpus)))]
+    nodes, rest = divmod(topology.gpus, topology.gpus_per_node)
+    if nodes > 1 and rest == 0 and topology.gpus_per_node > 1:
+        across = tuple(
+            node * topology.gpus_per_node + slot
+            for slot in range(topology.gpus_per_node)
+            for node in range(nodes)
+        )
+        made.append(Placement("across nodes", across, (len(across),) * len(across)))
+    return made
+
+
+def _run_orders(topology: Topology) -> Iterator[tuple[int, ...]]:
+    """The ranks, with the runs of equal devices in every order, as ranked first."""
+    runs = [tuple(ranks) for _, ranks in groupby(range(topology.gpus), key=topology.device)]
+    orders = permutations(runs) if len(runs) <= MOST_RUNS else iter((runs, runs[::-1]))
+    for order in orders:
+        yield tuple(rank for run in order for rank in run)
+
+
+def _placement(name: str, topology: Topology, ranks: tuple[int, ...]) -> Placement:
+    """`ranks` with a new group at every node and every kind."""
+    groups = [(rank // topology.gpus_per_node, topology.device(rank)) for rank in ranks]
+    next_group, later = [0] * len(ranks), len(ranks)
+    for position in reversed(range(len(ranks))):
+        next_group[position] = later
+        if position and groups[position - 1] != groups[position]:
+            later = position
+    return Placement(name, ranks, tuple(next_group), skips_whole=len(topology.kinds) > 1)

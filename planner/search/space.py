@@ -1,0 +1,270 @@
+"""The plans to search, and what a stage costs on any run of the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost_models.collectives import alike, all_reduce_seconds
+from ...cost_models.errors import UsageError
+from ...cost_models.layer import Chain
+from ...cost_models.machines.hardware import Device
+from ...cost_models.memory import LedgerOptions, Recompute
+from ...cost_models.runtime import Runtime
+from ...cost_models.topology import Topology
+from ...cost_models.ways import Ways
+from ..stage_table import Floats, StageTable, ledger_options
+from ..wishes import Limits
+from .exposed import Buckets, buckets_of
+
+MOST_BLOCKS = 220
+"""Between allowed cuts: of so many, tables of all stages are made."""
+
+
+def share_of(size: int, replicas: int) -> int:
+    """Samples of a micro-batch that a replica computes: the largest share, where they are not equal."""
+    return -(-size // replicas)
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The plans to search: a chain on a topology, for a runtime or any.
+
+    `memory_limit`: bytes that no device may exceed, besides its own limit. `profiles`: the layers as measured
+    on the kinds of devices that have a profile of their own, by its name in the topology. `past_largest`:
+    whether costs past the largest measured size may be extrapolated.
+    """
+
+    chain: Chain
+    topology: Topology
+    optimizer: str
+    memory_limit: float | None = None
+    past_largest: bool = False
+    runtime: Runtime | None = None
+    dtype: str = "float32"
+    profiles: Mapping[str, Chain] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+    _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
+    _teams: dict[object, Team] = field(default_factory=dict, init=False)
+    _joined: dict[tuple[int, ...], object] = field(default_factory=dict, init=False)
+
+    def table(self, size: float) -> StageTable:
+        """The stages of the chain, as profiled, at a micro-batch size of one device."""
+        return self._table("", self.chain, size, self.past_largest)
+
+    def _table(self, name: str, chain: Chain, size: float, past_largest: bool) -> StageTable:
+        if (name, size) not in self._tables:
+            self._tables[name, size] = StageTable.of(chain, size, past_largest=past_largest)
+        return self._tables[name, size]
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """The gradient buckets of all stages."""
+        table = self.table(self.chain.sizes[0])
+        return buckets_of(self.chain.trainable_bytes, table.places)
+
+    @cached_property
+    def usable(self) -> npt.NDArray[np.bool_]:
+        """Which stages may be, whatever the memory."""
+        table = self.table(self.chain.sizes[0])
+        usable = table.valid
+        if self.runtime is not None and self.runtime.trains_every_stage:
+            usable = usable & (np.asarray(table.stage_bytes.trainable) > 0)
+        places = np.array(table.places)
+        for layer in self.limits.must_cut:
+            over = (places <= layer)[:, None] & (places > layer + 1)[None, :]
+            usable = usable & ~over
+        return usable
+
+    def may_be(self, stage: int, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> Any:
+        """(pairs,): whether the stage of that number may lie between these places; True where none is
+        pinned."""
+        if not self.limits.pins:
+            return True
+        places = np.array(self.table(self.chain.sizes[0]).places)
+        first, after = places[start], places[end]
+        fits = np.ones(len(first), dtype=np.bool_)
+        for layer, own in self.limits.pins:
+            fits &= ((first <= layer) & (layer < after)) == (own == stage)
+        return fits
+
+    @property
+    def is_long(self) -> bool:
+        """Whether there are too many cuts for tables of all stages."""
+        return self.chain.max_stages > MOST_BLOCKS
+
+    @property
+    def one_process(self) -> bool:
+        """Whether one process launches the work of all stages."""
+        return self.runtime is not None and self.runtime.one_process
+
+    @cached_property
+    def ways(self) -> Ways:
+        """The ways from stages to stages."""
+        return Ways(self.topology)
+
+    def pace(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[float, float]:
+        """Latency from stage to stage, and seconds of each byte that a replica of the smaller one sends or
+        receives."""
+        latency, seconds = self.ways.way(senders, receivers)
+        return latency, seconds * min(len(senders), len(receivers))
+
+    def limit(self, devices: Sequence[int]) -> float:
+        """Bytes that each of these devices may hold, inf for any number."""
+        own = [self.memory_limit, *(self.topology.device(rank).memory_bytes for rank in devices)]
+        return min((float(limit) for limit in own if limit is not None), default=inf)
+
+    def fits_someone(self, size: int, replicas: int) -> bool:
+        """Whether a replica's share can be costed."""
+        return self.chain.reaches(share_of(size, replicas), past_largest=self.past_largest)
+
+    def least_work(self, size: int, *, again: bool) -> Floats:
+        """(layers,): seconds of so many samples, forward (twice with `again`) and backward, on the device
+        that is fastest for each layer."""
+        kinds = self.topology.kinds
+        timed = [(self._timed(kind, size).costs, kind.seconds_scale) for kind in kinds]
+        least: Floats = np.minimum.reduce(
+            [((1 + again) * own.forward_seconds + own.backward_seconds) * scale for own, scale in timed]
+        )
+        return least
+
+    def least_forward(self, size: int) -> Floats:
+        """(layers,): forward seconds of so many samples on the device that is fastest for each layer."""
+        least: Floats = np.minimum.reduce(
+            [
+                self._timed(kind, size).costs.forward_seconds * kind.seconds_scale
+                for kind in self.topology.kinds
+            ]
+        )
+        return least
+
+    def team(self, size: int, devices: Sequence[int]) -> Team:
+        """What stages cost on these devices, which share micro-batches of `size` samples."""
+        devices = tuple(devices)
+        if devices not in self._joined:
+            self._joined[devices] = (self._kinds(devices), alike(self.topology, devices))
+        key = (size, self._joined[devices])
+        if key not in self._teams:
+            self._teams[key] = self._team(size, devices)
+        return self._teams[key]
+
+    def _kinds(self, devices: Sequence[int]) -> tuple[Device, ...]:
+        return tuple(dict.fromkeys(self.topology.device(rank) for rank in devices))
+
+    def _team(self, size: int, devices: tuple[int, ...]) -> Team:
+        kinds = self._kinds(devices)
+        share = share_of(size, len(devices))
+        timed = [(self._timed(kind, share), kind.seconds_scale) for kind in kinds]
+        forward = np.maximum.reduce([table.forward * scale for table, scale in timed])
+        backward = [table.backward * scale for table, scale in timed]
+        tail = np.zeros_like(forward)
+        if len(devices) > 1:
+            tails = [
+                self.buckets.exposed(
+                    table.costs.backward_seconds * scale,
+                    lambda bytes: all_reduce_seconds(self.topology, devices, bytes, "best"),
+                )
+                for table, scale in timed
+            ]
+            slowest = np.argmax(backward, axis=0)
+            tail = np.take_along_axis(np.array(tails), slowest[None], axis=0)[0]
+        least = min(kinds, key=lambda kind: inf if kind.memory_bytes is None else kind.memory_bytes)
+        return Team(
+            table=self.table(share),
+            replicas=len(devices),
+            share=share,
+            size=size,
+            forward=forward,
+            backward=np.maximum.reduce(backward),
+            tail=tail,
+            limit=self.limit(devices),
+            optimizer=self.optimizer,
+            ledger=ledger_options(least, self.dtype),
+        )
+
+    def _timed(self, kind: Device, size: float) -> StageTable:
+        if kind.profile is None:
+            return self.table(size)
+        if kind.profile not in self.profiles:
+            raise UsageError(
+                f"the topology says that {kind.name} has a profile of its own, {kind.profile}: it is missing",
+                "Give that profile, or the device's speed relative to the profiled one.",
+            )
+        return self._table(kind.profile, self.profiles[kind.profile], size, past_largest=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Team:
+    """What all stages cost on so many devices of these kinds, so joined. Tables as of `StageTable`.
+
+    Seconds are those of the slowest replica; `tail`: of the all-reduce that follows the last backward.
+    """
+
+    table: StageTable
+    replicas: int
+    share: int
+    size: int
+    forward: Floats
+    backward: Floats
+    tail: Floats
+    limit: float
+    optimizer: str
+    ledger: LedgerOptions
+    _room: dict[str, Floats] = field(default_factory=dict)
+
+    def room(self, recompute: Recompute, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> Floats:
+        """(pairs,): `most_held` of some stages alone."""
+        if recompute in self._room:
+            return self._room[recompute][start, end]
+        if self.limit == inf:
+            return np.full(len(start), inf)
+        one, two = (
+            self.table.memory_of(start, end, held, recompute, self.optimizer, self.replicas, **self.ledger)
+            for held in (1, 2)
+        )
+        return self._most(one, two)
+
+    def most_held(self, recompute: Recompute) -> Floats:
+        """How many micro-batches each stage has room for, as a fraction; negative where for none. The ledger
+        is a line of the micro-batches that are held."""
+        if recompute not in self._room:
+            unlimited = self.limit == inf
+            self._room[recompute] = (
+                np.full(self.forward.shape, inf)
+                if unlimited
+                else self._most(self.bytes(1, recompute), self.bytes(2, recompute))
+            )
+        return self._room[recompute]
+
+    def _most(self, one: Floats, two: Floats) -> Floats:
+        """From the bytes with one micro-batch held, and with two."""
+        base, each = 2 * one - two, two - one
+        with np.errstate(divide="ignore", invalid="ignore"):
+            most = np.where(each > 0, (self.limit - base) / each, np.where(one <= self.limit, inf, -inf))
+        # A stage that fits to the byte may not be lost to rounding.
+        room: Floats = most * (1 + 1e-12)
+        return room
+
+    def bytes(self, held: float, recompute: Recompute) -> Floats:
+        """What each stage needs on one replica."""
+        return self.table.memory(held, recompute, self.optimizer, self.replicas, **self.ledger)
+
+
+def narrowed(space: Space, ends: Sequence[int]) -> Space:
+    """The space with no other cuts than those of one plan, given as the layers before them."""
+    cut_after = np.zeros(len(space.chain), dtype=np.bool_)
+    cut_after[np.array(ends[:-1], dtype=np.int64) - 1] = True
+    return with_cuts(space, cut_after)
+
+
+def with_cuts(space: Space, cut_after: npt.NDArray[np.bool_]) -> Space:
+    """The same space with other allowed cuts."""
+    chain = replace(space.chain, cut_after=cut_after)
+    profiles = {name: replace(own, cut_after=cut_after) for name, own in space.profiles.items()}
+    return replace(space, chain=chain, profiles=profiles)

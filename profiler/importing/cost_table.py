@@ -1,0 +1,208 @@
+"""A table of costs, CSV or JSON, one row a layer in the order in which they run.
+
+    name,forward_seconds,backward_seconds,activation_bytes,parameter_bytes
+    embed,1.1e-3,2.3e-3,3145728,154389504
+
+`activation_bytes` is the layer's output. Optional: `saved_bytes`, `micro_batch_size`,
+`backward_input_seconds`. Times may be in milliseconds: `forward_ms`, `backward_ms`, `backward_input_ms`.
+Rows of one name with different `micro_batch_size` are one layer at several sizes. JSON: a list of objects
+with these keys, or {"layers": [...]}.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...cost_models.errors import FileError
+from .figures import Place, near, samples, seconds, shown, whole_bytes
+
+_TIMES = ("forward", "backward", "backward_input")
+_COLUMNS = (
+    *("name", "forward_seconds", "backward_seconds", "activation_bytes", "parameter_bytes"),
+    *("saved_bytes", "micro_batch_size", "backward_input_seconds"),
+    *(f"{time}_ms" for time in _TIMES),
+)
+_REQUIRED = ("name", "forward_seconds", "backward_seconds", "activation_bytes", "parameter_bytes")
+_DELIMITERS = (",", ";", "\t")
+_EXAMPLE = f"The columns are {', '.join(_REQUIRED)}; forward_ms and backward_ms are allowed, too."
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layer at one micro-batch size; None for what the table leaves out."""
+
+    place: Place
+    name: str
+    micro_batch_size: int | None
+    forward_seconds: float
+    backward_seconds: float
+    backward_input_seconds: float | None
+    activation_bytes: int
+    saved_bytes: int | None
+    parameter_bytes: int
+
+
+def looks_like_csv(text: str) -> bool:
+    """Whether the first line of `text` names a column of such a table."""
+    return not {part.strip().strip('"') for part in _first_line(text)}.isdisjoint(_COLUMNS)
+
+
+def read_csv(text: str, file: str) -> list[Row]:
+    """The rows of a CSV table, separated by commas, semicolons or tabs; `file` names it in errors.
+
+    Raises FileError with the line: an unknown, missing or repeated column, a row of another length, a figure
+    that is missing, negative or no number.
+    """
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), strict=True)
+    records = _records(reader, file)
+    place, header = next(records, (Place(file, "line 1"), []))
+    columns = [column.strip() for column in header]
+    _check_columns(place, columns)
+    return [_of_csv(place, columns, values) for place, values in records]
+
+
+def read_json(text: str, file: str) -> list[Row]:
+    """The rows of a JSON table; `file` names it in errors. Raises FileError as `read_csv`, with the index."""
+    try:
+        content = json.loads(text, object_pairs_hook=_Pairs)
+    except json.JSONDecodeError as error:
+        raise FileError(f"{file}: line {error.lineno}: not JSON: {error.msg}", "Mend the file.") from error
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{file}: not a table of costs: {error}", "Mend the file.") from error
+    rows, at = content, ""
+    if isinstance(content, _Pairs):
+        _check_keys(Place(file, "the whole file"), content, ("layers",))
+        rows, at = dict(content.pairs).get("layers"), "layers"
+    if not isinstance(rows, list):
+        raise FileError(
+            f"{file}: {at or 'the whole file'} is {shown(rows)}, not a list of objects",
+            'Write a list of objects, one a layer, or {"layers": [...]}.',
+        )
+    return [_of_json(Place(file, f"{at}[{index}]"), row) for index, row in enumerate(rows)]
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """An object of a JSON file with all its keys: those that stand twice, too."""
+
+    pairs: list[tuple[str, Any]]
+
+    def __repr__(self) -> str:
+        return repr(dict(self.pairs))
+
+
+def _first_line(text: str) -> list[str]:
+    line = next((line for line in text.splitlines() if line.strip()), "")
+    return line.split(_delimiter(text))
+
+
+def _delimiter(text: str) -> str:
+    line = next((line for line in text.splitlines() if line.strip()), "")
+    return max(_DELIMITERS, key=line.count)
+
+
+def _records(reader: Any, file: str) -> Iterator[tuple[Place, list[str]]]:
+    """Rows that are not blank, with the line that they end on."""
+    try:
+        for values in reader:
+            if any(value.strip() for value in values):
+                yield Place(file, f"line {reader.line_num}"), values
+    except csv.Error as error:
+        raise Place(file, f"line {reader.line_num}").refusal(f"not CSV: {error}", "Mend the line.") from error
+
+
+def _of_csv(place: Place, columns: Sequence[str], values: Sequence[str]) -> Row:
+    if len(values) != len(columns):
+        raise place.refusal(
+            f"has {len(values)} values for the {len(columns)} columns of the header",
+            f"Give one for each: {', '.join(columns)}. Text with a separator in it stands in double quotes.",
+        )
+    stripped = {column: value.strip() for column, value in zip(columns, values, strict=True)}
+    return _row(place, {column: value for column, value in stripped.items() if value})
+
+
+def _of_json(place: Place, row: object) -> Row:
+    if not isinstance(row, _Pairs):
+        raise place.refusal(f"is {shown(row)}, not an object", _EXAMPLE)
+    _check_columns(place, [key for key, _ in row.pairs])
+    return _row(place, {key: value for key, value in row.pairs if value is not None})
+
+
+def _check_columns(place: Place, columns: Sequence[str]) -> None:
+    """Raises FileError for columns that are unknown, missing, or say the same as another."""
+    _check_keys(place, columns, _COLUMNS)
+    for time in _TIMES:
+        if f"{time}_seconds" in columns and f"{time}_ms" in columns:
+            raise place.refusal(f"has {time}_seconds and {time}_ms", "Leave one of them away.")
+    for column in _REQUIRED:
+        if column not in columns and column.replace("_seconds", "_ms") not in columns:
+            raise place.refusal(f"column {column} is missing", _EXAMPLE)
+
+
+def _check_keys(place: Place, keys: Sequence[str] | _Pairs, known: Sequence[str]) -> None:
+    names = [key for key, _ in keys.pairs] if isinstance(keys, _Pairs) else list(keys)
+    for position, name in enumerate(names):
+        if name not in known:
+            raise place.refusal(f"unknown column {shown(name)}", near(name, known))
+        if name in names[:position]:
+            raise place.refusal(f"column {name} stands twice", "Leave one of them away.")
+
+
+def _row(place: Place, values: Mapping[str, object]) -> Row:
+    """The row of these `values`, without those that are empty."""
+    name = values.get("name", "")
+    if not isinstance(name, str) or not name.strip():
+        raise place.refusal(f"name is {shown(name)}, not a text", "Every layer has a name of its own.")
+    size, saved = values.get("micro_batch_size"), values.get("saved_bytes")
+    backward = _needed_time(place, "backward", values)
+    return Row(
+        place=place,
+        name=name,
+        micro_batch_size=None if size is None else samples(place, "micro_batch_size", size),
+        forward_seconds=_needed_time(place, "forward", values),
+        backward_seconds=backward,
+        backward_input_seconds=_part(place, values, backward),
+        activation_bytes=whole_bytes(place, "activation_bytes", _needed(place, "activation_bytes", values)),
+        saved_bytes=None if saved is None else whole_bytes(place, "saved_bytes", saved),
+        parameter_bytes=whole_bytes(place, "parameter_bytes", _needed(place, "parameter_bytes", values)),
+    )
+
+
+def _part(place: Place, values: Mapping[str, object], backward: float) -> float | None:
+    part = _time(place, "backward_input", values)
+    if part is not None and part > backward:
+        raise place.refusal(
+            f"backward_input takes {part:g} s, the whole backward {backward:g} s",
+            "backward_input_seconds is that part of backward_seconds which makes the input's gradient.",
+        )
+    return part
+
+
+def _needed_time(place: Place, time: str, values: Mapping[str, object]) -> float:
+    found = _time(place, time, values)
+    if found is None:
+        raise _empty(place, f"{time}_seconds")
+    return found
+
+
+def _time(place: Place, time: str, values: Mapping[str, object]) -> float | None:
+    """Seconds, from the column in seconds or in milliseconds; None where it is not there."""
+    for column in (f"{time}_seconds", f"{time}_ms"):
+        if column in values:
+            return seconds(place, column, values[column], milliseconds=column.endswith("_ms"))
+    return None
+
+
+def _needed(place: Place, column: str, values: Mapping[str, object]) -> object:
+    if column not in values:
+        raise _empty(place, column)
+    return values[column]
+
+
+def _empty(place: Place, column: str) -> FileError:
+    return place.refusal(f"{column} is empty", "Give a number; 0 where it takes none.")

@@ -1,0 +1,181 @@
+"""`pplan import`: recognises a file of costs by its content and makes a profile of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from ...cost_models.document import kind_of, read_text
+from ...cost_models.errors import FileError, UsageError
+from ...cost_models.optimizers import precision_of
+from ...cost_models.quantities import counted, format_seconds
+from ..profile_file import Profile, ProfiledLayer
+from . import graph_layers, table_layers
+from .cost_table import Row, looks_like_csv, read_csv, read_json
+from .pipedream_graph import is_graph, parse_graph
+
+Format = Literal["pipedream", "csv", "json"]
+FORMATS: tuple[Format, ...] = ("pipedream", "csv", "json")
+GRANULARITIES = ("block", "fine")
+UNKNOWN_DEVICE = "unknown"
+
+PIPEDREAM_SAMPLES = 128
+"""Of the profiles of image models that PipeDream publishes; the file does not say."""
+TABLE_SAMPLES = 1
+"""Of a table that does not say: then a sample stands for whatever was measured."""
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """What the file does not say; None: as is usual for its format.
+
+    `granularity` is for graphs: a table's rows are its layers.
+    """
+
+    format: str | None = None
+    model: str | None = None
+    micro_batch_size: int | None = None
+    granularity: str | None = None
+    dtype: str = "float32"
+
+    def check(self) -> None:
+        """Raises UsageError for words that are not known."""
+        for option, word, known in (
+            ("--format", self.format, FORMATS),
+            ("--granularity", self.granularity, GRANULARITIES),
+        ):
+            if word is not None and word not in known:
+                raise UsageError(f"{option} {word!r}: not known", f"Use one of: {', '.join(known)}.")
+        precision_of(self.dtype)
+
+
+def import_profile(path: Path, options: ImportOptions) -> Profile:
+    """The profile of the file at `path`, without `made_by`.
+
+    Raises UsageError for options that cannot be, or do not go with the file, FileError for the file.
+    """
+    options.check()
+    options = replace(options, model=options.model or path.name.split(".")[0] or path.name)
+    text = read_text(path, "costs")
+    form = options.format or _recognised(text, path)
+    try:
+        if form == "pipedream":
+            return _of_graph(text, path, options)
+        rows = read_csv(text, str(path)) if form == "csv" else read_json(text, str(path))
+        return _of_table(rows, path, options)
+    except ValidationError as error:
+        first = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise FileError(f"{path}: {first}", "Mend the file: pplan plans with what it says.") from error
+
+
+def _recognised(text: str, path: Path) -> Format:
+    """The format, by the content. Raises FileError."""
+    if not text.strip():
+        raise FileError(f"{path}: is empty", "Name a file of costs.")
+    kind = kind_of(text)
+    # A table has the key `layers`, too; what pplan writes always has a schema.
+    if kind is not None and "schema" in json.loads(text):
+        raise FileError(
+            f"{path}: this is a {kind} of pplan already",
+            "Give it to pplan show, or name a file of another tool.",
+        )
+    if text.lstrip().startswith(("{", "[")):
+        return "json"
+    if is_graph(text):
+        return "pipedream"
+    if looks_like_csv(text):
+        return "csv"
+    raise FileError(
+        f"{path}: line 1: {text.strip().splitlines()[0][:80]!r} begins no format that is known",
+        "A PipeDream graph, or CSV or JSON with name, forward_seconds, backward_seconds, activation_bytes, "
+        "parameter_bytes. --format names it.",
+    )
+
+
+def _of_graph(text: str, path: Path, options: ImportOptions) -> Profile:
+    size = options.micro_batch_size or PIPEDREAM_SAMPLES
+    granularity = options.granularity or "block"
+    graph = parse_graph(text, str(path))
+    made = graph_layers.layers_of(graph, str(path), granularity, size)
+    loading = sum(node.forward_seconds for node in made.inputs)
+    notes = [f"imported from {path.name}, a PipeDream graph of {counted(len(graph.nodes), 'node')}"]
+    if options.micro_batch_size is None:
+        notes.append(
+            f"the graph does not say its micro-batch size: {size} is assumed, as in PipeDream's own; "
+            "--micro-batch-size gives another"
+        )
+    if loading:
+        notes.append(f"loading the data, {format_seconds(loading)} in the graph, is not counted")
+    if len(made.layers) == 1 and len(graph.nodes) > 2 and granularity == "block":
+        notes.append("one tensor alone crosses no place of the graph: --granularity fine cuts at the others")
+    notes.append(
+        "the graph has no saved bytes: each operation is taken to save its output, and a stage keeps its "
+        "input besides"
+    )
+    return _profile(
+        options,
+        made.layers,
+        made.edges,
+        notes,
+        granularity=granularity,
+        input_bytes_per_sample=round(made.input_bytes / size),
+    )
+
+
+def _of_table(rows: list[Row], path: Path, options: ImportOptions) -> Profile:
+    if options.granularity is not None:
+        raise UsageError(
+            f"--granularity {options.granularity}: {path} is a table, its rows are the layers",
+            "Leave it away: it is for graphs.",
+        )
+    given = table_layers.says_its_sizes(rows)
+    if given and options.micro_batch_size is not None:
+        raise UsageError(
+            f"--micro-batch-size {options.micro_batch_size}: {path} has a column micro_batch_size",
+            "Leave the option away, or take the column out.",
+        )
+    size = options.micro_batch_size or TABLE_SAMPLES
+    made = table_layers.layers_of(rows, str(path), size)
+    notes = [f"imported from {path.name}, a table of {counted(len(made.layers), 'layer')}"]
+    if not given and options.micro_batch_size is None:
+        notes.append(
+            f"the table does not say its micro-batch size: {size} is assumed; --micro-batch-size gives "
+            "another"
+        )
+    return _profile(options, made.layers, made.edges, [*notes, *made.notes])
+
+
+def _profile(
+    options: ImportOptions,
+    layers: list[ProfiledLayer],
+    edges: list[tuple[str, str]],
+    notes: list[str],
+    *,
+    granularity: str = "block",
+    input_bytes_per_sample: int = 0,
+) -> Profile:
+    """The profile, with what no such file says: the device, its host's time, workspace."""
+    sizes = [cost.micro_batch_size for cost in layers[0].costs]
+    if len(sizes) == 1:
+        notes.append(
+            f"there is one micro-batch size, {sizes[0]}: at any other, costs scale with the samples, which "
+            "flatters small ones"
+        )
+    notes.append(
+        "the device, its launch times and workspace are not in the file; solve takes --gpu or --memory"
+    )
+    return Profile(
+        model=options.model or "model",
+        device=UNKNOWN_DEVICE,
+        dtype=options.dtype,
+        scales_with_samples=len(sizes) == 1,
+        granularity=granularity,
+        input_bytes_per_sample=input_bytes_per_sample,
+        layers=layers,
+        edges=edges,
+        notes=notes,
+    )

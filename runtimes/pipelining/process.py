@@ -1,0 +1,236 @@
+"""One process of a pipeline: its stages, their schedule, and a step of both."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from ...cost_models.errors import ExportError
+from ...profiler.held_earlier import tensors_used
+from ...profiler.inputs import ModelInput
+from ...profiler.layer_sequential import LayerSequential
+from ...profiler.sequential import sequential
+from ..exported import check_layers
+from ..torch_actions import OWN_ORDER, splits_backward
+from ..torch_pipelining import TorchExport
+from .inputs import InputForm, check_samples
+from .replicas import Replicate, Seat, average_gradients, seat_of, shared_out
+from .shapes import StageShapes, stage_shapes
+from .stage_module import StageModule, loss_of
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineProcess:
+    """What one process trains.
+
+    `modules` are the layers of its stages, by stage; `wrapped` the same as the schedule runs them, inside
+    DistributedDataParallel or sharded where there are replicas. `schedule` is PyTorch's, for `eval` say.
+    """
+
+    document: TorchExport
+    device: torch.device
+    seat: Seat
+    modules: dict[int, nn.Sequential]
+    wrapped: dict[int, nn.Module]
+    schedule: Any
+    form: InputForm
+    averages: bool
+    """Whether `step` averages the gradients over the replicas, and not the wrapped modules."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is to be given the input."""
+        return 0 in self.modules
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is to be given the target, and knows the losses."""
+        return len(self.document.parts) - 2 in self.modules
+
+    @property
+    def samples(self) -> int:
+        """Of a step of this process: the mini-batch, or its replica's part of it."""
+        return self.document.mini_batch // self.document.replicas
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those to optimise; a process whose stages have none needs no optimizer."""
+        every = (parameter for module in self.wrapped.values() for parameter in module.parameters())
+        return [parameter for parameter in every if parameter.requires_grad]
+
+    def share(self, whole: Tensor) -> Tensor:
+        """Of a tensor of the whole mini-batch, the samples of this replica: its part of each micro-batch."""
+        check_samples("mini-batch", whole, self.document.mini_batch)
+        of_one = self.samples // self.document.micro_batches
+        apart = whole.reshape(self.document.micro_batches, self.document.replicas, of_one, *whole.shape[1:])
+        return apart[:, self.seat.replica].reshape(self.samples, *whole.shape[1:])
+
+    def step(self, input: object = None, target: Tensor | None = None) -> list[Tensor]:
+        """Forward and backward of a mini-batch; the loss of each micro-batch where `is_last`, else nothing.
+
+        `input`, as the example input, is read where `is_first`, `target` where `is_last`; both hold `samples`
+        samples. Gradients are added to what is there, and all of it is divided by the micro-batches: set them
+        to None before. Raises UsageError for another number of samples or tensors.
+        """
+        given: tuple[Tensor, ...] = ()
+        options: dict[str, Any] = {"return_outputs": False}
+        losses: list[Tensor] = []
+        if self.is_first:
+            moved = ModelInput.of(input, "the mini-batch").to(self.device)
+            given = self.form.cuttable(moved, self.samples, self.document.micro_batches)
+        if self.is_last:
+            check_samples("target", target, self.samples)
+            options |= {"target": None if target is None else target.to(self.device), "losses": losses}
+        self.schedule.step(*given, **options)
+        if self.averages and self.seat.replicas is not None:
+            average_gradients(self.parameters(), self.seat.replicas)
+        return [loss.detach() for loss in losses]
+
+
+def built(
+    document: TorchExport,
+    model: nn.Module,
+    example_input: object,
+    loss_fn: Callable[..., Tensor],
+    *,
+    device: torch.device | str | None,
+    mesh: DeviceMesh | None,
+    replicate: Replicate,
+    sum_losses: bool,
+    layer_names: Sequence[str] | None,
+) -> PipelineProcess:
+    """See `pplan.runtimes.torch_pipelining.build`."""
+    example = ModelInput.of(example_input)
+    layers = _layers(document, model, example, layer_names)
+    place = _device(document) if device is None else torch.device(device)
+    seat = seat_of(document, place, mesh)
+    form = InputForm.of(example)
+    samples = document.micro_batch_size // document.replicas
+    given = form.micro_batch(example, samples)
+    splits = splits_backward(document.actions)
+    shapes = stage_shapes(layers, document.parts, given, form, splits_backward=splits)
+    own = document.stages[seat.index]
+    stages = {stage: _stage_module(document, layers, stage, shapes, form) for stage in own}
+    wrapped: dict[int, nn.Module] = {stage: module.to(place) for stage, module in stages.items()}
+    averages = replicate == "ddp" and splits
+    if seat.replicas is not None:
+        wrapped = {
+            i: shared_out(module, seat.replicas, replicate, splits_backward=splits)
+            for i, module in wrapped.items()
+        }
+    pipeline_stages = []
+    for stage, module in wrapped.items():
+        told = None if shapes is None else shapes[stage]
+        pipeline_stages.append(_pipeline_stage(document, stage, module, told, place, seat))
+    last = stages.get(len(document.parts) - 2)
+    loss = loss_fn if last is None else loss_of(last, loss_fn)
+    schedule = _schedule(document, pipeline_stages, loss, scale_grads=not sum_losses)
+    modules = {stage: module.layers for stage, module in stages.items()}
+    return PipelineProcess(document, place, seat, modules, wrapped, schedule, form, averages)
+
+
+def _layers(
+    document: TorchExport, model: nn.Module, example: ModelInput, names: Sequence[str] | None
+) -> nn.Sequential:
+    """The model as the plan counts it. Raises ExportError where it is another, or stages share parameters."""
+    count = document.parts[-1]
+    if isinstance(model, nn.Sequential) and (isinstance(model, LayerSequential) or len(model) == count):
+        layers = model
+    else:
+        layers = sequential(model, example, granularity=document.granularity)
+    check_layers(document, count, layers, names)
+    _check_sharing(layers, document.parts)
+    return layers
+
+
+def _check_sharing(layers: nn.Sequential, parts: Sequence[int]) -> None:
+    holder: dict[int, int] = {}
+    for stage, (first, end) in enumerate(pairwise(parts)):
+        for layer in layers[first:end]:
+            for tensor in tensors_used(layer):
+                before = holder.setdefault(id(tensor), stage)
+                if before != stage:
+                    raise ExportError(
+                        f"stages {before} and {stage} share a parameter or buffer of shape "
+                        f"{tuple(tensor.shape)}, and are processes that cannot",
+                        "Make a plan for this model: pplan solve cuts between no layers that share.",
+                    )
+
+
+def _device(document: TorchExport) -> torch.device:
+    """The plan's for this rank, by its number on its node; the CPU without CUDA, and for gloo."""
+    if not (torch.cuda.is_available() and dist.is_initialized()) or dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    rank = dist.get_rank()
+    number = document.devices[rank] if rank < len(document.devices) else rank
+    return torch.device("cuda", number % (document.gpus_per_node or torch.cuda.device_count()))
+
+
+def _stage_module(
+    document: TorchExport,
+    layers: nn.Sequential,
+    stage: int,
+    shapes: Sequence[StageShapes] | None,
+    form: InputForm,
+) -> StageModule:
+    first, end = document.parts[stage : stage + 2]
+    return StageModule(
+        layers[first:end],
+        None if shapes is None else shapes[stage].crossings,
+        recompute=document.recompute[stage] == "always",
+        form=form if stage == 0 else None,
+        is_last=end == document.parts[-1],
+    )
+
+
+def _pipeline_stage(
+    document: TorchExport,
+    stage: int,
+    module: nn.Module,
+    shapes: StageShapes | None,
+    device: torch.device,
+    seat: Seat,
+) -> PipelineStage:
+    told: dict[str, Any] = {}
+    if shapes is not None:
+        told = {"input_args": shapes.inputs, "output_args": shapes.outputs}
+    count = len(document.parts) - 1
+    return _Stage(module, stage, count, device, group=seat.pipeline, **told)
+
+
+class _Stage(PipelineStage):
+    """PyTorch 2.11 lets every stage greet its neighbours first; gloo cannot when both are one process."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        greetings = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
+        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
+
+
+def _schedule(
+    document: TorchExport, stages: list[PipelineStage], loss: Callable[..., Tensor], *, scale_grads: bool
+) -> Any:
+    """PyTorch's schedule of the class that the document names, with its order where it has none."""
+    kind = getattr(schedules, document.schedule, None)
+    if not (isinstance(kind, type) and issubclass(kind, schedules._PipelineSchedule)):
+        raise ExportError(
+            f"schedule {document.schedule!r} is no class of torch.distributed.pipelining.schedules",
+            f"This PyTorch is {torch.__version__}; make the file again with pplan export torch.",
+        )
+    own: Any = stages[0] if issubclass(kind, schedules.PipelineScheduleSingle) else stages
+    make: Any = kind
+    schedule = make(own, document.micro_batches, loss_fn=loss, scale_grads=scale_grads)
+    if document.schedule == OWN_ORDER:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "schedule.csv"
+            path.write_text(document.csv)
+            schedule._load_csv(str(path), format="compute_only")
+    return schedule

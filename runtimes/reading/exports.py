@@ -1,0 +1,98 @@
+"""What `pplan export` wrote as JSON, read back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from ..deepspeed import DeepspeedExport
+from ..exported import Exported
+from ..fairscale import FairscaleExport
+from ..huggingface import HuggingfaceExport
+from ..megatron import LayoutExport, MegatronBridgeExport, MegatronExport
+from ..nemo import NemoExport
+from ..pipe import PipeExport
+from ..torch_pipelining import TorchExport
+from ..torchgpipe import TorchgpipeExport
+from ..torchtitan import TorchtitanExport
+from .megatron_layout import of_layout
+from .module_names import of_device_map, of_parts
+from .partition import Partition, checked, refused
+
+KINDS: dict[str, type[Exported]] = {
+    kind.kind: kind
+    for kind in (
+        TorchgpipeExport,
+        FairscaleExport,
+        DeepspeedExport,
+        TorchExport,
+        HuggingfaceExport,
+        MegatronExport,
+        MegatronBridgeExport,
+        TorchtitanExport,
+        NemoExport,
+    )
+}
+
+
+def of_export(text: str, runtime: str, names: Sequence[str], where: str) -> Partition:
+    """The partition in a file for `runtime`. Raises FileError."""
+    document = KINDS[runtime].parse(text, where)
+    made = _partition(document, names, where)
+    if made.ends[-1] != len(names):
+        raise refused(
+            where,
+            f"it has {made.ends[-1]} layers, the profile {len(names)}",
+            "Name the profile of that model: --profile FILE",
+        )
+    replicas = getattr(document, "replicas", 1)
+    return checked(
+        replace(
+            made,
+            format=runtime,
+            runtime=runtime,
+            replicas=replicas,
+            mini_batch=document.mini_batch,
+            samples=document.micro_batch_size // replicas,
+        ),
+        where,
+    )
+
+
+def _partition(document: Exported, names: Sequence[str], where: str) -> Partition:
+    """The stages, schedule and recomputation."""
+    if isinstance(document, PipeExport):
+        made = Partition("", tuple(accumulate(document.balance)), schedule="gpipe")
+        return replace(made, virtual_stages=1, recompute=document.checkpoint)
+    if isinstance(document, DeepspeedExport):
+        again = document.config.get("pipeline", {}).get("activation_checkpoint_interval", 0) > 0
+        made = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
+        return replace(made, recompute="always" if again else "never")
+    if isinstance(document, TorchExport):
+        words = set(document.recompute)
+        return Partition(
+            "",
+            tuple(document.parts[1:]),
+            virtual_stages=len(document.stages[0]),
+            schedule=document.order,
+            recompute=document.recompute[0] if len(words) == 1 else None,
+        )
+    if isinstance(document, HuggingfaceExport):
+        return replace(of_device_map(document.device_map, names, where), virtual_stages=1)
+    return _of_trainer(document, names, where)
+
+
+def _of_trainer(document: Exported, names: Sequence[str], where: str) -> Partition:
+    if isinstance(document, LayoutExport):
+        made = of_layout(document.layout, names, where, {})
+    elif isinstance(document, TorchtitanExport | NemoExport):
+        made = of_parts(document.module_fqns_per_model_part, names, where, {})
+    else:
+        raise refused(where, f"files for {document.runtime} are not read")
+    return replace(
+        made,
+        virtual_stages=document.virtual_stages,
+        schedule=document.order,
+        recompute=document.recompute,
+    )

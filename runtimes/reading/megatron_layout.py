@@ -1,0 +1,70 @@
+"""Megatron's pipeline layout: `Et*3|(t*2|)*2t*3L`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .options import Options, number
+from .partition import Partition, of_blocks, refused
+
+_GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
+_REPEATED = re.compile(r"(.)\*(\d+)")
+MOST = 100_000
+"""Characters of a layout without its repetitions."""
+
+
+def blocks_of(layout: str, where: str) -> list[int]:
+    """Transformer blocks a stage. Raises FileError.
+
+    `x*n` stands for n of x, `(...)*n` for n of what is inside; commas are passed over. The first stage begins
+    with E and the last ends with L; m (multi-token prediction) is nothing that a profile has.
+    """
+    written = _unrolled(layout, where)
+    unknown = sorted(set(written) - set("EtL|"))
+    if unknown:
+        known = (
+            "m is a block that predicts further tokens, which a profile does not have"
+            if "m" in unknown
+            else ""
+        )
+        raise refused(where, f"layout {layout!r}: {unknown[0]!r} is none of E, t, L and |", known)
+    held = written.replace("|", "")
+    if not re.fullmatch(r"Et*L", held):
+        raise refused(where, f"layout {layout!r}: it must begin with E and end with L, with each once")
+    return [stage.count("t") for stage in written.split("|")]
+
+
+def _unrolled(layout: str, where: str) -> str:
+    """The layout without repetitions and commas."""
+    text = re.sub(r"[,\s]", "", layout)
+    for pattern in (_GROUP, _REPEATED):
+        if sum(len(match[1]) * int(match[2]) for match in pattern.finditer(text)) > MOST:
+            raise refused(where, f"layout {layout[:40]!r}: it stands for more than {MOST} blocks")
+        text = pattern.sub(lambda match: match[1] * int(match[2]), text)
+    return text
+
+
+def of_layout(layout: str, names: Sequence[str], where: str, options: Options) -> Partition:
+    """The partition of a layout, with what the options beside it say. Raises FileError."""
+    blocks = blocks_of(layout, where)
+    size = number(options, "pipeline_model_parallel_size", where) or len(blocks)
+    if len(blocks) % size:
+        raise refused(
+            where,
+            f"the layout has {len(blocks)} stages, pipeline_model_parallel_size {size} does not divide them",
+            "Give a pipeline size that does.",
+        )
+    virtual = len(blocks) // size
+    batch, own = number(options, "global_batch_size", where), number(options, "micro_batch_size", where)
+    full = options.get("recompute_granularity") == ["full"]
+    known = "recompute_granularity" in options or batch is not None
+    return replace(
+        of_blocks(blocks, names, where, "megatron"),
+        virtual_stages=virtual,
+        schedule="interleaved" if virtual > 1 else "1f1b",
+        mini_batch=batch,
+        samples=own,
+        recompute=("always" if full else "never") if known else None,
+    )

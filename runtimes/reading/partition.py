@@ -1,0 +1,111 @@
+"""A partition as it was read, whatever its format, and the errors of what could not be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from ...cost_models.errors import FileError
+from ...planner.plan_file import Recompute
+from ..blocks import NotBlocksError, transformer
+
+FORMATS = (
+    "a balance list (12,34), DeepSpeed's parts (0,12,46), a Megatron layout (Et*3|t*5L), module names by "
+    "stage as torchtitan takes them, a device_map, or what pplan export wrote"
+)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What was read; None where it is not said.
+
+    `ends`: by stage, the layers before its end; `virtual_stages` of them are on each device. `replicas`: of
+    every stage. `samples`: of a micro-batch, on each replica. `runtime`: that the file was written for.
+    `notes`: what was understood, or passed over.
+    """
+
+    format: str
+    ends: tuple[int, ...]
+    virtual_stages: int | None = None
+    replicas: int | None = None
+    schedule: str | None = None
+    samples: int | None = None
+    mini_batch: int | None = None
+    recompute: Recompute | None = None
+    runtime: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def noting(self, *notes: str) -> Partition:
+        """The same with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+
+def refused(where: str, why: str, hint: str = "") -> FileError:
+    """The error for a partition that cannot be read, or is not one of the profile's layers."""
+    return FileError(f"{where}: {why}", hint or f"Give {FORMATS}.")
+
+
+def of_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Partition:
+    """Of a list of layers a stage; of transformer blocks a stage, where they are as many as the blocks."""
+    _check_positive(counts, where)
+    layers = len(names)
+    if sum(counts) == layers:
+        return Partition("balance", tuple(accumulate(counts)))
+    try:
+        model = transformer(names)
+    except NotBlocksError:
+        model = None
+    if model is None or sum(counts) != model.blocks:
+        raise refused(
+            where,
+            f"the balance adds up to {sum(counts)} layers, the profile has {layers}",
+            "Name the profile of that model, cut into the same layers: --profile FILE",
+        )
+    note = f"the list counts the {model.blocks} transformer blocks"
+    return of_blocks(counts, names, where, "blocks").noting(note)
+
+
+def of_blocks(counts: Sequence[int], names: Sequence[str], where: str, called: str) -> Partition:
+    """Of transformer blocks a stage: the embedding is on the first stage, the head on the last."""
+    try:
+        model = transformer(names)
+    except NotBlocksError as error:
+        raise refused(
+            where,
+            f"it places transformer blocks, and in the profile {error}",
+            "Name the profile of a transformer: --profile FILE",
+        ) from error
+    if sum(counts) != model.blocks:
+        raise refused(
+            where,
+            f"it places {sum(counts)} transformer blocks, the profile has {model.blocks}",
+            "Name the profile of that model: --profile FILE",
+        )
+    done = list(accumulate(counts))
+    ends = [model.ends[count] for count in done[:-1]]
+    return checked(Partition(called, (*ends, len(names))), where)
+
+
+def of_bounds(bounds: Sequence[int], names: Sequence[str], where: str) -> Partition:
+    """Of DeepSpeed's parts: stage i holds layers bounds[i] up to, not including, bounds[i + 1]."""
+    counts = [end - first for first, end in pairwise(bounds)]
+    return replace(of_counts(counts, names, where), format="deepspeed")
+
+
+def checked(partition: Partition, where: str) -> Partition:
+    """The partition, where no stage is empty. Raises FileError."""
+    for stage, (first, end) in enumerate(pairwise((0, *partition.ends))):
+        if end <= first:
+            raise refused(
+                where, f"stage {stage} holds no layer", "pplan's stages hold one or more: leave it away."
+            )
+    return partition
+
+
+def _check_positive(counts: Sequence[int], where: str) -> None:
+    for stage, count in enumerate(counts):
+        if count < 1:
+            raise refused(where, f"stage {stage} has {count} layers, it must have 1 or more")
+    if not counts:
+        raise refused(where, "it lists no stage")

@@ -1,0 +1,151 @@
+"""Reads a partition in any of the formats, which it tells by its content."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...cost_models.document import kind_of
+from ...cost_models.errors import UsageError
+from ...cost_models.runtime import RUNTIMES
+from ..exported import names_hash
+from .exports import of_export
+from .megatron_layout import of_layout
+from .module_names import of_device_map, of_parts
+from .options import Options, options_of, yaml_of
+from .partition import Partition, of_bounds, of_counts, refused
+
+_LIST = re.compile(r"[\[(]?\s*\d+(?:\s*,?\s*\d+)*\s*,?\s*[\])]?")
+_BALANCE = re.compile(r"\b(?:balance|num_layers_per_stage|parts)\b[\"']?\s*[=:]\s*\[([\d,\s]+)\]")
+_LAYOUT = re.compile(r"\s*E[EtmL|()*,\d\s]*")
+
+
+def read_partition(text: str, names: Sequence[str], where: str) -> Partition:
+    """The partition in `text` of the layers of these names. `where` names it in errors.
+
+    The formats: a balance list (also Colossal-AI's num_layers_per_stage), DeepSpeed's parts (which begin with
+    0), a Megatron layout, alone or among the options that go with it, torchtitan's lists of module names,
+    also in a recipe of NeMo, a device_map of Hugging Face, and everything that `pplan export` writes.
+    Raises FileError.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return _of_text(text, names, where)
+    except RecursionError as error:
+        raise refused(where, "it is nested too deep") from error
+    if isinstance(content, dict) and "schema" in content:
+        return _of_document(text, content, names, where)
+    return _of_json(content, names, where)
+
+
+def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where: str) -> Partition:
+    kind = kind_of(text)
+    if kind in ("plan", "profile", "simulation"):
+        hint = "Give it to show, simulate or export." if kind == "plan" else ""
+        raise refused(where, f"this is a {kind} of pplan, not another tool's partition", hint)
+    if content.get("runtime") not in RUNTIMES:
+        raise refused(where, f"runtime is {content.get('runtime')!r}, which is not known")
+    if content.get("layers_sha256") not in (None, "", names_hash(names)):
+        raise refused(
+            where,
+            f"it was exported for {content.get('model')}, the profile has other layers",
+            "Name the profile of that plan: --profile FILE",
+        )
+    return of_export(text, content["runtime"], names, where)
+
+
+def _of_json(content: Any, names: Sequence[str], where: str) -> Partition:
+    """A list, or an object that holds one under the name that a tool calls it."""
+    if isinstance(content, int) and not isinstance(content, bool):
+        return of_counts([content], names, where)
+    if isinstance(content, list) and content and all(type(item) is int for item in content):
+        return of_numbers(content, names, where)
+    if isinstance(content, list) and (parts := _parts(content)):
+        return of_parts(parts, names, where, {})
+    if isinstance(content, dict):
+        for key, read in _KEYS.items():
+            if key in content:
+                return read(content[key], names, where)
+        if content and all(isinstance(place, int | str) for place in content.values()):
+            return of_device_map(content, names, where)
+    raise refused(where, "its JSON is no partition")
+
+
+def of_numbers(numbers: Sequence[int], names: Sequence[str], where: str) -> Partition:
+    """A balance, or DeepSpeed's parts, which begin with 0."""
+    if numbers[0] == 0 and len(numbers) > 1:
+        return of_bounds(numbers, names, where)
+    return of_counts(numbers, names, where)
+
+
+def _of_layout(layout: Any, names: Sequence[str], where: str) -> Partition:
+    return of_layout(str(layout), names, where, {})
+
+
+_KEYS: dict[str, Callable[[Any, Sequence[str], str], Partition]] = {
+    "balance": _of_json,
+    "num_layers_per_stage": _of_json,
+    "parts": _of_json,
+    "pipeline_model_parallel_layout": _of_layout,
+    "module_fqns_per_model_part": _of_json,
+    "device_map": _of_json,
+}
+
+
+def _of_text(text: str, names: Sequence[str], where: str) -> Partition:
+    if _LIST.fullmatch(text.strip()):
+        return of_numbers([int(part) for part in re.findall(r"\d+", text)], names, where)
+    if _LAYOUT.fullmatch(text):
+        return of_layout(text.strip(), names, where, {})
+    if "module_fqns_per_model_part" in text:
+        return _of_parts_text(text, names, where)
+    if "layout" in text:
+        options = options_of(text, where)
+        layout = options.get("pipeline_model_parallel_layout") or yaml_of(text).get(
+            "pipeline_model_parallel_layout"
+        )
+        if layout:
+            return of_layout(layout[0], names, where, options)
+    if found := _BALANCE.search(text):
+        return of_numbers([int(part) for part in re.findall(r"\d+", found[1])], names, where)
+    raise refused(where, "it is in none of the formats that are read" if text.strip() else "it is empty")
+
+
+def _of_parts_text(text: str, names: Sequence[str], where: str) -> Partition:
+    """torchtitan's options, or a recipe of NeMo."""
+    recipe = re.search(r"^\s*module_fqns_per_model_part:", text, re.MULTILINE)
+    options: Options = yaml_of(text) if recipe else options_of(text, where)
+    if subcommand := re.search(r"\bactivation_checkpoint:([\w-]+)", text):
+        options["activation_checkpointing"] = [subcommand[1]]
+    parts = [part.split(",") for part in options.get("module_fqns_per_model_part", [])]
+    if not parts:
+        raise refused(where, "module_fqns_per_model_part lists no stage")
+    return of_parts([[name.strip() for name in part] for part in parts], names, where, options)
+
+
+def _parts(content: list[Any]) -> list[list[str]]:
+    """Lists of module names: each a list, or a text with commas; none where it is something else."""
+    parts = [item.split(",") if isinstance(item, str) else item for item in content]
+    named = all(isinstance(part, list) and part and all(isinstance(n, str) for n in part) for part in parts)
+    return parts if named else []
+
+
+def with_virtual_stages(partition: Partition, virtual_stages: int | None, where: str) -> Partition:
+    """The partition with so many stages a device, where that is asked for: 1F1B of several is interleaved.
+
+    Raises UsageError.
+    """
+    if virtual_stages is None:
+        return partition
+    if len(partition.ends) % virtual_stages:
+        raise UsageError(
+            f"--virtual-stages {virtual_stages}: {where} has {len(partition.ends)} stages",
+            "Give a number that divides them.",
+        )
+    looped = virtual_stages > 1 and partition.schedule == "1f1b"
+    schedule = "interleaved" if looped else partition.schedule
+    return replace(partition, virtual_stages=virtual_stages, schedule=schedule)

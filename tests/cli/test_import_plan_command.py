@@ -1,0 +1,143 @@
+"""`pplan import-plan`: other tools' partitions as plans, which the other verbs take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pplan
+
+Run = Callable[..., Any]
+NAMES = ["embed", *(f"layers.{n}" for n in range(6)), "norm", "head"]
+
+
+@pytest.fixture
+def decoder_file(here: Path) -> Path:
+    """Of a decoder with six blocks, at two sizes."""
+
+    def layer(name: str) -> dict[str, Any]:
+        costs = [
+            {
+                "micro_batch_size": size,
+                "forward_seconds": 0.001 * size,
+                "backward_seconds": 0.002 * size,
+                "output_bytes": 1000 * size,
+                "saved_bytes": 2000 * size,
+                "workspace_bytes": 0,
+                "spread": 0.0,
+            }
+            for size in (2, 4)
+        ]
+        return {
+            "name": name,
+            "kind": "Linear",
+            "parameter_bytes": 4000,
+            "buffer_bytes": 0,
+            "cut_after": name != "head",
+            "costs": costs,
+        }
+
+    content = {
+        "schema": 1,
+        "model": "toy",
+        "device": "cpu",
+        "dtype": "float32",
+        "estimated": False,
+        "layers": [layer(name) for name in NAMES],
+        "edges": [],
+        "whole": [],
+    }
+    path = here / "toy.profile.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+MACHINE = ("--memory", "1GiB", "--bandwidth", "10GB/s", "--latency", "5us")
+
+
+def imported(run: Run, *arguments: str) -> dict[str, Any]:
+    ran = run("import-plan", *arguments, *MACHINE, "--json")
+    assert ran.status == 0, ran.err
+    plan = json.loads(ran.out)
+    assert isinstance(plan, dict)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("partition", "balance"),
+    [
+        ("4,5", [4, 5]),
+        ("0,4,9", [4, 5]),
+        ("Et*3|t*3L", [4, 5]),
+        ("9", [9]),
+        (
+            '[["embed","layers.0"],["layers.1","layers.2","layers.3","layers.4","layers.5","norm","head"]]',
+            [2, 7],
+        ),
+    ],
+)
+def test_a_partition_on_the_command_line(
+    run: Run, decoder_file: Path, partition: str, balance: list[int]
+) -> None:
+    plan = imported(run, partition, "--mini-batch", "16")
+    assert (plan["balance"], plan["gpus"]) == (balance, len(balance))
+    assert plan["profile"]["file"] == decoder_file.name
+    assert json.loads(Path("toy.imported.plan.json").read_text())["balance"] == balance
+
+
+def test_a_file_and_the_verbs_after_it(run: Run, decoder_file: Path) -> None:
+    assert decoder_file.is_file()
+    Path("flags.sh").write_text(
+        "--pipeline-model-parallel-layout 'Et*2|t|t|t*2L' --pipeline-model-parallel-size 2 "
+        "--micro-batch-size 2 --global-batch-size 16"
+    )
+    plan = imported(run, "flags.sh")
+    assert (plan["schedule"], plan["virtual_stages"], plan["micro_batches"]) == ("interleaved", 2, 8)
+    assert [stage["devices"] for stage in plan["stages"]] == [[0], [1], [0], [1]]
+    assert run("show", "toy.imported.plan.json").status == 0
+    simulated = run("simulate", "toy.imported.plan.json", "--json")
+    assert simulated.status == 0, simulated.err
+    assert json.loads(simulated.out)["step_seconds"] == pytest.approx(plan["prediction"]["step_seconds"])
+    again = run("export", "megatron", "toy.imported.plan.json", "-o", "again.sh")
+    assert again.status == 0, again.err
+    assert "--pipeline-model-parallel-layout 'Et*2|t|t|t*2L'" in Path("again.sh").read_text()
+    assert again.out == Path("again.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "hint"),
+    [
+        (("nothing.txt",), "nothing.txt: no such partition file", ""),
+        (("4,4",), "4,4: the balance adds up to 8 layers, the profile has 9", "--profile FILE"),
+        (("4,5", "--gpus", "1"), "--gpus 1: the partition takes 2 GPUs", "--gpus 2"),
+        (("4,5", "--replicas", "0"), "--replicas 0: must be at least 1", ""),
+        (("4,5", "--virtual-stages", "3"), "--virtual-stages 3: 4,5 has 2 stages", "divides"),
+        (("4,5", "--schedule", "1f1bb"), "--schedule 1f1bb: is not one of", "1f1b"),
+        (("4,5", "--micro-batches", "3", "--mini-batch", "16"), "does not divide into so many", ""),
+    ],
+)
+def test_refusals(run: Run, decoder_file: Path, arguments: tuple[str, ...], what: str, hint: str) -> None:
+    assert decoder_file.is_file()
+    ran = run("import-plan", *arguments, *MACHINE)
+    assert (ran.status, ran.out) == (2, "")
+    assert what in ran.err
+    assert hint in ran.err
+    assert not Path("toy.imported.plan.json").exists()
+
+
+def test_from_python(decoder_file: Path) -> None:
+    machine: dict[str, Any] = {"memory_bytes": 2**30, "bandwidth": 10e9, "latency": 5e-6}
+    plan = pplan.import_plan("4,5", decoder_file, mini_batch=16, schedule="gpipe", micro_batches=8, **machine)
+    assert (plan.balance, plan.schedule, plan.micro_batches) == ([4, 5], "gpipe", 8)
+    document = pplan.export("torchgpipe", plan)
+    document.save("toy.torchgpipe.json", force=False)
+    again = pplan.import_plan(Path("toy.torchgpipe.json"), decoder_file, **machine)
+    assert (again.balance, again.micro_batches, again.runtime) == ([4, 5], 8, "torchgpipe")
+    with pytest.raises(pplan.UsageError, match="source=12: is not a text"):
+        pplan.import_plan(12, decoder_file)  # type: ignore[arg-type]
+    with pytest.raises(pplan.FileError, match="no such partition file"):
+        pplan.import_plan(Path("4,5"), decoder_file)

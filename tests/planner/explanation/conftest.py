@@ -1,0 +1,49 @@
+"""A solved plan with the chain and the devices that it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Topology
+from pplan.planner.explanation.explain import Explanation, explain
+from pplan.planner.explanation.question import Question, question_of
+from pplan.planner.find import find
+from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.problem import Problem
+from pplan.planner.solve import bare_plan
+from pplan.planner.wishes import Wishes
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A plan, and what it was made from."""
+
+    plan: Plan
+    chain: Chain
+    topology: Topology
+
+    @property
+    def question(self) -> Question:
+        return question_of(self.plan, self.chain, self.topology)
+
+    def explained(self, **more: object) -> Explanation:
+        return explain(self.plan, self.chain, self.topology, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def solved() -> Callable[..., Solved]:
+    """A function of (chain, topology, **wishes): the plan, without what it is compared with."""
+
+    def solve(chain: Chain, topology: Topology, **wishes: object) -> Solved:
+        problem = Problem(chain, topology, Wishes(**wishes))  # type: ignore[arg-type]
+        answer = find(problem)
+        assert answer.best is not None
+        reference = ProfileReference(file="toy.profile.json", sha256="0" * 64)
+        plan = bare_plan(problem, answer.best, answer.found, model="toy", profile=reference)
+        return Solved(plan, chain, topology)
+
+    return solve

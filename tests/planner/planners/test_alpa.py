@@ -1,0 +1,156 @@
+"""Alpa's enumeration against brute force over all its plans, costed layer by layer; its submeshes by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations, pairwise, product
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.collectives import all_reduce_seconds
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.memory import ledger, total
+from pplan.cost_models.stage_bytes import stage_bytes
+from pplan.cost_models.topology import Topology
+from pplan.planner.planners.alpa import PLANNER, devices_of, plan, submeshes
+from pplan.planner.planners.replicated import Trial
+from pplan.planner.problem import Problem
+from pplan.planner.search.space import Space
+
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
+
+
+def stage_seconds(space: Space, trial: Trial, a: int, b: int, replicas: int, held: int) -> float:
+    """A stage's micro-batch with its part of the all-reduce; inf where it does not fit."""
+    layers = space.chain.at(-(-trial.size // replicas))
+    f, w = float(layers.forward_seconds[a:b].sum()), float(layers.backward_seconds[a:b].sum())
+    gradients = float(layers.trainable_bytes[a:b].sum())
+    reduced = float(all_reduce_seconds(space.topology, range(replicas), gradients, "best"))
+    held_bytes = stage_bytes(layers, a, b - 1)
+    for mode, again in (("never", 0.0), ("always", f)):
+        terms = ledger(
+            held_bytes, in_flight=held, recompute=mode, optimizer=space.optimizer, replicas=replicas
+        )
+        if space.memory_limit is None or total(terms) <= space.memory_limit:
+            return f + w + again + reduced / trial.micro_batches
+    return np.inf
+
+
+def cost(space: Space, trial: Trial, ends: tuple[int, ...], replicas: tuple[int, ...]) -> float:
+    """Sum of the stages and M - 1 times the slowest."""
+    times = [
+        stage_seconds(space, trial, a, b, own, min(trial.micro_batches, len(ends) - stage))
+        for stage, ((a, b), own) in enumerate(zip(pairwise((0, *ends)), replicas, strict=True))
+    ]
+    if np.inf in times:
+        return np.inf
+    return sum(times) + (trial.micro_batches - 1) * max(times)
+
+
+def least(space: Space, trial: Trial, gpus: int) -> float:
+    """Of all plans on all devices."""
+    cuts = [int(i) + 1 for i in np.flatnonzero(space.chain.cut_after)]
+    sizes = [size for size in submeshes(gpus, space.topology.gpus_per_node) if size <= trial.size]
+    return min(
+        (
+            cost(space, trial, (*chosen, len(space.chain)), replicas)
+            for stages in range(1, min(gpus, len(cuts) + 1) + 1)
+            for replicas in product(sizes, repeat=stages)
+            if sum(replicas) == gpus
+            for chosen in combinations(cuts, stages - 1)
+        ),
+        default=np.inf,
+    )
+
+
+def case(seed: int, make_chain: MakeChain, make_topology: MakeTopology) -> tuple[Space, Trial, int]:
+    rng = np.random.default_rng(seed)
+    gpus = int(rng.integers(1, 7))
+    chain = make_chain(seed, int(rng.integers(1, 9)), traffic=[0.01, 0.1, 1][seed % 3])
+    topology = make_topology(gpus, per_node=[8, 2, 3][seed % 3], latency=[0, 0.05][seed % 2])
+    space = Space(chain, topology, "adam", [None, 700, 1000, 1500, 3000][seed % 5])
+    return space, Trial("1f1b", [1, 2, 3, 8][seed % 4], [1, 2, 3, 4][seed // 4 % 4], ("by_stage",)), gpus
+
+
+def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    """Every t_max tried finds the cheapest plan and agrees where nothing fits; in steps it misses little."""
+    infeasible = several = replicated = recomputing = 0
+    for seed in range(150):
+        space, trial, gpus = case(seed, make_chain, make_topology)
+        expected, found = least(space, trial, gpus), plan(space, trial, gpus, steps=None)
+        stepped = plan(space, trial, gpus)
+        if found is None:
+            assert expected == np.inf
+            assert stepped is None
+            infeasible += 1
+            continue
+        assert found.cost_seconds == pytest.approx(expected, rel=1e-9)
+        places = space.table(space.chain.sizes[0]).places
+        ends = tuple(places[end] for end in found.ends)
+        assert cost(space, trial, ends, found.replicas) == pytest.approx(expected, rel=1e-9)
+        assert stepped is not None
+        assert expected * (1 - 1e-9) <= stepped.cost_seconds <= expected * 1.02
+        several += len(found.ends) > 1
+        replicated += max(found.replicas) > 1
+        recomputing += found.recomputes
+    assert infeasible > 10
+    assert several > 40
+    assert replicated > 40
+    assert recomputing > 2
+
+
+def test_at_most_so_many_stages(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    space = Space(make_chain(1, 8, traffic=0.01, cuts=1.0), make_topology(4, per_node=2), "sgd")
+    trial = Trial("1f1b", 8, 2, ("never",))
+    more, two = plan(space, trial, 4), plan(space, trial, 4, 2)
+    assert more is not None
+    assert two is not None
+    assert len(more.ends) > len(two.ends) == 2
+    assert two.cost_seconds > more.cost_seconds
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_node", "sizes"),
+    [
+        (1, 8, [1]),
+        (8, 8, [1, 2, 4, 8]),
+        (32, 8, [1, 2, 4, 8, 16, 24, 32]),
+        (6, 8, [1, 2, 4, 6]),
+        (12, 6, [1, 2, 6, 12]),
+        (12, 8, [1, 2, 4, 8, 12]),
+        (3, 1, [1, 2, 3]),
+    ],
+)
+def test_submeshes(gpus: int, per_node: int, sizes: list[int]) -> None:
+    assert submeshes(gpus, per_node) == sizes
+
+
+def test_the_largest_stages_take_their_devices_first() -> None:
+    assert devices_of([1, 4, 2, 1]) == ((6,), (0, 1, 2, 3), (4, 5), (7,))
+
+
+@pytest.mark.parametrize(("gpus", "per_node"), [(8, 4), (12, 6), (12, 4), (10, 4), (6, 8)])
+def test_no_stage_lies_across_more_nodes_than_it_must(gpus: int, per_node: int) -> None:
+    sizes = submeshes(gpus, per_node)
+    for stages in range(1, 5):
+        for replicas in product(sizes, repeat=stages):
+            if sum(replicas) == gpus:
+                devices = devices_of(replicas)
+                assert sorted(rank for own in devices for rank in own) == list(range(gpus))
+                for own in devices:
+                    assert len({rank // per_node for rank in own}) == -(-len(own) // per_node)
+
+
+@pytest.mark.parametrize("runtime", [None, "torchgpipe", "deepspeed"])
+def test_proposals_of_a_runtime(
+    runtime: str | None, make_chain: MakeChain, make_problem: Callable[..., Problem]
+) -> None:
+    problem = make_problem(make_chain(2, 8, cuts=1.0), 4, mini_batch=16, runtime=runtime)
+    proposals = list(PLANNER.propose(problem))
+    assert proposals
+    for proposal in proposals:
+        assert problem.allows(proposal)
+        assert proposal.used == problem.reached
+        assert proposal.setting in problem.settings

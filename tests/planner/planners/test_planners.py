@@ -1,0 +1,87 @@
+"""Every planner of the registry proposes only what can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from pplan.cost_models.errors import UsageError
+from pplan.cost_models.layer import Chain, joined
+from pplan.cost_models.schedules import schedule_named
+from pplan.planner.candidate import Proposal
+from pplan.planner.planners import PLANNERS, planner_named
+from pplan.planner.problem import Problem
+
+MakeProblem = Callable[..., Problem]
+
+GPT = ["wte", *(f"h.{block}" for block in range(4)), "ln_f"]
+PROBLEMS: dict[str, tuple[list[int] | None, int, dict[str, object]]] = {
+    "all cuts": (None, 4, {"mini_batch": 8}),
+    "forbidden cuts": ([1, 3, 5], 4, {"mini_batch": 8}),
+    "more devices than stages": ([2, 4], 6, {"mini_batch": 12}),
+    "more devices than layers": (None, 9, {"mini_batch": 18}),
+    "layers kept together": (None, 4, {"mini_batch": 8, "keep_together": ("h.*",)}),
+    "no cuts": ([], 3, {"mini_batch": 6}),
+    "one device": (None, 1, {"mini_batch": 4}),
+    "torchgpipe": (None, 4, {"mini_batch": 8, "runtime": "torchgpipe"}),
+    "deepspeed": (None, 4, {"mini_batch": 8, "runtime": "deepspeed"}),
+    "micro-batches asked for": (None, 4, {"mini_batch": 16, "micro_batches": 4}),
+    "schedule asked for": (None, 4, {"mini_batch": 8, "schedule": "gpipe", "recompute": "never"}),
+}
+
+
+@pytest.fixture(params=PROBLEMS)
+def problem(
+    request: pytest.FixtureRequest, make_named: Callable[..., Chain], make_problem: MakeProblem
+) -> Problem:
+    cuts, gpus, wishes = PROBLEMS[request.param]
+    return make_problem(make_named(GPT, cuts=cuts), gpus, **wishes)
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_proposals_can_be(name: str, problem: Problem) -> None:
+    proposals = list(PLANNERS[name].propose(problem))
+    for proposal in proposals:
+        check(proposal, problem)
+    assert len(set(proposals)) == len(proposals)
+
+
+def check(proposal: Proposal, problem: Problem) -> None:
+    chain, setting, runtime = problem.chain, proposal.setting, problem.runtime
+    assert all(first < end for first, end in pairwise((0, *proposal.ends)))
+    assert proposal.ends[-1] == len(chain)
+    assert set(proposal.ends) <= set(joined(problem.space.chain))
+    assert len(proposal.devices) == len(proposal.ends)
+    ranks = [rank for own in proposal.devices for rank in own]
+    assert set(ranks) <= set(range(problem.topology.gpus))
+    assert len(ranks) == proposal.used * setting.virtual_stages
+    assert setting.mini_batch == problem.mini_batch
+    assert problem.wishes.micro_batches in (None, setting.micro_batches)
+    if problem.wishes.schedule != "auto":
+        assert setting.schedule == problem.wishes.schedule
+    if runtime is not None:
+        assert setting.schedule in runtime.schedules
+        assert runtime.runs_replicas(proposal.replicas)
+        assert not runtime.one_process or max(ranks) < problem.topology.gpus_per_node
+    devices = len(proposal.ends) // setting.virtual_stages
+    program = schedule_named(setting.schedule).program(devices, setting.micro_batches, setting.virtual_stages)
+    assert program.places == len(proposal.ends)
+
+
+@pytest.mark.parametrize("name", sorted(PLANNERS))
+def test_each_makes_a_plan_where_nothing_forbids_it(
+    name: str, make_named: Callable[..., Chain], make_problem: MakeProblem
+) -> None:
+    assert list(PLANNERS[name].propose(make_problem(make_named(GPT), 4, mini_batch=8)))
+
+
+def test_planners_are_found_by_name() -> None:
+    assert len(PLANNERS) >= 10
+    for name, planner in PLANNERS.items():
+        assert planner.name == name
+        assert planner_named(name) is planner
+    with pytest.raises(UsageError, match="'megatorn' is unknown") as raised:
+        planner_named("megatorn")
+    assert raised.value.hint.startswith("Did you mean megatron? There are: best, one-gpu, ")

@@ -1,0 +1,84 @@
+"""What planners of replicated stages begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.layer import Chain, joined
+from pplan.cost_models.topology import Topology
+from pplan.planner.planners.replicated import Trial, team_costs, thinned, trials
+from pplan.planner.search.space import Space
+from pplan.planner.setting import Setting, settings
+from pplan.planner.wishes import Limits
+
+
+def test_a_trial_for_every_size_of_the_preferred_schedule() -> None:
+    every = settings(8, ("gpipe", "1f1b"), ("never", "except_last", "always"), [2, 8])
+    assert trials(every) == [
+        Trial("1f1b", 1, 8, ("never", "always")),
+        Trial("1f1b", 4, 2, ("never", "always")),
+    ]
+    assert trials([s for s in every if s.schedule == "gpipe"]) == [
+        Trial("gpipe", 1, 8, ("never", "always")),
+        Trial("gpipe", 4, 2, ("never", "except_last", "always")),
+    ]
+    assert trials([replace(s, schedule="zb-v") for s in every]) == []
+
+
+def test_micro_batches_held() -> None:
+    assert [Trial("1f1b", 3, 1, ("never",)).held(to_last) for to_last in (1, 2, 3, 4)] == [1, 2, 3, 3]
+    assert Trial("gpipe", 3, 1, ("never",)).held(1) == 3
+
+
+@pytest.mark.parametrize(
+    ("modes", "recomputes", "mode"),
+    [
+        (("never", "always"), True, "always"),
+        (("never", "always"), False, "never"),
+        (("never", "except_last"), True, "except_last"),
+        (("always",), False, "always"),
+        (("by_stage", "never"), True, "by_stage"),
+    ],
+)
+def test_the_setting_says_what_recomputes(modes: tuple[str, ...], recomputes: bool, mode: str) -> None:
+    trial = Trial("gpipe", 4, 2, modes)  # type: ignore[arg-type]
+    assert trial.setting(recomputes) == Setting("gpipe", mode, 4, 2)  # type: ignore[arg-type]
+
+
+def test_a_stage_recomputes_where_it_must(
+    make_chain: Callable[..., Chain], make_topology: Callable[..., Topology]
+) -> None:
+    """More micro-batches take more memory: first the forward runs again, then nothing fits."""
+    space = Space(make_chain(1, 4, cuts=1.0), make_topology(1), "sgd", 900.0)
+    team = space.team(2, (0,))
+    costs = team_costs(space, team, ("by_stage",), np.zeros_like(team.forward))
+    plain = costs.forward + costs.backward
+    seen = set()
+    for held in range(1, 40):
+        work = costs.work(held)
+        for i, j in ((0, 1), (0, 2), (0, 4), (2, 4)):
+            fits = [team.bytes(held, mode)[i, j] <= 900 for mode in ("never", "always")]
+            again = costs.forward[i, j] if not fits[0] else 0.0
+            assert work[i, j] == (plain[i, j] + again if any(fits) else np.inf)
+            seen.add((*fits,))
+    assert seen == {(True, True), (False, True), (False, False)}
+
+
+def test_thinned_cuts_lie_at_equal_seconds(
+    make_chain: Callable[..., Chain], make_topology: Callable[..., Topology]
+) -> None:
+    chain = make_chain(0, 60, cuts=0.7)
+    space = Space(chain, make_topology(2), "sgd", limits=Limits(must_cut=(int(joined(chain)[3]) - 1,)))
+    coarse = thinned(space, 10)
+    places = joined(coarse.chain)
+    assert set(places) <= set(joined(chain))
+    assert joined(chain)[3] in places
+    assert 9 <= len(places) - 1 <= 11
+    table = coarse.table(4)
+    seconds = np.diagonal(table.forward + table.backward, 1)
+    assert seconds.max() < 2.5 * seconds.sum() / 10
+    assert thinned(space, 60) is space

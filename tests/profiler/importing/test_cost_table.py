@@ -1,0 +1,205 @@
+"""Tables of costs, CSV and JSON: the same rows from both, at one or several sizes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pplan.cost_models.errors import FileError
+from pplan.profiler.importing.cost_table import Row, looks_like_csv, read_csv, read_json
+from pplan.profiler.importing.table_layers import layers_of
+
+HEADER = "name,forward_seconds,backward_seconds,activation_bytes,parameter_bytes"
+PLAIN = {
+    "name": "a",
+    "forward_seconds": 0.5,
+    "backward_seconds": 1,
+    "activation_bytes": 64,
+    "parameter_bytes": 8,
+}
+
+
+def without_place(rows: list[Row]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in vars(row).items() if key != "place"} for row in rows]
+
+
+def csv(*rows: str, header: str = HEADER) -> list[Row]:
+    return read_csv("\n".join([header, *rows]), "costs.csv")
+
+
+def rows_of(*rows: dict[str, Any]) -> list[Row]:
+    return read_json(json.dumps(list(rows)), "costs.json")
+
+
+def test_csv_and_json_say_the_same() -> None:
+    columns = "name,forward_ms,backward_ms,activation_bytes,parameter_bytes,saved_bytes,backward_input_ms"
+    by_csv = csv('"a, b",1.5,3,1e3,12.0,,2', "", "c , 5,0,0,0,7,", header=columns)
+    objects: list[dict[str, Any]] = [
+        dict(zip(columns.split(","), ["a, b", 1.5, 3, 1000, 12, None, 2], strict=True)),
+        dict(zip(columns.split(",")[:-1], ["c", 5, 0, 0, 0, 7], strict=True)),
+    ]
+    by_json = rows_of(*objects)
+    wrapped = read_json(json.dumps({"layers": objects}), "costs.json")
+    assert without_place(by_csv) == without_place(by_json) == without_place(wrapped)
+    first, second = by_csv
+    assert (first.name, first.forward_seconds, first.backward_seconds) == ("a, b", 1.5e-3, 3e-3)
+    assert (first.activation_bytes, first.saved_bytes, first.backward_input_seconds) == (1000, None, 2e-3)
+    assert (second.name, second.forward_seconds, second.saved_bytes) == ("c", 5e-3, 7)
+    assert [row.place.at for row in by_csv] == ["line 2", "line 4"]
+    assert [row.place.at for row in wrapped] == ["layers[0]", "layers[1]"]
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_separators(separator: str) -> None:
+    text = f"{HEADER}\r\na,1,2,3,4\r\n".replace(",", separator)
+    assert looks_like_csv(text)
+    (row,) = read_csv(text, "costs.csv")
+    assert (row.forward_seconds, row.parameter_bytes) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (f"{HEADER}\na,1,2,3", "line 2: has 4 values for the 5 columns"),
+        (f"{HEADER}\na,1,2,3,4,5", "line 2: has 6 values for the 5 columns"),
+        (f"{HEADER}\na,1,2,3,4\n\nb,x,2,3,4", "line 4: forward_seconds is 'x', not a number"),
+        (f"{HEADER}\na,1_0,2,3,4", "line 2: forward_seconds is '1_0', not a number"),
+        (f"{HEADER}\na,1,-2,3,4", "line 2: backward_seconds is '-2', it must be finite and at least 0"),
+        (f"{HEADER}\na,1,nan,3,4", "line 2: backward_seconds is 'nan', it must be finite"),
+        (f"{HEADER}\na,1,2,,4", "line 2: activation_bytes is empty"),
+        (f"{HEADER}\na,,2,3,4", "line 2: forward_seconds is empty"),
+        (f"{HEADER}\n ,1,2,3,4", "line 2: name is '', not a text"),
+        (f"{HEADER}\na,1,2,3,1e19", "line 2: parameter_bytes is '1e19', it must be at least 0 and less"),
+        (f'{HEADER}\n"a,1,2,3,4', "line 2: not CSV"),
+        (f"{HEADER},speed\na,1,2,3,4,5", "line 1: unknown column 'speed'"),
+        (f"{HEADER},name\na,1,2,3,4,5", "line 1: column name stands twice"),
+        (f"{HEADER},forward_ms\na,1,2,3,4,5", "line 1: has forward_seconds and forward_ms"),
+        ("name,forward_ms\na,1", "line 1: column backward_seconds is missing"),
+        (f"{HEADER},micro_batch_size\na,1,2,3,4,0", "line 2: micro_batch_size is '0', it must be a whole"),
+        (
+            f"{HEADER},micro_batch_size\na,1,2,3,4,2.5",
+            "line 2: micro_batch_size is '2.5', it must be a whole",
+        ),
+        (f"{HEADER},backward_input_ms\na,1,2,3,4,2001", "line 2: backward_input takes 2.001 s, the whole"),
+    ],
+)
+def test_csv_that_is_refused(text: str, what: str) -> None:
+    with pytest.raises(FileError) as caught:
+        read_csv(text, "costs.csv")
+    assert caught.value.what.startswith(f"costs.csv: {what}")
+    assert caught.value.hint
+
+
+def test_near_columns_are_offered() -> None:
+    with pytest.raises(FileError, match=r"Did you mean activation_bytes\?"):
+        csv(header=HEADER.replace("activation", "activations"))
+    with pytest.raises(FileError, match=r"Did you mean forward_ms\?"):
+        rows_of(PLAIN | {"Forward_MS": 1})
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ([PLAIN, 3], "[1]: is 3, not an object"),
+        ([PLAIN, [PLAIN]], "[1]: is ["),
+        ([PLAIN | {"forward_seconds": True}], "[0]: forward_seconds is True, not a number"),
+        ([PLAIN | {"forward_seconds": [1]}], "[0]: forward_seconds is [1], not a number"),
+        ([PLAIN | {"forward_seconds": float("nan")}], "[0]: forward_seconds is nan, it must be finite"),
+        ([PLAIN | {"forward_seconds": None}], "[0]: forward_seconds is empty"),
+        ([PLAIN | {"activation_bytes": 2**63}], "[0]: activation_bytes is 9223372036854775808, it must be"),
+        ([PLAIN | {"name": 7}], "[0]: name is 7, not a text"),
+        ([{"name": "a"}], "[0]: column forward_seconds is missing"),
+        ({"layers": [PLAIN, PLAIN | {"activation_bytes": -1}]}, "layers[1]: activation_bytes is -1, it must"),
+        ({"layers": 7}, "layers is 7, not a list"),
+        ({"rows": []}, "the whole file: unknown column 'rows'"),
+        (7, "the whole file is 7, not a list"),
+    ],
+)
+def test_json_that_is_refused(content: object, what: str) -> None:
+    with pytest.raises(FileError) as caught:
+        read_json(json.dumps(content), "costs.json")
+    assert caught.value.what.startswith(f"costs.json: {what}")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('[{"name": "a",\n}]', "line 2: not JSON"),
+        ("[" * 100_000, "not a table of costs"),
+        ('[{"activation_bytes": ' + "1" * 5000 + "}]", "not a table of costs"),
+        ('[{"name": "a", "name": "b"}]', "[0]: column name stands twice"),
+    ],
+)
+def test_text_that_is_no_json_table(text: str, what: str) -> None:
+    with pytest.raises(FileError) as caught:
+        read_json(text, "costs.json")
+    assert caught.value.what.startswith(f"costs.json: {what}")
+
+
+def test_saved_bytes_default_to_the_output() -> None:
+    rows = rows_of(
+        PLAIN,
+        PLAIN | {"name": "b", "activation_bytes": 32, "saved_bytes": 5, "parameter_bytes": 0},
+        PLAIN | {"name": "c"},
+    )
+    made = layers_of(rows, "costs.json", 16)
+    costs = [layer.costs[0] for layer in made.layers]
+    assert [cost.saved_bytes for cost in costs] == [64, 5, 64]
+    # Whoever starts behind `a` keeps its output; what b's saved bytes hold of its output is not known.
+    assert [cost.saved_input_bytes for cost in costs] == [0, 64, 0]
+    assert made.edges == [("a", "b"), ("b", "c")]
+    assert made.sizes == [16]
+    assert made.notes == [
+        "2 rows of 3 have no saved_bytes: it is taken to be activation_bytes, and a stage keeps its input "
+        "besides"
+    ]
+
+
+def test_several_sizes() -> None:
+    at = [
+        PLAIN
+        | {"name": name, "micro_batch_size": size, "forward_seconds": seconds, "activation_bytes": 8 * size}
+        for name, size, seconds in [("a", 4, 0.4), ("b", 4, 1), ("a", 1, 0.2), ("b", 1, 0.5)]
+    ]
+    made = layers_of(rows_of(*at), "costs.json", 1)
+    assert made.sizes == [1, 4]
+    assert [layer.name for layer in made.layers] == ["a", "b"]
+    assert [cost.forward_seconds for cost in made.layers[0].costs] == [0.2, 0.4]
+    assert [cost.saved_input_bytes for cost in made.layers[1].costs] == [8, 32]
+
+
+def test_the_backward_in_two_parts() -> None:
+    made = layers_of(rows_of(PLAIN | {"backward_input_seconds": 0.25, "saved_bytes": 1}), "costs.json", 1)
+    assert made.layers[0].costs[0].backward_weight_seconds == 0.75
+    assert made.notes == []
+    some = [
+        PLAIN | {"backward_input_seconds": 0.25, "saved_bytes": 1},
+        PLAIN | {"name": "b", "saved_bytes": 1},
+    ]
+    made = layers_of(rows_of(*some), "costs.json", 1)
+    assert made.notes == ["1 row of 2 has no backward_input_seconds: those of the others are not used"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [
+        ([], "has no rows"),
+        ([{}, {}], "[1]: layer 'a' stands at [0] already"),
+        ([{"micro_batch_size": 2}] * 2, "[1]: layer 'a' stands at [0] already with micro_batch_size 2"),
+        ([{"micro_batch_size": 2}, {"name": "b"}], "[1]: micro_batch_size is empty, and other rows have one"),
+        (
+            [{"micro_batch_size": 2}, {"micro_batch_size": 4}, {"name": "b", "micro_batch_size": 2}],
+            "[2]: layer 'b' has the micro-batch sizes 2, the first layer 2, 4",
+        ),
+        (
+            [{"micro_batch_size": 2}, {"micro_batch_size": 4, "parameter_bytes": 9}],
+            "[1]: parameter_bytes of 'a' is 9, and 8 at [0]",
+        ),
+    ],
+)
+def test_rows_that_contradict(rows: list[dict[str, Any]], what: str) -> None:
+    with pytest.raises(FileError) as caught:
+        layers_of(rows_of(*(PLAIN | row for row in rows)), "costs.json", 1)
+    assert caught.value.what.startswith(f"costs.json: {what}")

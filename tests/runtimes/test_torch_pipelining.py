@@ -1,0 +1,213 @@
+"""torch.distributed.pipelining, really run by pairs and by four processes, against the plain model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pplan.cost_models.schedules import schedule_named
+from pplan.planner.plan_file import Plan
+from pplan.runtimes.export import export
+from pplan.runtimes.torch_pipelining import TorchExport
+
+MakePlan = Callable[..., Plan]
+WORKER = Path(__file__).with_name("torch_worker.py")
+RANKS = 4
+SECONDS = 120
+"""After which processes that hang are killed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan for one of the worker's models, in `fine` layers where it is no nn.Sequential.
+
+    `recompute` may say it by stage. `runs_as`: the names of the schedule's class and of the stages' modules.
+    """
+
+    name: str
+    model: str
+    schedule: str
+    balance: Sequence[int]
+    runs_as: tuple[str, str]
+    virtual_stages: int = 1
+    replicas: int = 1
+    micro_batches: int = 4
+    recompute: Sequence[str] = ("never",)
+    replicate: str = "ddp"
+
+    @property
+    def devices(self) -> int:
+        return len(self.balance) // self.virtual_stages
+
+    @property
+    def ranks(self) -> int:
+        return self.devices * self.replicas
+
+    def document(self, make_plan: MakePlan) -> TorchExport:
+        plan = make_plan(
+            self.balance,
+            schedule=self.schedule,
+            replicas=[self.replicas] * len(self.balance),
+            micro_batches=self.micro_batches,
+            micro_batch_size=2 * self.replicas,
+            virtual_stages=self.virtual_stages,
+            recompute=self.recompute[0],
+            profile={
+                "file": "small.profile.json",
+                "sha256": "0",
+                "granularity": "fine" if self.model in ("resnet", "transformer") else "block",
+            },
+        )
+        document, remark = export("torch", placed(plan))
+        assert remark is None
+        assert isinstance(document, TorchExport)
+        words = list(self.recompute) * (len(self.balance) // len(self.recompute))
+        return document.model_copy(update={"recompute": words})
+
+
+def placed(plan: Plan) -> Plan:
+    """The plan with its stages on the devices where its schedule has them."""
+    devices, replicas = len(plan.stages) // plan.virtual_stages, plan.replicas[0]
+    pipe = schedule_named(plan.schedule).program(devices, plan.micro_batches, plan.virtual_stages).pipes[0]
+    stages = [
+        stage.model_copy(update={"devices": [place.device * replicas + r for r in range(replicas)]})
+        for stage, place in zip(plan.stages, pipe, strict=True)
+    ]
+    return plan.model_copy(update={"stages": stages})
+
+
+OWN = "_PipelineScheduleRuntime"
+STAGE, DDP, FSDP = "StageModule", "DistributedDataParallel", "FSDPStageModule"
+RESNET, TRANSFORMER = [3, 3, 2, 3], [6, 6, 7, 6]
+CASES = [
+    # The cut of [1, 9] lies before an in-place operation, that of [4, 6] too.
+    Case("gpipe", "vgg", "gpipe", [1, 9], ("ScheduleGPipe", STAGE)),
+    Case("frozen", "frozen", "zb-h1", [4, 6], (OWN, STAGE)),
+    Case("no-shapes", "stubborn", "1f1b", [3, 3], ("Schedule1F1B", STAGE)),
+    Case("1f1b-again", "vgg", "1f1b", [4, 6], ("Schedule1F1B", STAGE), recompute=["always"]),
+    Case("1f1b-dict", "transformer", "1f1b", [12, 13], ("Schedule1F1B", STAGE)),
+    Case("1f1b-few", "vgg", "1f1b", [3, 7], (OWN, STAGE), micro_batches=1),
+    Case("naive", "resnet", "naive", [6, 5], (OWN, STAGE)),
+    Case("dapple", "resnet", "dapple", [4, 7], (OWN, STAGE), recompute=["never", "always"]),
+    Case("zb-h1", "resnet", "zb-h1", [6, 5], (OWN, STAGE)),
+    Case("zb-h2", "transformer", "zb-h2", [12, 13], (OWN, STAGE)),
+    Case("interleaved", "vgg", "interleaved", [1, 3, 3, 3], ("ScheduleInterleaved1F1B", STAGE), 2),
+    Case("looped-bfs", "resnet", "looped-bfs", RESNET, ("ScheduleLoopedBFS", STAGE), 2),
+    Case("zb-v", "resnet", "zb-v", RESNET, ("ScheduleZBVZeroBubble", STAGE), 2),
+    Case(
+        "zb-v-again",
+        "transformer",
+        "zb-v",
+        TRANSFORMER,
+        ("ScheduleZBVZeroBubble", STAGE),
+        2,
+        recompute=["always", "never"],
+    ),
+    Case("dualpipe-v", "transformer", "dualpipe-v", TRANSFORMER, ("ScheduleDualPipeV", STAGE), 2),
+    Case("one-stage", "vgg", "1f1b", [10], ("Schedule1F1B", DDP), replicas=2),
+    Case("replicas", "transformer", "1f1b", [12, 13], ("Schedule1F1B", DDP), replicas=2),
+    Case(
+        "replicas-again",
+        "resnet",
+        "interleaved",
+        RESNET,
+        ("ScheduleInterleaved1F1B", DDP),
+        2,
+        replicas=2,
+        recompute=["always"],
+    ),
+    Case("replicas-zb", "vgg", "zb-v", [1, 3, 3, 3], ("ScheduleZBVZeroBubble", STAGE), 2, replicas=2),
+    Case("sharded", "vgg", "1f1b", [4, 6], ("Schedule1F1B", FSDP), replicas=2, replicate="fsdp"),
+]
+Results = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def results(make_plan: MakePlan, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each rank found in each case."""
+    folder = tmp_path_factory.mktemp("processes")
+    orders = []
+    for case in CASES:
+        file = folder / f"{case.name}.torch.json"
+        case.document(make_plan).save(file, force=False)
+        order = {"name": case.name, "model": case.model, "file": str(file), "replicate": case.replicate}
+        orders.append(order | {"ranks": case.ranks, "replicas": case.replicas})
+    (folder / "cases.json").write_text(json.dumps(orders))
+    run_processes(folder)
+    return {
+        case.name: [
+            json.loads((folder / f"{case.name}.{rank}.json").read_text()) for rank in range(case.ranks)
+        ]
+        for case in CASES
+    }
+
+
+def run_processes(folder: Path) -> None:
+    outputs = [(folder / f"output.{rank}").open("w+") for rank in range(RANKS)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", str(WORKER), str(folder), str(rank)],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, output in enumerate(outputs)
+    ]
+    try:
+        statuses = [process.wait(SECONDS) for process in processes]
+    finally:
+        for process, output in zip(processes, outputs, strict=True):
+            process.kill()
+            process.wait()
+            output.close()
+    said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(RANKS))
+    assert statuses == [0] * RANKS, said
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_training_is_the_plain_models(results: Results, case: Case) -> None:
+    ranks = results[case.name]
+    assert len(ranks) == case.ranks
+    assert {rank["schedule"] for rank in ranks} == {case.runs_as[0]}
+    assert case.runs_as[1] in {name for rank in ranks for name in rank["wrapped"]}
+    held = {int(stage): layers for rank in ranks for stage, layers in rank["stages"].items()}
+    assert [held[stage] for stage in sorted(held)] == case.balance
+    check_losses(case, ranks)
+    names = sorted(ranks[0]["names"])
+    trained = [name for rank in ranks if rank["replica"] == 0 for name in rank["gradients"]]
+    assert sorted(trained) == names
+    assert ranks[0]["largest_gradient"] > 1e-3
+    for rank in ranks:
+        assert max([*rank["gradients"].values(), *rank["values"].values()], default=0) < 1e-9
+        if case.replicas == 1 and "always" not in case.recompute and not is_counted_twice(case):
+            assert max(rank["buffers"].values(), default=0) < 1e-9
+
+
+def is_counted_twice(case: Case) -> bool:
+    """PyTorch 2.11 runs a stage to find out the shapes of its output, where they cannot be told."""
+    return case.name == "no-shapes"
+
+
+def check_losses(case: Case, ranks: list[dict[str, Any]]) -> None:
+    """Each replica's last stage knows the losses of its part of every micro-batch; nobody else does."""
+    for replica in range(case.replicas):
+        of_replica = [rank for rank in ranks if rank["replica"] == replica]
+        known = [rank["losses"] for rank in of_replica if any(rank["losses"])]
+        assert len(known) == 1
+        for losses, plain in zip(known[0], of_replica[0]["plain_losses"], strict=True):
+            assert len(losses) == case.micro_batches
+            assert losses == pytest.approx(plain[replica :: case.replicas], abs=1e-9)
+
+
+def test_batch_norm_counts_every_micro_batch_once(results: Results) -> None:
+    """Its buffers were compared, on the first step too."""
+    counted = [name for rank in results["looped-bfs"] for name in rank["buffers"]]
+    assert len([name for name in counted if name.endswith("num_batches_tracked")]) == 2
