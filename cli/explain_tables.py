@@ -131,8 +131,12 @@ def _rivals(found: Explanation, console: Console) -> Table:
         text("the best plan found", folds_at=20),
         word("proven", leaves=1),
     ]
-    rivals = (found.second_best, found.other_stages)
-    return table(console, columns, [_rival_row(rival, found.plan) for rival in rivals])
+    rows = [_rival_row(rival, found.plan) for rival in (found.second_best, found.other_stages)]
+    tie = found.as_fast
+    if tie is not None:
+        same = compared(tie.step_seconds, found.plan.step_seconds)
+        rows.insert(0, ["as fast", format_seconds(tie.step_seconds), same, described(tie), "-"])
+    return table(console, columns, rows)
 
 
 def _rival_row(rival: Rival, own: Outline) -> list[str]:

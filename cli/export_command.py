@@ -13,6 +13,23 @@ from .streams import printable, remark, result
 
 if TYPE_CHECKING:
     from ..runtimes.exported import Exported
+    from ..runtimes.scripts.script import Script
+
+_UNSEEN = {
+    *("schema_version", "layers_sha256", "made_by", "config", "runtime", "estimated", "actions"),
+    *("granularity", "gpus_per_node"),
+}
+"""What the table of an export leaves to its file."""
+_BUILD = {
+    "torchgpipe": ("torchgpipe", "model = build({file}, model, example_input)"),
+    "fairscale": ("fairscale", "model = build({file}, model, example_input)"),
+    "deepspeed": ("deepspeed", "stage = build({file}, model, loss_fn, example_input)"),
+    "torch": (
+        "torch_pipelining",
+        "process = build({file}, model, example_input=example_input, loss_fn=loss_fn)",
+    ),
+}
+"""By runtime: the module with its `build`, and the line that calls it."""
 
 RuntimeName = Annotated[
     str, typer.Argument(metavar="RUNTIME", help=f"One of {', '.join(RUNTIMES)}.", show_default=False)
@@ -30,17 +47,36 @@ Device = Annotated[
     ),
 ]
 
+ScriptFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--script",
+        metavar="FILE",
+        help="Also write a script that trains by the export: train.py; train.sh for a trainer of its own.",
+    ),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        metavar="FILE",
+        help="For --script, the plan's profile; else the one of its name beside it.",
+    ),
+]
+
 
 def export_command(
     runtime: RuntimeName,
     plan_file: PlanFile = None,
     device: Device = "cuda",
+    script: ScriptFile = None,
+    profile: ProfileFile = None,
     output: Output = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a plan for a training runtime, in that runtime's own words."""
-    from ..cost_models.document import MadeBy
+    """Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."""
+    from ..cost_models.document import MadeBy, check_place, write_whole
     from ..cost_models.runtime import runtime_named
     from ..planner.plan_file import Plan
     from ..runtimes.export import SUFFIXES, export
@@ -61,22 +97,38 @@ def export_command(
         remark(about)
     if name == "deepspeed" and device == "cpu":
         remark("--device cpu changes nothing here: DeepSpeed takes its devices from its launcher")
-    target.write(
-        document, as_json=as_json, show=lambda: _show(document, target.path, plan.profile.granularity)
-    )
+    written = None if script is None else _script(document, source, profile, target.path, script, device)
+    if script is not None:
+        check_place(script, force=force)
+    target.write(document, as_json=as_json, show=lambda: _show(document, target.path, written))
+    if written is not None and script is not None:
+        write_whole(script, written.text, force=force)
+        remark(f"Wrote {script}. Run it where it is: {printable(written.command)}")
 
 
-def _show(document: Exported, path: Path, granularity: str) -> None:
-    """Prints what the runtime is given, and the lines that a training script needs."""
+def _script(
+    document: Exported, source: Path, profile: Path | None, plan_path: Path, path: Path, device: str
+) -> Script:
+    """The script for what is exported. Raises FileError for the plan's profile, ExportError."""
+    from ..planner.plan_file import Plan
+    from ..runtimes.scripts.script import needs_profile, script_for
+    from .simulated_plan import read_plan
+
+    if not needs_profile(document):
+        return script_for(document, Plan.load(source), None, path=path, plan_path=plan_path, device=device)
+    read = read_plan(source, profile)
+    return script_for(document, read.plan, read.profile, path=path, plan_path=plan_path, device=device)
+
+
+def _show(document: Exported, path: Path, script: Script | None) -> None:
+    """Prints what the runtime is given, and the lines that a training script needs where none is written."""
     from ..cost_models.quantities import format_seconds
     from ..runtimes.trainer_text import TrainerText
 
     if isinstance(document, TrainerText):
         result("".join(f"{printable(line)}\n" for line in document.text(path).splitlines()))
         return
-    content = document.model_dump(
-        exclude={"schema_version", "layers_sha256", "made_by", "config", "runtime", "estimated"}
-    )
+    content = document.model_dump(exclude=_UNSEEN)
     for key, value in content.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
         if key == "step_seconds":
@@ -91,11 +143,10 @@ def _show(document: Exported, path: Path, granularity: str) -> None:
             "    model = AutoModelForCausalLM.from_pretrained(NAME, device_map=device_map)\n"
         )
         return
-    loss = ", loss_function" if name == "deepspeed" else ""
-    cut = "" if granularity == "block" else f", granularity={granularity!r}"
-    build = f"{name}.build({str(path)!r}, pplan.sequential(model, example_input{cut}){loss})"
-    result(
-        "\nIn the training script, after `import pplan`:\n"
-        f"    from pplan.runtimes import {name}\n"
-        f"    model = {build}\n"
-    )
+    if script is None:
+        module, call = _BUILD[name]
+        result(
+            "\nIn the training script:\n"
+            f"    from pplan.runtimes.{module} import build\n"
+            f"    {call.format(file=repr(str(path)))}\n"
+        )

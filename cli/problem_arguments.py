@@ -48,6 +48,7 @@ class ProblemArguments:
     keep_together: Sequence[str] = ()
     pins: Sequence[tuple[str, int]] = ()
     memory_limit: float | None = None
+    robust: bool = False
     objective: str = "step-time"
     price: float | str | Mapping[str, float] | None = None
 
@@ -87,6 +88,7 @@ class ProblemArguments:
                 for name, stage in self.pins
             ),
             memory_limit=None if limit is None else arguments.number("memory_limit", limit),
+            robust=self.robust,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..cost_models.quantities import counted
@@ -77,4 +77,7 @@ class Simulation:
             return None
         rounds = max(-(-self.micro_batches // self.stages), LONG_ENOUGH)
         program = self.schedule.program(self.stages, rounds * self.stages, self.virtual_stages)
+        if self.mini_batch is not None and (program.update_every or 0) > 1:
+            # A plan's mini-batch is what an update is made from.
+            program = replace(program, update_every=max(self.micro_batches, self.stages))
         return steady_state(program, self.timeline.costs)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +19,7 @@ from .machine_options import (
     Memory,
     TopologyFile,
 )
+from .objective_options import Backend, Csv, FrontierToo, Jobs, Objective, Points, Price, Sweep
 from .options import AsJson, Force, Output
 from .streams import console
 from .training_options import (
@@ -30,6 +32,7 @@ from .training_options import (
     Pin,
     Planner,
     Recompute,
+    Robust,
     Runtime,
     Schedule,
     TimeLimit,
@@ -38,7 +41,10 @@ from .training_options import (
 )
 
 if TYPE_CHECKING:
+    from ..planner.objectives.frontier_file import Frontier
     from ..planner.plan_file import Plan
+    from ..profiler.profile_file import Profile
+    from .output import Target
 
 
 ProfileFile = Annotated[
@@ -69,6 +75,15 @@ def solve_command(
     cut_after: CutAfter = [],  # noqa: B006 - typer's way
     keep_together: KeepTogether = [],  # noqa: B006
     pin: Pin = [],  # noqa: B006
+    robust: Robust = False,
+    objective: Objective = "step-time",
+    price: Price = None,
+    frontier: FrontierToo = False,
+    points: Points = 24,
+    sweep: Sweep = [],  # noqa: B006
+    csv: Csv = None,
+    backend: Backend = "processes",
+    jobs: Jobs = None,
     output: Output = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -80,8 +95,12 @@ def solve_command(
     from .newest import named_or_newest
     from .output import chosen_target, file_stem
     from .provenance import command_line, made_by
+    from .sweep_command import SweepOptions, run_sweep
 
-    count = gpus if gpus is not None else _gpus_of(topology)
+    sweeping = SweepOptions(sweep, csv, backend, jobs, force, as_json) if sweep else None
+    if sweeping is None or "gpus" not in sweeping.grid:
+        gpus = gpus if gpus is not None else _gpus_of(topology)
+    _check_together(sweep, csv, frontier, output, "step-time --robust" if robust else objective)
     machine = MachineOptions(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()
     wishes = TrainingOptions(
         runtime,
@@ -97,24 +116,71 @@ def solve_command(
         cut_after,
         keep_together,
         pin,
+        robust,
     ).wishes()
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(as_text(content, path, "profile"), str(path))
+    given = {
+        "gpus": gpus,
+        "topology": topology,
+        **asdict(wishes),
+        "objective": objective,
+        "price": price,
+        "profile_file": path.name,
+        "profile_sha256": sha256(content),
+        **machine,
+    }
+    if sweeping is not None:
+        run_sweep(sweeping, profile, given)
+        return
     target = chosen_target(output, f"{file_stem(profile.model)}.plan.json", force=force)
     target.check(path, topology)
-    plan = solve(
-        profile,
-        gpus=count,
-        topology=topology,
-        **asdict(wishes),
-        profile_file=path.name,
-        profile_sha256=sha256(content),
-        **machine,
-    )
+    beside = _frontier_target(target)
+    if frontier:
+        beside.check(path, topology)
+    plan = solve(profile, **given)
     origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
     plan = plan.model_copy(update={"made_by": origin})
-    target.write(plan, as_json=as_json, show=lambda: _show(plan))
+    quiet = frontier and as_json
+    target.write(plan, as_json=as_json and not frontier, show=lambda: None if quiet else _show(plan))
+    if frontier:
+        found = _frontier(profile, points, given).model_copy(update={"made_by": origin})
+        beside.write(found, as_json=as_json, show=lambda: _show_frontier(found))
+
+
+def _check_together(
+    sweep: list[str], csv: Path | None, frontier: bool, output: Path | None, objective: str
+) -> None:
+    """Raises UsageError for options that say nothing beside the others."""
+    from ..cost_models.errors import UsageError
+
+    if csv is not None and not sweep:
+        raise UsageError(f"--csv {csv}: is of --sweep", "Give --sweep gpus=2,4,8, say, or leave it away.")
+    if sweep and frontier:
+        raise UsageError("--frontier with --sweep: one or the other", "Leave one of the two away.")
+    if sweep and output is not None:
+        raise UsageError(f"-o {output}: a sweep writes no plan", "Give --csv FILE for its rows.")
+    if frontier and objective != "step-time":
+        raise UsageError(
+            f"--frontier with --objective {objective}: it is of step time against memory",
+            "Leave one of the two away.",
+        )
+
+
+def _frontier_target(plan: Target) -> Target:
+    """NAME.frontier.json beside NAME.plan.json."""
+    from .output import Target
+
+    stem = plan.path.name.removesuffix(".json").removesuffix(".plan")
+    return Target(plan.path.with_name(f"{stem}.frontier.json"), plan.replace)
+
+
+def _frontier(profile: Profile, points: int, given: Mapping[str, Any]) -> Frontier:
+    from .. import frontier
+
+    own = {name: value for name, value in given.items() if name not in ("objective", "price")}
+    return frontier(profile, points=points, **own)
 
 
 def _gpus_of(topology: Path | None) -> int:
@@ -132,3 +198,9 @@ def _show(plan: Plan) -> None:
     from .plan_tables import print_plan
 
     print_plan(plan, console())
+
+
+def _show_frontier(frontier: Frontier) -> None:
+    from .frontier_table import print_frontier
+
+    print_frontier(frontier, console())

@@ -78,6 +78,10 @@ MaxStages = Annotated[
     int | None,
     _search("--max-stages", "N", "At most so many stages.", parser=whole_number("--max-stages", at_least=1)),
 ]
+Robust = Annotated[
+    bool,
+    _search("--robust", None, "The fastest at the 90th percentile, as the layers' seconds vary."),
+]
 CutAfter = Annotated[list[str], _search("--cut-after", "LAYER", "A stage must end there. Can be repeated.")]
 KeepTogether = Annotated[
     list[str],
@@ -103,6 +107,7 @@ class TrainingOptions:
     cut_after: Sequence[str] = ()
     keep_together: Sequence[str] = ()
     pin: Sequence[str] = ()
+    robust: bool = False
 
     def wishes(self) -> Wishes:
         """Raises UsageError."""
@@ -120,6 +125,7 @@ class TrainingOptions:
             cut_after=tuple(self.cut_after),
             keep_together=tuple(self.keep_together),
             pins=tuple(pinned(text) for text in self.pin),
+            robust=self.robust,
         )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .check_command import check_command
 from .compare_command import compare_command
 from .explain_command import explain_command
 from .export_command import export_command
@@ -36,6 +37,7 @@ app.command("export")(export_command)
 app.command("import-plan")(import_plan_command)
 app.command("show")(show_command)
 app.command("explain")(explain_command)
+app.command("check")(check_command)
 app.command("compare")(compare_command)
 app.command("simulate")(simulate_command)
 app.command("schedules")(schedules_command)

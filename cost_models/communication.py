@@ -18,6 +18,7 @@ __all__ = [
     "all_reduce_seconds",
     "bucketed_all_reduce_end",
     "exposed_all_reduce_seconds",
+    "exposed_all_reduces",
     "gradient_buckets",
     "point_to_point_seconds",
 ]
@@ -93,9 +94,33 @@ def exposed_all_reduce_seconds(
     if len(devices) == 1 or not gradients.any():
         return 0.0
     done = np.cumsum(backward)
+    last, sizes = _completed(gradients)
+    end = bucketed_all_reduce_end(done[last], sizes, topology, devices, algorithm)
+    return max(0.0, end - float(done[-1]))
+
+
+def exposed_all_reduces(
+    layer_backward_seconds: npt.NDArray[np.float64],
+    layer_parameter_bytes: Values,
+    topology: Topology,
+    devices: Sequence[int],
+    algorithm: Algorithm = "ring",
+) -> npt.NDArray[np.float64]:
+    """(many,): `exposed_all_reduce_seconds` for many backward passes of the same layers, (many, layers)."""
+    gradients = np.asarray(layer_parameter_bytes, dtype=np.float64)[::-1]
+    end = np.zeros(len(layer_backward_seconds))
+    if len(devices) == 1 or not gradients.any():
+        return end
+    done = np.cumsum(layer_backward_seconds[:, ::-1], axis=1)
+    for layer, size in zip(*_completed(gradients), strict=True):
+        end = np.maximum(end, done[:, layer]) + all_reduce_seconds(topology, devices, size, algorithm)
+    exposed: npt.NDArray[np.float64] = np.maximum(end - done[:, -1], 0.0)
+    return exposed
+
+
+def _completed(gradients: npt.NDArray[np.float64]) -> tuple[list[int], list[float]]:
+    """By bucket the index of its last gradient, in the order in which they become ready, and its bytes."""
     buckets = gradient_buckets(gradients)
     # A bucket is complete with its last gradient; layers without parameters add nothing to wait for.
     last = [int(start + np.flatnonzero(gradients[start:stop])[-1]) for start, stop in buckets]
-    sizes = [float(gradients[start:stop].sum()) for start, stop in buckets]
-    end = bucketed_all_reduce_end(done[last], sizes, topology, devices, algorithm)
-    return max(0.0, end - float(done[-1]))
+    return last, [float(gradients[start:stop].sum()) for start, stop in buckets]

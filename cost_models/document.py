@@ -173,10 +173,11 @@ KINDS = {
     "profile": "layers",
     "plan": "prediction",
     "simulation": "bubble_rate_span",
+    "frontier": "points",
     FOR_A_RUNTIME: "step_seconds",
 }
 """A key at the top of a file that only files of this kind have, and those named before it."""
-_VERBS = {"profile": "profile", "plan": "solve", "simulation": "simulate"} | {
+_VERBS = {"profile": "profile", "plan": "solve", "simulation": "simulate", "frontier": "solve --frontier"} | {
     name: f"export {name}" for name in RUNTIMES
 }
 SHOWN = 80

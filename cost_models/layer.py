@@ -33,8 +33,9 @@ class LayerCosts:
     """Every layer of a chain at one micro-batch size: vectors of one entry a layer, seconds and bytes.
 
     `trainable_bytes` are those of the parameters that get gradients. `input_bytes` is what the first layer is
-    fed. `outside` says in words where the size lies outside the measured ones, or the costs were scaled from
-    the only one (empty: neither).
+    fed. `spread` and `uncertainty` as of `Chain`, None where they are not known. `outside` says in words
+    where the size lies outside the measured ones, or the costs were scaled from the only one (empty:
+    neither).
     """
 
     size: float
@@ -52,6 +53,8 @@ class LayerCosts:
     backward_host_seconds: Vector
     backward_input_seconds: Vector | None = None
     backward_weight_seconds: Vector | None = None
+    spread: Vector | None = None
+    uncertainty: float | None = None
     outside: str = ""
 
 
@@ -85,6 +88,9 @@ class Chain:
     """With one size: whether costs at any other are had from it, in proportion to the samples."""
     uncertainty: Vector | None = None
     """Share by which the layers' seconds miss the whole model's, shape (sizes,); None: not known."""
+    spread: Vector | None = None
+    """Interquartile range of a layer's forward + backward over the median, shape (layers, sizes); None: not
+    known."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -129,6 +135,8 @@ class Chain:
             parameter_bytes=self.parameter_bytes,
             trainable_bytes=self.trainable_bytes,
             buffer_bytes=self.buffer_bytes,
+            spread=self.spread_at(size),
+            uncertainty=self.uncertainty_at(size),
             outside=self._outside(size),
             **values,
         )
@@ -140,6 +148,16 @@ class Chain:
         right = min(int(np.searchsorted(self.sizes, size)), len(self.sizes) - 1)
         exact = self.sizes[right] == size
         return float(self.uncertainty[right if exact else max(right - 1, 0) : right + 1].max())
+
+    def spread_at(self, size: float) -> Vector | None:
+        """(layers,): the spread at `size`, on the line between the two sizes it lies between; outside the
+        measured sizes that of the nearest."""
+        if self.spread is None or len(self.sizes) == 1:
+            return None if self.spread is None else self.spread[:, 0]
+        right = int(np.clip(np.searchsorted(self.sizes, size), 1, len(self.sizes) - 1))
+        low, high = self.sizes[right - 1], self.sizes[right]
+        share = float(np.clip((size - low) / (high - low), 0.0, 1.0))
+        return self.spread[:, right - 1] * (1 - share) + self.spread[:, right] * share
 
     def _outside(self, size: float) -> str:
         if self._is_scaled(size):

@@ -64,6 +64,12 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
     return latest
 
 
+def runs_side_by_side(program: Program, costs: Costs) -> bool:
+    """Whether `step_seconds` takes many such candidates in one pass, and not one after another."""
+    values = lowered(order_of(program), costs if costs.candidates is None else costs.candidate(0))
+    return statically_served(values) and _ends_alone(values)
+
+
 def _named(schedule: str, costs: PipelineCosts | Costs) -> Program:
     if isinstance(costs, Costs):
         raise UsageError(
@@ -127,6 +133,7 @@ __all__ = [
     "StageTime",
     "Timeline",
     "Transfer",
+    "runs_side_by_side",
     "simulate",
     "step_seconds",
     "uniform_costs",

@@ -8,14 +8,16 @@ from dataclasses import replace
 from ..cost_models.errors import UsageError
 from ..cost_models.runtime import RUNTIMES, Runtime
 from .candidate import Candidate
-from .find import Answer, joint_search, planned_by
+from .find import Answer, is_small, searched
 from .plan_file import Alternative
 from .planned import plan_recompute, planned_stages
-from .planners import planner_named
 from .problem import Problem
 from .search.branch_and_bound import Found
 from .search.large import is_large
 from .setting import SEARCHED
+
+WORK = 2e9
+"""What is spent on each."""
 
 
 def alternatives_of(problem: Problem, answer: Answer) -> list[Alternative]:
@@ -25,7 +27,7 @@ def alternatives_of(problem: Problem, answer: Answer) -> list[Alternative]:
     if problem.wishes.planner != "best" or is_large(problem.space, problem.families):
         return []
     made = [other for names in _kinds() for other in _for_runtimes(problem, answer, names)]
-    return [*made, *_interleaved(problem)]
+    return [*made, *_interleaved(problem, answer)]
 
 
 def _for_runtimes(problem: Problem, answer: Answer, names: list[str]) -> Iterator[Alternative]:
@@ -37,7 +39,7 @@ def _for_runtimes(problem: Problem, answer: Answer, names: list[str]) -> Iterato
         return  # the wishes leave nothing that it runs
     if not own.families:
         return
-    found = answer.found if _answers(own, answer) else joint_search(own)
+    found = answer.found if _answers(own, answer) else searched(own, work=WORK, whole=is_small(problem))
     if found.best is not None:
         yield _alternative(own, found, found.best, names, "")
 
@@ -50,18 +52,13 @@ def _schedule(problem: Problem, runtime: Runtime) -> str:
     return known[0] if len(known) == 1 else "auto"
 
 
-def _interleaved(problem: Problem) -> Iterator[Alternative]:
-    if "interleaved" in problem.schedules or problem.wishes.schedule != "auto" or problem.runtime is not None:
-        return
-    try:
-        own = replace(problem, wishes=replace(problem.wishes, schedule="interleaved"))
-    except UsageError:
-        return
-    plan = planned_by(planner_named("interleaved"), own)
-    if isinstance(plan, Candidate):
+def _interleaved(problem: Problem, answer: Answer) -> Iterator[Alternative]:
+    """The plan of the planner of that name, where the schedule was left open and it is not the answer."""
+    plan = answer.by_planner.get("interleaved")
+    if isinstance(plan, Candidate) and plan != answer.best and "interleaved" not in problem.schedules:
         names = [name for name, runtime in RUNTIMES.items() if "interleaved" in runtime.schedules]
         found = Found(plan, 0.0, 0.0, exact=False)
-        yield _alternative(own, found, plan, names, "interleaved, which is not searched")
+        yield _alternative(problem, found, plan, names, "interleaved, which is not searched")
 
 
 def _answers(own: Problem, answer: Answer) -> bool:

@@ -14,7 +14,7 @@ from ..cost_models.collectives import all_reduce_seconds
 from ..cost_models.communication import exposed_all_reduce_seconds
 from ..cost_models.device_memory import device_ledger
 from ..cost_models.errors import UsageError
-from ..cost_models.layer import Chain
+from ..cost_models.layer import Chain, LayerCosts
 from ..cost_models.schedules import Place, Program, Schedule
 from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
 from ..cost_models.stage_bytes import StageBytes
@@ -182,14 +182,17 @@ class Assembly:
                 seconds[place] = self._reduced(place, part, ranks)
         return seconds if seconds.any() else None
 
+    def reduces_meanwhile(self, place: Place, ranks: Sequence[int]) -> bool:
+        """Whether a place's gradients are reduced over `ranks` while its backward goes on."""
+        return list(ranks) == sorted(self.ranks[place.device]) and self.program.update_every is None
+
     def _reduced(self, place: Place, part: int, ranks: list[int]) -> float:
         """Replicas of one stage reduce while they compute on, as DistributedDataParallel does."""
-        alone = ranks == sorted(self.ranks[place.device])
         table = self.table(place.device)
         i, j = self.bounds[part]
         own = slice(table.places[i], table.places[j])
         gradients = table.costs.trainable_bytes[own]
-        if not alone or self.program.update_every is not None:
+        if not self.reduces_meanwhile(place, ranks):
             return float(all_reduce_seconds(self.topology, ranks, float(gradients.sum()), "best"))
         each = [made.costs.backward_seconds[own] * scale for made, scale in self.timed[place.device]]
         backward = max(each, key=lambda seconds: float(seconds.sum()))
@@ -267,16 +270,16 @@ def _figure(table: StageTable, name: str, scale: float) -> Floats:
     """A figure of every stage, its seconds on a device that takes `scale` times as long; the host that
     launches is no slower."""
     if name in ("input", "weight"):
-        return _part_seconds(table, name) * scale
+        return table.between(part_seconds(table.costs, name)) * scale
     values: Floats = getattr(table, name)
     return values * (1.0 if name.endswith("_launch") else scale)
 
 
-def _part_seconds(table: StageTable, part: str) -> Floats:
-    """Seconds of the input's gradients, or the weights', of every stage: measured, else a share."""
-    costs = table.costs
+def part_seconds(costs: LayerCosts, part: str) -> Floats:
+    """(layers,): seconds of the `input`'s gradients, or the `weight`s', of every layer: measured, else a
+    share of the whole backward's."""
     own = costs.backward_input_seconds if part == "input" else costs.backward_weight_seconds
     if own is None:
         share = np.where(costs.trainable_bytes > 0, WEIGHT_SHARE, 0.0)
         own = costs.backward_seconds * (share if part == "weight" else 1 - share)
-    return table.between(own)
+    return own

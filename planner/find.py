@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-import numpy as np
-
-from .candidate import Candidate, Planner, Proposal, straight
+from .candidate import Candidate, Planner
+from .other_schedules import transplanted, work_bound
 from .plan_file import TIE
 from .planners import PLANNERS, planner_named, refusal
 from .problem import Problem
 from .scoring import fastest
 from .search.branch_and_bound import Found, search
 from .search.large import is_large, search_large
-from .search.space import Space, share_of
+from .search.space import Space
 from .setting import SEARCHED
 
 WORK_A_SECOND = 1e9
@@ -24,6 +23,8 @@ BEST = "best"
 COSTLY = ("pipedream", "pipedream-published", "dapple", "alpa", "interleaved")
 """Planners that search themselves: where the problem is not small, they are asked only where the joint search
 proves less."""
+SEARCHING = ("pipedream", "pipedream-published", "dapple", "alpa")
+"""Those of them whose plans are of the schedules that the joint search knows."""
 SMALL = 1_000
 """Devices times blocks between cuts."""
 
@@ -52,17 +53,21 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
         seeds = [plan] if isinstance(plan, Candidate) else []
         found = _of_planner(next(iter(seeds), None), joint_search(problem, seeds))
         return Answer(found, {named: plan})
-    quick = problem.gpus * problem.space.chain.max_stages <= SMALL
+    quick = is_small(problem)
     first = [name for name in planners if quick or name not in COSTLY]
     by_planner = {name: planned_by(planner_named(name), problem) for name in first}
     found = joint_search(problem, _plans(by_planner))
-    if not found.exact:
-        # Of an exact answer it is proven that none of them is faster.
-        by_planner |= {
-            name: planned_by(planner_named(name), problem) for name in planners if name not in first
-        }
+    # Of an exact answer it is proven that no plan of a schedule that was searched is faster.
+    others = [name for name in planners if name not in first and not (found.exact and name in SEARCHING)]
+    if others:
+        by_planner |= {name: planned_by(planner_named(name), problem) for name in others}
         found = _with(problem, found, _plans(by_planner))
     return Answer(found, by_planner)
+
+
+def is_small(problem: Problem) -> bool:
+    """Whether there is time to ask every planner, and to solve again for every runtime."""
+    return problem.gpus * problem.space.chain.max_stages <= SMALL
 
 
 def _plans(by_planner: Mapping[str, Candidate | str]) -> list[Candidate]:
@@ -102,57 +107,26 @@ def joint_search(problem: Problem, seeds: Iterable[Candidate] = ()) -> Found:
     """The joint search from these plans; of schedules that it does not search, plans that are made of its
     own, with a bound on all of them."""
     seeds = list(seeds)
-    work = problem.wishes.time_limit * WORK_A_SECOND
-    exact = [plan for plan in seeds if plan.setting.schedule in SEARCHED]
-    if is_large(problem.space, problem.families):
-        found = search_large(problem.space, problem.families, problem.stage_counts, exact, work)
-    else:
-        found = search(problem.space, problem.families, problem.stage_counts, exact, work)
+    found = searched(problem, seeds)
     others = [name for name in problem.schedules if name not in SEARCHED]
-    if not others:
-        return found
-    others_seeded = [plan.proposal for plan in seeds if plan not in exact]
-    other = fastest(problem.space, [*others_seeded, *transplanted(problem, others, found.best)])
-    bound = min(found.bound_seconds, work_bound(problem))
-    plans = [plan for plan in (found.best, other) if plan is not None]
+    more = [plan for plan in seeds if plan.setting.schedule not in SEARCHED]
+    made = fastest(problem.space, transplanted(problem, others, found.best)) if others else None
+    # Of a schedule that was left open only the proposed plans belong to the space.
+    bound = min(found.bound_seconds, work_bound(problem)) if others else found.bound_seconds
+    plans = [plan for plan in (found.best, made, *more) if plan is not None]
     best = min(plans, key=lambda plan: plan.step_seconds, default=None)
     step = inf if best is None else best.step_seconds
     proven = min(bound, step)
     return Found(best, proven, min(proven, found.root_bound_seconds), proven >= step * (1 - TIE))
 
 
-def transplanted(problem: Problem, schedules: Iterable[str], best: Candidate | None) -> Iterator[Proposal]:
-    """The shape of the best plan, and of balanced ones, under other schedules with one stage a device."""
-    own = [setting for setting in problem.settings if setting.schedule in set(schedules)]
-    shapes: list[Proposal] = [] if best is None else [best.proposal]
-    for setting in own:
-        for shape in (*shapes, *(p for p in _balanced(problem, setting.micro_batch_size))):
-            proposal = replace(shape, setting=setting)
-            if problem.allows(proposal):
-                yield proposal
-
-
-def _balanced(problem: Problem, size: int) -> Iterator[Proposal]:
-    from .balance import balance
-
-    space = problem.space
-    if not space.fits_someone(size, 1):
-        return
-    costs = space.chain.at(size, past_largest=True)
-    work = costs.forward_seconds + costs.backward_seconds
-    for stages in problem.stage_counts:
-        ends = np.cumsum(balance(work, stages, cut_after=space.chain.cut_after)).tolist()
-        yield straight(problem.settings[0], ends)
-
-
-def work_bound(problem: Problem) -> float:
-    """A bound on the step under any schedule: the work, as cheap as any number of replicas makes each layer,
-    shared evenly over all devices."""
-    space, bounds = problem.space, []
-    for setting in problem.settings:
-        size = setting.micro_batch_size
-        counts = [n for n in range(1, min(size, problem.reached) + 1) if space.fits_someone(size, n)]
-        works = [n * space.least_work(share_of(size, n), again=False) for n in counts]
-        if works:
-            bounds.append(setting.micro_batches * float(np.minimum.reduce(works).sum()) / problem.reached)
-    return min(bounds, default=inf)
+def searched(
+    problem: Problem, seeds: Iterable[Candidate] = (), work: float | None = None, *, whole: bool = True
+) -> Found:
+    """The search of the schedules that it knows, from these plans; `work`: else as long as was wished. Not of
+    the `whole` space: of plans near good ones, as of a problem that is too large."""
+    work = problem.wishes.time_limit * WORK_A_SECOND if work is None else work
+    own = [plan for plan in seeds if plan.setting.schedule in SEARCHED]
+    large = is_large(problem.space, problem.families) or not whole
+    find_in = search_large if large else search
+    return find_in(problem.space, problem.families, problem.stage_counts, own, work)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from ..cost_models.quantities import format_bytes
 from ..cost_models.schedules import schedule_named
 from .balance import balance_table
 from .candidate import Candidate
-from .find import find
+from .find import BEST, find, planned_by
 from .planned import plan_recompute
+from .planners import planner_named
 from .problem import Problem
 from .search.pipelines import stage_modes
 from .search.space import Space, Team
@@ -50,8 +51,13 @@ class Tightest:
 
 def no_plan_fits(problem: Problem) -> InfeasibleError:
     """The error for a problem without a plan that fits."""
-    tightest = least_memory(problem)
-    if tightest is None:
+    tightest, limited = least_memory(problem), problem.space.limit(range(problem.gpus)) < inf
+    others = _solved_with(problem, replace(problem.wishes, planner=BEST))
+    if problem.wishes.planner != BEST and (others is not None or not limited):
+        return _no_plan_of_planner(problem, others)
+    if limited and not any(setting.schedule in SEARCHED for setting in problem.settings):
+        return _no_plan_of_schedule(problem)
+    if tightest is None or not limited:
         return InfeasibleError(
             "no plan is left by these wishes, whatever the memory",
             "Leave out --pin, --cut-after, --keep-together, --max-stages or --use-all, one at a time.",
@@ -77,6 +83,26 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         f"{format_bytes(tightest.memory_bytes)} ({terms}); {format_bytes(missing)} are missing"
     )
     return InfeasibleError(what, "What would fit: " + "; or ".join(_changes(problem, tightest)) + ".")
+
+
+def _no_plan_of_planner(problem: Problem, others: Candidate | None) -> InfeasibleError:
+    """Of a named planner, which may know why; others may have a plan."""
+    named = problem.wishes.planner
+    why = planned_by(planner_named(named), problem)
+    hint = "Nor is there any other plan: see to the wishes."
+    if others is not None:
+        hint = f"Without --planner there is one: {_run_of(others)}."
+    return InfeasibleError(f"--planner {named}: {why}", hint)
+
+
+def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
+    """Of a schedule that is not searched."""
+    limit = format_bytes(problem.space.limit(range(problem.gpus)))
+    changes = _other_runs(problem) or ["more memory or GPUs"]
+    return InfeasibleError(
+        f"no plan under {', '.join(problem.schedules)} was found that fits into {limit} a GPU",
+        "What would fit: " + "; or ".join(changes) + ".",
+    )
 
 
 def _in_words(tightest: Tightest) -> str:

@@ -13,14 +13,17 @@ from ..cost_models.runtime import Runtime, runtime_named
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .candidate import Proposal
-from .search.branch_and_bound import Family
+from .constrained import constrained
 from .search.placements import Placement, placements
 from .search.space import Space
+from .search.subproblem import Family
 from .setting import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, Setting, settings, some
-from .wishes import Wishes, constrained
+from .wishes import Wishes
 
 EVERY_COUNT = 16
 """Up to so many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
+MOST_STAGES = 32
+"""That are searched where stages may have replicas."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,17 @@ class Problem:
 
     @cached_property
     def stage_counts(self) -> range:
-        """Stage counts: 1 to the devices within reach, to what the cuts allow, or to the wish."""
+        """Stage counts: 1 to the devices within reach, to what the cuts allow, or to the wish; with replicas
+        to `MOST_STAGES`."""
         most = min(self.reached, self.space.chain.max_stages, self.wishes.max_stages or self.gpus)
+        if self._replicated:
+            most = min(most, MOST_STAGES)
         return range(1, most + 1)
+
+    @property
+    def _replicated(self) -> bool:
+        """Whether stages may have replicas."""
+        return self.runtime is None or self.runtime.replicas != "none"
 
     @property
     def reached(self) -> int:
@@ -90,10 +101,15 @@ class Problem:
         if wished != "auto":
             return (wished,) if runtime is None or wished in runtime.schedules else ()
         if runtime is None:
-            # A named planner is asked for its own plan, whatever the search is.
-            return SEARCHED if self.wishes.planner == "best" else (*SEARCHED, "interleaved")
+            return SEARCHED
         ordered = (*SEARCHED, *(name for name in SCHEDULES if name not in SEARCHED))
         return tuple(name for name in ordered if name in runtime.schedules)
+
+    @property
+    def proposable(self) -> tuple[str, ...]:
+        """The schedules of which planners may propose plans: where all is left open, interleaved too."""
+        left_open = self.wishes.schedule == "auto" and self.runtime is None
+        return (*self.schedules, "interleaved") if left_open else self.schedules
 
     @cached_property
     def settings(self) -> list[Setting]:
@@ -108,7 +124,8 @@ class Problem:
         """The ways to recompute that the runtime knows and the wishes leave."""
         wished, runtime = self.wishes.recompute, self.runtime
         if runtime is None:
-            known: Sequence[Mode] = ("by_stage", "except_last")
+            # That of torchgpipe differs little from always: not worth as much again on many devices.
+            known: Sequence[Mode] = ("by_stage", "except_last")[: 2 if self.gpus <= EVERY_COUNT else 1]
         elif runtime.recompute_by_stage:
             known = ("by_stage",)
         else:
@@ -141,7 +158,7 @@ class Problem:
     @property
     def _replicas(self) -> list[tuple[int, ...]]:
         """The numbers of replicas that stages may have together."""
-        if self.runtime is not None and self.runtime.replicas == "none":
+        if not self._replicated:
             return [(1,)]
         counts = tuple(
             count
@@ -171,7 +188,7 @@ class Problem:
         stages = len(proposal.ends) // setting.virtual_stages
         chunked = setting.virtual_stages > 1
         return (
-            setting.schedule in self.schedules
+            setting.schedule in self.proposable
             and stages <= (self.wishes.max_stages or stages)
             and (not self.wishes.use_all or proposal.used == self.reached)
             and self.space.limits.allow(proposal.bounds)
@@ -199,8 +216,7 @@ class Problem:
         batch, measured = self.mini_batch, self.chain.sizes
         if self.wishes.micro_batches is not None:
             return [self._wished_size(self.wishes.micro_batches)]
-        replicated = self.runtime is None or self.runtime.replicas != "none"
-        largest = measured[-1] * (self.gpus if replicated else 1)
+        largest = measured[-1] * (self.gpus if self._replicated else 1)
         if self.chain.scales_with_samples:
             largest = batch
         sizes = [
@@ -209,7 +225,7 @@ class Problem:
             if batch % size == 0
             and any(
                 self.chain.reaches(-(-size // count))
-                for count in range(1, min(size, self.gpus if replicated else 1) + 1)
+                for count in range(1, min(size, self.gpus if self._replicated else 1) + 1)
             )
         ]
         if not sizes:
@@ -269,7 +285,7 @@ class Problem:
         if self.wishes.use_all:
             parts.append("on all devices")
         text = ", ".join(part for part in parts if part)
-        others = [name for name in self.schedules if name not in SEARCHED]
+        others = [name for name in self.proposable if name not in SEARCHED]
         more = f"; of {', '.join(others)} the proposed plans" if others else ""
         return text + more
 

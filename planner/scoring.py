@@ -52,15 +52,21 @@ class _Trial:
     """A proposal that may fit, a bound on its step, and what scores it where it takes less than a limit."""
 
     bound: float
+    tight: bool
+    """Whether the bound is close to the step: of the others only so many are scored."""
     score: Callable[[float], Candidate | None]
 
 
 def _fastest_of(trials: Iterable[_Trial], limit: float) -> Candidate | None:
     """The fastest of them, which stand with the lowest bounds first."""
     best: Candidate | None = None
+    loose = 0
     for trial in trials:
         if trial.bound >= limit:
             break
+        loose += not trial.tight
+        if not trial.tight and loose > MOST_TRIED:
+            continue
         found = trial.score(limit)
         if found is not None:
             best, limit = found, found.step_seconds
@@ -101,7 +107,7 @@ def _straight_trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_T
     pipelines = pipelines_of(space, [p for p, _ in fitting], [modes for _, modes in fitting])
     bounds = WHOLE_BOUNDS[pipelines.setting.schedule](pipelines)
     for row, (proposal, modes) in enumerate(fitting):
-        yield _Trial(float(bounds[row]), partial(_score_straight, pipelines, row, proposal, modes))
+        yield _Trial(float(bounds[row]), True, partial(_score_straight, pipelines, row, proposal, modes))
 
 
 def _score_straight(
@@ -115,7 +121,7 @@ def _trial(space: Space, proposal: Proposal) -> _Trial | None:
     """Of a pipeline of any schedule; None where its cuts or its shares cannot be."""
     if not possible(space, proposal):
         return None
-    return _Trial(busiest_seconds(space, proposal), partial(_score_any, space, proposal))
+    return _Trial(busiest_seconds(space, proposal), False, partial(_score_any, space, proposal))
 
 
 def _score_any(space: Space, proposal: Proposal, limit: float) -> Candidate | None:
@@ -206,7 +212,8 @@ def _device_modes(space: Space, made: Assembly, proposal: Proposal) -> tuple[Rec
 
 
 def busiest_seconds(space: Space, proposal: Proposal) -> float:
-    """The work of the busiest device: a bound on the step under any schedule."""
+    """The work of the busiest device, or, where devices compute parts of each other, an even share of all: a
+    bound on the step under any schedule."""
     size, work = proposal.setting.micro_batch_size, defaultdict[tuple[int, ...], float](float)
     before = {
         count: np.append(0.0, np.cumsum(space.least_work(share_of(size, count), again=False)))
@@ -214,4 +221,18 @@ def busiest_seconds(space: Space, proposal: Proposal) -> float:
     }
     for (first, end), devices in zip(proposal.bounds, proposal.devices, strict=True):
         work[devices] += float(before[len(devices)][end] - before[len(devices)][first])
-    return proposal.setting.micro_batches * max(work.values())
+    alone = schedule_named(proposal.setting.schedule).copies == 1
+    busiest = max(work.values()) if alone else sum(work.values()) / len(work)
+    return proposal.setting.micro_batches * busiest * least_in_parts(space)
+
+
+def least_in_parts(space: Space) -> float:
+    """Share of a whole backward that a split one takes at the least, where its parts were measured; 1 at
+    most."""
+    least = 1.0
+    for chain in (space.chain, *space.profiles.values()):
+        if chain.backward_input_seconds is not None and chain.backward_weight_seconds is not None:
+            parts = chain.backward_input_seconds + chain.backward_weight_seconds
+            known = chain.backward_seconds > 0
+            least = min(least, float((parts[known] / chain.backward_seconds[known]).min(initial=1.0)))
+    return least

@@ -18,6 +18,7 @@ from .infeasible import no_plan_fits
 from .plan_file import Alternative, Plan, Prediction, ProfileReference, Wished
 from .planned import bubble, plan_recompute, planned_stages
 from .problem import Problem
+from .robust.interval import interval_of
 from .search.branch_and_bound import Found
 from .search.space import share_of
 from .simulated import of_same_layers
@@ -128,6 +129,7 @@ def _prediction(problem: Problem, best: Candidate, found: Found) -> Prediction:
     sizes = {share_of(best.setting.micro_batch_size, count) for count in best.proposal.replicas}
     off = [problem.chain.uncertainty_at(size) for size in sizes]
     known = [share for share in off if share is not None]
+    interval = interval_of(problem.space, best)
     return Prediction(
         step_seconds=step,
         samples_per_second=problem.mini_batch / step,
@@ -137,6 +139,8 @@ def _prediction(problem: Problem, best: Candidate, found: Found) -> Prediction:
         exact=found.exact,
         root_bound_seconds=min(found.root_bound_seconds, step),
         uncertainty=max(known) if known else None,
+        low_seconds=None if interval is None else interval.low_seconds,
+        high_seconds=None if interval is None else interval.high_seconds,
     )
 
 

@@ -141,13 +141,13 @@ def _on(backend: str, jobs: int | None, points: int) -> Iterator[Any]:
         with _cluster(backend), parallel_config(backend=backend, n_jobs=-1 if jobs is None else jobs):
             yield Parallel()
     except ModuleNotFoundError as error:
-        if error.name not in (*BACKENDS.values(), "dask"):
+        package = (error.name or "").split(".")[0]
+        if package not in (*BACKENDS.values(), "dask"):
             raise
+        extra = "joblib" if backend == PROCESSES else f"'pplan[{backend}]'"
         raise MachineError(
-            f"--backend {backend}: the Python package {error.name!r} is not installed",
-            f"Install it: pip install 'pplan[{backend}]'"
-            if backend != PROCESSES
-            else "Install it: pip install joblib",
+            f"--backend {backend}: the Python package {package!r} is not installed",
+            f"Install it: pip install {extra}",
         ) from None
 
 

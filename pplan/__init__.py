@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .profiler.loaded_model import LoadedModel
     from .profiler.profile_file import Profile
     from .profiler.sweep import Progress
+    from .runtimes.checking.report import Check
     from .runtimes.exported import Exported
 
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
@@ -56,12 +57,14 @@ __all__ = [
     "Profile",
     "UsageError",
     "__version__",
+    "check",
     "compare",
     "explain",
     "export",
     "frontier",
     "import_plan",
     "import_profile",
+    "load_model",
     "load_plan",
     "load_profile",
     "profile",
@@ -97,6 +100,7 @@ def solve(
     keep_together: Sequence[str] = (),
     pins: Sequence[tuple[str, int]] = (),
     memory_limit: float | None = None,
+    robust: bool = False,
     objective: Literal["step-time", "throughput", "memory", "cost"] | str = "step-time",
     price: float | str | Mapping[str, float] | None = None,
     profile_file: str = "",
@@ -114,7 +118,8 @@ def solve(
     `planner`: "best", the joint search, or a known tool's way. `time_limit`: about so many seconds for the
     search. `use_all`: no device may stay free. `cut_after`: layers after which a stage must end;
     `keep_together`: patterns of layers between which none may; `pins`: layers and their stages, from 0.
-    `memory_limit`: bytes that no device may exceed, besides what it has.
+    `memory_limit`: bytes that no device may exceed, besides what it has. `robust`: of plans near the fastest,
+    the one with the best step at the 90th percentile, as the layers' seconds vary in the profile.
 
     `objective`: "step-time"; "throughput", for which the weights may be an update or more late; "memory", the
     least that the fullest device holds with a step at most 5 % longer than the fastest ("memory:10%"); or
@@ -149,6 +154,7 @@ def solve(
         keep_together=keep_together,
         pins=pins,
         memory_limit=memory_limit,
+        robust=robust,
         objective=objective,
         price=price,
     )
@@ -339,6 +345,61 @@ def explain(
     _check_layers(plan, reference)
     machine, profiles = planned_machine(plan, measured, folder)
     return explain_plan(plan, measured.chain(), machine, profiles, used)
+
+
+def check(
+    plan: Plan | str | Path,
+    profile: Profile | str | Path,
+    *,
+    model: str | None = None,
+    settings: Mapping[str, object] | None = None,
+    device: Literal["auto", "cpu", "cuda"] | str = "auto",
+    emulate: bool = False,
+    even: bool = True,
+    calibrate: bool = False,
+    steps: int = 5,
+    timeout: float = 120.0,
+) -> Check:
+    """Runs `plan`, made from `profile`, for `steps` timed steps on torch.distributed.pipelining, in processes
+    of this machine.
+
+    They make the model again by the name in its profile, or by `model`, with `settings`, what it was profiled
+    with. `device`: CUDA with a GPU each, "cpu" with one thread each, or what there is enough of. `emulate`:
+    the stages wait as long as the plan says they compute. `even`: the even split of as many stages runs
+    beside it. `calibrate`: other schedules run first, and overhead, link and slowdown are fitted to them.
+    `timeout`: seconds after which a step that does not end is given up.
+
+    Of the result: `of_plan` and `cases`, each with `measured_step_seconds`, `predicted_step_seconds` (written
+    down before the steps, from the stages measured alone), `planned_step_seconds` (the plan's own), `error`,
+    `stages` and `losses`, which are held against the plain model's.
+
+    Raises UsageError, FileError, ExportError (torch does not run the plan), MachineError: too few devices, or
+    a process that failed, died or hangs, with its own words.
+    """
+    from .cli import arguments
+    from .cli.checking import CheckOptions, check_plan, run_in_processes
+
+    folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
+    named = Path(plan).name if isinstance(plan, str | Path) else "plan"
+    plan = _plan(plan)
+    measured, reference = _profile_and_origin(profile, "", "")
+    _check_layers(plan, reference)
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device {device!r} is not known", "Use auto, cpu or cuda.")
+    options = CheckOptions(
+        model=arguments.optional_word("model", model),
+        settings=dict(settings or {}),
+        device=device,
+        emulate=emulate,
+        even=even,
+        calibrate=calibrate,
+        steps=arguments.whole("steps", steps),
+        timeout_seconds=arguments.number("timeout", timeout),
+    )
+    found = check_plan(plan, measured, folder, named, options, run_in_processes)
+    if found is None:
+        raise MachineError("check: nothing was measured", "Call it outside torchrun.")
+    return found
 
 
 def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = None) -> Comparison:
@@ -625,6 +686,38 @@ def export(runtime: str, plan: Plan, *, device: str = "cuda") -> Exported:
     if remark:
         warnings.warn(remark, UserWarning, stacklevel=2)
     return document
+
+
+def load_model(
+    name: str,
+    *,
+    classes: int | None = None,
+    input_shape: Sequence[int] | None = None,
+    settings: Mapping[str, object] | None = None,
+    seed: int = 0,
+) -> tuple[nn.Module, ExampleInput]:
+    """The model that `profile` builds for this name and options, and an example input of at least one sample.
+
+    The example is a tensor, a tuple of forward's arguments, or a dict of its keyword arguments.
+
+    Raises UsageError, ModelError, MachineError.
+    """
+    from .cli import arguments
+
+    _require_torch()
+    from .profiler.models import load_model as load
+
+    loaded = load(
+        arguments.word("name", name),
+        classes=arguments.optional_whole("classes", classes),
+        input_shape=arguments.wholes("input_shape", input_shape),
+        settings=settings,
+        seed=arguments.whole("seed", seed, at_least=0, at_most=2**63 - 1),
+    )
+    example = loaded.example
+    if example.kwargs and not example.args:
+        return loaded.module, example.kwargs
+    return loaded.module, example.args[0] if len(example.args) == 1 else example.args
 
 
 def topology(name: str | Path, *, gpus: int | None = None) -> Topology:

@@ -64,6 +64,7 @@ def assembled(
         ],
         input_bytes_per_sample=example.bytes_per_sample,
         classes=loaded.classes,
+        settings=loaded.settings_in_json,
         seed=subject.seed,
         threads=torch.get_num_threads() if device.type == "cpu" else None,
         granularity=chain.granularity,

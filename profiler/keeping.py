@@ -94,7 +94,12 @@ class Keeper:
         path = self.folder / f"{key}.profile.json"
         found = self._found(path, request)
         if found is not None:
-            told = {"model": subject.loaded.name, "classes": subject.loaded.classes}
+            loaded = subject.loaded
+            told = {
+                "model": loaded.name,
+                "classes": loaded.classes,
+                "settings": loaded.settings_in_json,
+            }
             return found.model_copy(update=told)
         if way:
             profile = measure(None)

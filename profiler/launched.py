@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..cost_models.errors import UsageError
 
-COMMAND = "torchrun --no-python --nproc-per-node 2 pplan profile-links"
-"""pplan is a console script, not a file of Python code: torchrun needs to be told."""
+COMMAND = "torchrun --no-python --nproc-per-node 2 pplan"
+"""Before the verb. pplan is a console script, not a file of Python code: torchrun needs to be told."""
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -23,31 +23,37 @@ class Launched:
     node: int | None
 
 
-def launched(environment: Mapping[str, str]) -> Launched:
-    """Reads the environment. Raises UsageError where torchrun did not start this process, or it alone."""
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process among others."""
+    return bool(environment.get("RANK") and environment.get("WORLD_SIZE"))
+
+
+def launched(environment: Mapping[str, str], verb: str = "profile-links", at_least: int = 2) -> Launched:
+    """Reads the environment. Raises UsageError where torchrun did not start this process, or fewer than
+    `at_least`."""
     missing = [name for name in _NEEDED if not environment.get(name)]
     if missing:
         raise UsageError(
-            f"profile-links: torchrun did not start this process ({missing[0]} is not set)",
-            f"Start one process for each device: {COMMAND}",
+            f"{verb}: torchrun did not start this process ({missing[0]} is not set)",
+            f"Start one process for each device: {COMMAND} {verb}",
         )
     group = environment.get("GROUP_RANK")
     found = Launched(
-        rank=_whole(environment, "RANK"),
-        world_size=_whole(environment, "WORLD_SIZE"),
-        local_rank=_whole(environment, "LOCAL_RANK"),
-        local_world_size=_whole(environment, "LOCAL_WORLD_SIZE"),
-        node=None if not group else _whole(environment, "GROUP_RANK"),
+        rank=_whole(environment, "RANK", verb),
+        world_size=_whole(environment, "WORLD_SIZE", verb),
+        local_rank=_whole(environment, "LOCAL_RANK", verb),
+        local_world_size=_whole(environment, "LOCAL_WORLD_SIZE", verb),
+        node=None if not group else _whole(environment, "GROUP_RANK", verb),
     )
-    if found.world_size < 2:
-        raise UsageError("profile-links: there is one process, so no link", f"Start two or more: {COMMAND}")
+    if found.world_size < at_least:
+        raise UsageError(f"{verb}: there is one process, so no link", f"Start two or more: {COMMAND} {verb}")
     return found
 
 
-def _whole(environment: Mapping[str, str], name: str) -> int:
+def _whole(environment: Mapping[str, str], name: str, verb: str) -> int:
     text = environment[name]
     if not text.isdecimal():
         raise UsageError(
-            f"profile-links: {name} is {text!r}, not a whole number", f"Start it with: {COMMAND}"
+            f"{verb}: {name} is {text!r}, not a whole number", f"Start it with: {COMMAND} {verb}"
         )
     return int(text)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,14 @@ class LoadedModel:
     """The usual one for such a model, as `losses.loss_named` knows it."""
     granularity: str = "block"
     """The usual one for such a model."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """What its factory or configuration was given."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def settings_in_json(self) -> dict[str, Any]:
+        """Those whose values JSON can say."""
+        return {name: value for name, value in self.settings.items() if _is_json(value)}
 
     def example_input_for(self, batch: int) -> ModelInput:
         """An input of `batch` samples, in memory of its own, the same at every call."""
@@ -34,6 +43,13 @@ class LoadedModel:
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one sample of the first tensor."""
         return tuple(self.example.tensors[0].shape[1:])
+
+
+def _is_json(value: object) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def noise(shape: Sequence[int], seed: int, samples: int = 2) -> Tensor:

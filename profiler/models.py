@@ -122,7 +122,13 @@ def _from_transformers(name: str, settings: Mapping[str, object], seed: int, *, 
 
     made = load_transformers(name, settings, seed=seed, device="meta" if on_meta else "cpu")
     return LoadedModel(
-        made.module, made.name, made.example, loss=made.loss, granularity=made.granularity, notes=made.notes
+        made.module,
+        made.name,
+        made.example,
+        loss=made.loss,
+        granularity=made.granularity,
+        settings=settings,
+        notes=made.notes,
     )
 
 
@@ -138,9 +144,11 @@ def _from_factory(
             "Return an nn.Module, or a tuple of an nn.Module and an example input.",
         )
     if example is None:
-        return LoadedModel(module, name, ModelInput.of(noise(shape or _DEFAULT_SHAPE, seed)))
-    given = ModelInput.of(example, name)
-    return LoadedModel(module, name, given if shape is None else _reshaped(given, shape, name, seed))
+        given = ModelInput.of(noise(shape or _DEFAULT_SHAPE, seed))
+    else:
+        given = ModelInput.of(example, name)
+        given = given if shape is None else _reshaped(given, shape, name, seed)
+    return LoadedModel(module, name, given, settings=settings)
 
 
 def _reshaped(given: ModelInput, shape: tuple[int, ...], name: str, seed: int) -> ModelInput:

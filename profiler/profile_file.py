@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -151,6 +151,8 @@ class Profile(Document):
     """All tensors that the model takes."""
     input_bytes_per_sample: Bytes = 0
     classes: int | None = None
+    settings: dict[str, Any] = {}
+    """What its factory or configuration was given, as far as JSON can say it."""
     seed: int | None = None
     threads: int | None = None
     scales_with_samples: bool = False
@@ -254,6 +256,8 @@ class Profile(Document):
             made.append("the layers' seconds are those of this CPU: for a GPU, profile the model on one")
         if self.estimated:
             made.append("the profile is an estimate, not a measurement")
+        elif self._spread() is None:
+            made.append("the profile does not tell how the layers' seconds vary: steps have no interval")
         return made
 
     def chain(self) -> Chain:
@@ -307,6 +311,7 @@ class Profile(Document):
             backward_weight_seconds=table("backward_weight_seconds") if self.has_parts else None,
             scales_with_samples=self.scales_with_samples,
             uncertainty=self._uncertainty(),
+            spread=self._spread(),
         )
 
     def _last_workspace(self, loss: MeasuredLoss) -> list[int]:
@@ -317,6 +322,25 @@ class Profile(Document):
             else own.workspace_bytes
             for own, behind in zip(self.layers[-1].costs, loss.costs, strict=True)
         ]
+
+    def _spread(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]] | None:
+        """Of every layer at every size; None where nothing was timed twice: an estimate, say, or an import.
+
+        The loss' is taken to vary with the last layer's, by the seconds of both.
+        """
+
+        def measured(costs: list[LayerMeasurement]) -> list[tuple[float, float]]:
+            return [(cost.spread, cost.forward_seconds + cost.backward_seconds) for cost in costs]
+
+        spreads = np.array([[cost.spread for cost in layer.costs] for layer in self.layers])
+        if self.estimated or not spreads.any():
+            return None
+        if self.loss is not None:
+            parts = np.array([measured(self.layers[-1].costs), measured(self.loss.costs)])
+            share, seconds = parts[..., 0], parts[..., 1]
+            whole = np.maximum(seconds.sum(axis=0), SHORTEST_PASS)
+            spreads[-1] = (share * seconds).sum(axis=0) / whole
+        return spreads
 
     def _uncertainty(self) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
         """How far the closing ratio is from 1 at every size; None where one has none."""

@@ -6,7 +6,7 @@ Its PipelineModule partitions by its own rules only; `build` makes one that take
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -17,7 +17,7 @@ from ..cost_models.errors import ExportError, MachineError
 from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import Plan
 from .choice import Choice, choose
-from .exported import Count, Exported, check_layers, layers_hash, missing_package, opened
+from .exported import Count, Exported, bounds_of, document_of, layers_hash, missing_package
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,8 @@ class DeepspeedExport(Exported):
     devices: list[int]
     """By rank, as the plan numbers them."""
     config: dict[str, Any]
+    granularity: str = "block"
+    """How the model is cut into layers."""
     made_by: MadeBy = MadeBy()
 
     @model_validator(mode="after")
@@ -86,9 +88,10 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[DeepspeedExport
         step_seconds=choice.step_seconds,
         num_stages=len(choice.balance),
         replicas=choice.replicas,
-        parts=[0, *accumulate(choice.balance)],
+        parts=bounds_of(choice.balance),
         devices=list(choice.devices),
         config=_config(plan, choice),
+        granularity=plan.profile.granularity,
         made_by=made_by,
     )
     return document, remark
@@ -126,26 +129,41 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
 
 
 def build(
-    source: DeepspeedExport | str | Path,
-    model: nn.Sequential,
-    loss_function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    source: Plan | DeepspeedExport | str | Path,
+    model: nn.Module,
+    loss_fn: Callable[..., torch.Tensor],
+    example_input: object = None,
     *,
     layer_names: Sequence[str] | None = None,
 ) -> PipelineModule:
-    """This process's stage of `model` (one element a layer, as `pplan.sequential` makes it).
+    """This process's stage of `model`; call it in every process after `deepspeed.init_distributed()`.
 
-    The names of its layers must be the file's: `layer_names`, those of the model's profile, or by default
-    what `pplan.sequential` called them. An nn.Sequential without names must only have as many.
+    `source`: a plan (or its best alternative for DeepSpeed, of which a UserWarning tells), its export, or the
+    export's file. `model`: any module, made sequential as `pplan.sequential` does it, or an nn.Sequential of
+    the plan's layers. `loss_fn(output, target)` makes the loss of a micro-batch. `example_input`: an input of
+    it, of any batch; without one, `model` must be sequential, one contiguous tensor with a gradient crosses
+    each cut, and every stage works on a clone of what it is handed (else only those that overwrite it).
+    `layer_names`: those of the model's profile, where the model does not know them; an nn.Sequential without
+    names must only have as many layers.
 
-    Call it in every process after `deepspeed.init_distributed()`, and pass the result to
-    `deepspeed.initialize(model=..., config=source.config, model_parameters=...)`.
-    Raises UsageError, FileError; ExportError where the model is not the one of the file, or a stage has no
-    parameters, which DeepSpeed's optimizers refuse; MachineError without DeepSpeed, before
+    Pass the result to `deepspeed.initialize(model=..., config=..., model_parameters=...)` with the `config`
+    of the export. Its `train_batch` takes an iterator over (input, target) of a micro-batch of one replica,
+    the input a tensor or the tuple of all tensors of the input.
+    Raises UsageError, FileError; ExportError where the model is not the one of the plan, stages share
+    parameters, the plan is not for DeepSpeed, or a stage has no parameters, which DeepSpeed's optimizers
+    refuse; ModelError as `pplan.sequential` does; MachineError without DeepSpeed, before
     `deepspeed.init_distributed()` or with another number of processes.
     """
-    document = opened(source, DeepspeedExport)
-    check_layers(document, document.parts[-1], model, layer_names)
-    _check_parameters(document, model)
+    from ..profiler.inputs import ModelInput
+    from .pipelining.at_cut import safe_at_cuts
+    from .pipelining.planned_layers import check_sharing, planned_layers
+
+    document = document_of(source, DeepspeedExport, export)
+    example = None if example_input is None else ModelInput.of(example_input)
+    count = document.parts[-1]
+    layers = planned_layers(document, count, model, example, layer_names, granularity=document.granularity)
+    _check_parameters(document, layers)
+    check_sharing(layers, document.parts)
     try:
         import torch.distributed
         from deepspeed.pipe import PipelineModule
@@ -163,14 +181,21 @@ def build(
             f"Start {needed}: torchrun --nproc-per-node {needed} SCRIPT",
         )
 
+    of_one = document.micro_batch_size // document.replicas
+    safe = safe_at_cuts(layers, document.parts, example, of_one, packs_all=True)
+    return _partitioned(PipelineModule, document)(safe, num_stages=document.num_stages, loss_fn=loss_fn)
+
+
+def _partitioned(kind: Any, document: DeepspeedExport) -> Any:
+    """DeepSpeed's class with the plan's partition: its own knows only its rules."""
+
     def partition_layers(module: Any, method: str = "") -> None:
         del method
         stage = module._topo.get_coord(module.global_rank).pipe
         module.parts = document.parts
         module._set_bounds(document.parts[stage], document.parts[stage + 1])
 
-    planned = type("PlannedPipelineModule", (PipelineModule,), {"_partition_layers": partition_layers})
-    return planned(model, num_stages=document.num_stages, loss_fn=loss_function)
+    return type("PlannedPipelineModule", (kind,), {"_partition_layers": partition_layers})
 
 
 def _check_parameters(document: DeepspeedExport, model: nn.Sequential) -> None:

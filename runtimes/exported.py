@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import Field
 
-from ..cost_models.document import Document, sha256
+from ..cost_models.document import Document, MadeBy, sha256
 from ..cost_models.errors import ExportError, MachineError, UsageError
 from ..planner.plan_file import Plan
 
@@ -43,9 +45,24 @@ def opened(source: E | str | Path, kind: type[E]) -> E:
     if not isinstance(source, kind):
         raise UsageError(
             f"source is of type {type(source).__name__}, {kind.kind} takes a {kind.__name__} or a path",
-            f'Give what pplan.export("{kind.kind}", plan) returns, or the path of its file.',
+            f'Give a plan, what pplan.export("{kind.kind}", plan) returns, or the path of its file.',
         )
     return source
+
+
+def document_of(
+    source: Plan | E | str | Path, kind: type[E], export: Callable[..., tuple[E, str | None]]
+) -> E:
+    """What `export` makes of a plan, with a UserWarning where that is not the plan itself; else as `opened`.
+
+    Raises UsageError, FileError, ExportError.
+    """
+    if not isinstance(source, Plan):
+        return opened(source, kind)
+    document, remark = export(source, device="cuda", made_by=MadeBy())
+    if remark:
+        warnings.warn(remark, UserWarning, stacklevel=3)
+    return document
 
 
 def layers_hash(plan: Plan) -> str:
@@ -71,7 +88,7 @@ def check_layers(document: Exported, layers: int, model: nn.Sequential, names: S
         raise ExportError(
             f"{document.kind} takes an nn.Sequential of {document.model}'s {layers} layers, "
             f"the model is of type {name}",
-            "Give it pplan.sequential(model, example_input).",
+            "Give an example_input, too, or pplan.sequential(model, example_input).",
         )
     if names is None:
         known = getattr(model, "layer_names", ())
@@ -102,3 +119,8 @@ def missing_package(runtime: str, error: ImportError) -> MachineError:
     return MachineError(
         f"{runtime} cannot be imported: {error}", f'Install it: pip install "pplan[{runtime}]"'
     )
+
+
+def bounds_of(balance: Sequence[int]) -> list[int]:
+    """Of the stages: stage i holds layers bounds[i] up to, not including, bounds[i + 1]."""
+    return [0, *accumulate(balance)]

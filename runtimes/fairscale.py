@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..cost_models.document import MadeBy
 from ..planner.plan_file import Plan
-from .exported import check_layers, missing_package, opened
+from .exported import document_of, missing_package
 from .pipe import PipeExport, fields
 
 if TYPE_CHECKING:
+    import torch
     from fairscale.nn import Pipe
     from torch import nn
 
@@ -31,20 +32,36 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[FairscaleExport
 
 
 def build(
-    source: FairscaleExport | str | Path, model: nn.Sequential, *, layer_names: Sequence[str] | None = None
+    source: Plan | FairscaleExport | str | Path,
+    model: nn.Module,
+    example_input: object = None,
+    *,
+    devices: Sequence[torch.device | str | int] | None = None,
+    layer_names: Sequence[str] | None = None,
 ) -> Pipe:
-    """`model`, one element a layer (as `pplan.sequential` makes it), on the devices of the file.
+    """The Pipe of a plan: `model` on its devices, by its balance, micro-batches and recomputation.
 
-    The names of its layers must be the file's: `layer_names`, those of the model's profile, or by default
-    what `pplan.sequential` called them. An nn.Sequential without names must only have as many.
+    `source`: a plan (or its best alternative for fairscale, of which a UserWarning tells), its export, or the
+    export's file. `model`: any module, made sequential as `pplan.sequential` does it, or an nn.Sequential of
+    the plan's layers. `example_input`: an input of it, of any batch; without one, `model` must be sequential,
+    one tensor with a gradient crosses each cut, and every stage works on a clone of what it is handed (else
+    only those that overwrite it). `devices`: of the stages, instead of the plan's. `layer_names`: those of
+    the model's profile, where the model does not know them; an nn.Sequential without names must only have as
+    many layers.
 
-    Feed it mini-batches of `source.mini_batch` samples on `devices[0]`; its output is on `devices[-1]`. Drop
-    the Pipe and call gc.collect() before the interpreter ends: its threads keep a living one from exiting.
-    Raises UsageError, FileError, ExportError where the model is not the one of the file, MachineError without
-    FairScale.
+    Feed it mini-batches of the plan's size on `devices[0]` (a tensor, or the tuple of all tensors of the
+    input); its output, the model's tensor or a tuple of its tensors, is on `devices[-1]`. Its parameters are
+    the model's own. Drop the Pipe and call gc.collect() before the interpreter ends: its threads keep a
+    living one from exiting.
+
+    Raises UsageError, FileError; ExportError where the model is not the one of the plan, stages on several
+    devices share parameters, or the plan is not for fairscale; ModelError as `pplan.sequential` does;
+    MachineError without FairScale or the devices.
     """
-    document = opened(source, FairscaleExport)
-    check_layers(document, sum(document.balance), model, layer_names)
+    from .pipelining.one_process import prepared
+
+    document = document_of(source, FairscaleExport, export)
+    layers, arguments = prepared(document, model, example_input, devices, layer_names)
     try:
         from fairscale.nn import Pipe
     except ImportError as error:
@@ -52,4 +69,4 @@ def build(
     with warnings.catch_warnings():
         # It points to a module that PyTorch has removed since.
         warnings.filterwarnings("ignore", "fairscale.nn.Pipe has been upstreamed", DeprecationWarning)
-        return Pipe(model, **document.arguments())
+        return Pipe(layers, **arguments)

@@ -31,6 +31,8 @@ class PipeExport(Exported):
     """Micro-batches."""
     checkpoint: Checkpoint
     """Which micro-batches are recomputed."""
+    granularity: str = "block"
+    """How the model is cut into layers."""
     made_by: MadeBy = MadeBy()
 
     @model_validator(mode="after")
@@ -70,6 +72,7 @@ def fields(plan: Plan, runtime: str, device: str) -> tuple[dict[str, Any], str |
         "devices": _devices(choice, device),
         "chunks": choice.micro_batches,
         "checkpoint": choice.recompute,
+        "granularity": plan.profile.granularity,
     }, remark
 
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..cost_models.document import MadeBy
 from ..planner.plan_file import Plan
-from .exported import check_layers, missing_package, opened
+from .exported import document_of, missing_package
 from .pipe import PipeExport, fields
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torchgpipe import GPipe
 
@@ -30,21 +31,37 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchgpipeExpor
 
 
 def build(
-    source: TorchgpipeExport | str | Path, model: nn.Sequential, *, layer_names: Sequence[str] | None = None
+    source: Plan | TorchgpipeExport | str | Path,
+    model: nn.Module,
+    example_input: object = None,
+    *,
+    devices: Sequence[torch.device | str | int] | None = None,
+    layer_names: Sequence[str] | None = None,
 ) -> GPipe:
-    """`model`, one element a layer (as `pplan.sequential` makes it), on the devices of the file.
+    """The GPipe of a plan: `model` on its devices, by its balance, micro-batches and recomputation.
 
-    The names of its layers must be the file's: `layer_names`, those of the model's profile, or by default
-    what `pplan.sequential` called them. An nn.Sequential without names must only have as many.
+    `source`: a plan (or its best alternative for torchgpipe, of which a UserWarning tells), its export, or
+    the export's file. `model`: any module, made sequential as `pplan.sequential` does it, or an nn.Sequential
+    of the plan's layers. `example_input`: an input of it, of any batch; without one, `model` must be
+    sequential, one tensor with a gradient crosses each cut, and every stage works on a clone of what it is
+    handed (else only those that overwrite it). `devices`: of the stages, instead of the plan's. `layer_names`: those of
+    the model's profile, where the model does not know them; an nn.Sequential without names must only have as
+    many layers.
 
-    Feed it mini-batches of `source.mini_batch` samples on `devices[0]`; its output is on `devices[-1]`.
-    Raises UsageError, FileError, ExportError where the model is not the one of the file, MachineError without
-    torchgpipe.
+    Feed it mini-batches of the plan's size on `devices[0]` (a tensor, or the tuple of all tensors of the
+    input); its output, the model's tensor or a tuple of its tensors, is on `devices[-1]`. Its parameters are
+    the model's own.
+
+    Raises UsageError, FileError; ExportError where the model is not the one of the plan, stages on several
+    devices share parameters, or the plan is not for torchgpipe; ModelError as `pplan.sequential` does;
+    MachineError without torchgpipe or the devices.
     """
-    document = opened(source, TorchgpipeExport)
-    check_layers(document, sum(document.balance), model, layer_names)
+    from .pipelining.one_process import prepared
+
+    document = document_of(source, TorchgpipeExport, export)
+    layers, arguments = prepared(document, model, example_input, devices, layer_names)
     try:
         from torchgpipe import GPipe
     except ImportError as error:
         raise missing_package("torchgpipe", error) from error
-    return GPipe(model, **document.arguments())
+    return GPipe(layers, **arguments)

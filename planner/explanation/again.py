@@ -11,20 +11,37 @@ from ..candidate import Candidate, Proposal
 from ..find import WORK_A_SECOND, joint_search
 from ..problem import Problem
 from ..scoring import fastest
-from ..search.branch_and_bound import Family, Found, search
+from ..search.branch_and_bound import Found, search
 from ..search.large import is_large, search_large
 from ..search.space import Space
-from ..setting import SEARCHED
+from ..search.subproblem import Family
+from ..setting import SEARCHED, Setting
 
 SECONDS = 1.0
 """Of the search for each answer, as of `Wishes.time_limit`."""
+MANY = 12
+"""Devices beyond which solving again a score of times would take too long."""
 
 
 def solved_again(problem: Problem, seeds: Iterable[Candidate], seconds: float = SECONDS) -> Found:
     """The best plan, and what was proven; never slower than a seed that the problem allows. The seeds are
-    scored anew."""
+    scored anew. On many devices only plans with half to twice the stages of a seed, and half to twice the
+    samples of a micro-batch, are searched, and nothing is proven."""
     limited = replace(problem, wishes=replace(problem.wishes, time_limit=seconds))
-    return joint_search(limited, _scored(limited.space, _suited(limited, seeds)))
+    suited = list(_suited(limited, seeds))
+    if problem.reached > MANY and suited and all(name in SEARCHED for name in problem.schedules):
+        near = [family for family in limited.families if _is_near(family.setting, suited)]
+        stages = [len(seed.ends) for seed in suited]
+        counts = [count for count in limited.stage_counts if min(stages) <= 2 * count <= 4 * max(stages)]
+        found = searched(limited.space, near, counts, suited, seconds)
+        return replace(found, exact=False)
+    return joint_search(limited, _scored(limited.space, suited))
+
+
+def _is_near(setting: Setting, seeds: Iterable[Proposal]) -> bool:
+    """Whether the micro-batches are at most twice as large, or small, as those of a seed."""
+    sizes = [seed.setting.micro_batch_size for seed in seeds]
+    return any(size <= 2 * setting.micro_batch_size <= 4 * size for size in sizes)
 
 
 def searched(

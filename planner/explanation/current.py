@@ -17,7 +17,7 @@ from ..plan_file import PlannedStage, ProfileReference
 from ..planned import bubble, planned_stages
 from ..problem import Problem
 from ..scoring import fastest
-from ..search.branch_and_bound import Family
+from ..search.subproblem import Family
 from ..setting import SEARCHED
 from .again import SECONDS, searched
 from .limits import Busiest, busiest_of

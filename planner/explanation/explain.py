@@ -37,6 +37,8 @@ class Explanation(Document):
     limits: Limits
     better: Outline | None = None
     second_best: Rival
+    as_fast: Outline | None = None
+    """A plan with other cuts, replicas or devices that takes as long."""
     other_stages: Rival
     holds: list[Reach] = []
     what_if: list[WhatIf] = []
@@ -73,6 +75,7 @@ def explain(
         limits=limits,
         better=None if better is None else outline_of(better),
         second_best=rivals.second_best,
+        as_fast=None if rivals.as_fast is None else outline_of(rivals.as_fast),
         other_stages=rivals.other_stages,
         holds=reaches_of(question, pool, busiest) if better is None and question.fits else [],
         what_if=what_ifs(question, pool),

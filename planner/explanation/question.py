@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain
 from ...cost_models.memory import Recompute
+from ...cost_models.schedules import schedule_named
 from ...cost_models.simulator.result import Timeline
 from ...cost_models.timeline import simulate
 from ...cost_models.topology import Topology
@@ -46,8 +48,14 @@ def question_of(
     """The plan of this chain on this topology, under its own wishes.
 
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
-    name in the topology. Raises UsageError for a plan whose cuts the chain does not allow.
+    name in the topology. Raises UsageError for a plan whose cuts the chain does not allow, and for one of an
+    asynchronous schedule.
     """
+    if not schedule_named(plan.schedule).synchronous:
+        raise UsageError(
+            f"the plan's schedule, {plan.schedule}, is asynchronous: it has no step that others compare with",
+            "Name a plan of a synchronous schedule; pplan simulate tells where the time of this one goes.",
+        )
     own = of_same_layers(chain, profiles or {})
     problem = Problem(chain, topology, wishes_of(plan), plan.profile.dtype, own)
     present = candidate_of(problem, plan)

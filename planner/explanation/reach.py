@@ -3,7 +3,7 @@ better.
 
 The factor nearest to 1 at which a known rival beats the plan is found by steps outwards and bisection,
 scoring only the plan and its rivals; then the problem is solved again there (at the end of the range where
-none does) and at two places on the way. Whatever beats the plan there joins the rivals, until nothing new does.
+none does) and half way. Whatever beats the plan there joins the rivals, until nothing new does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...cost_models.document import Record
 from ..candidate import Candidate
 from ..problem import Problem
 from ..scoring import fastest
-from .again import SECONDS, solved_again, with_bandwidth, with_slower_layers, with_topology
+from .again import MANY, SECONDS, solved_again, with_bandwidth, with_slower_layers, with_topology
 from .outline import Outline, outline_of
 from .question import Question
 
@@ -27,8 +27,6 @@ WIDEST_SECONDS = 4.0
 STEPS = 8
 HALVINGS = 4
 """Steps outwards in equal ratios, and bisections of one: 2 % of a factor of 16."""
-PROBES = (1, 2 / 3, 1 / 3)
-"""Where, on the way to the factor, the problem is solved again: powers of it."""
 ROUNDS = 4
 """Solving again for rivals that the ends of the range did not show, at the most."""
 
@@ -140,11 +138,16 @@ class _Contest:
         factor = self._first(end)
         for _ in range(ROUNDS):
             probed = end if factor is None else factor
-            new = [self._solve(probed**share) for share in PROBES]
+            new = [self._solve(probed**share) for share in self._probes]
             if not any(new):
                 break
             factor = self._first(end)
         return None if factor is None else self._turn(factor)
+
+    @property
+    def _probes(self) -> tuple[float, ...]:
+        """Where the problem is solved again: powers of a factor."""
+        return (1,) if self._problem(1.0).reached > MANY else (1, 1 / 2)
 
     def _turn(self, factor: float) -> Turn | None:
         plan, rival = self._scores(factor)

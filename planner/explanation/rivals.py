@@ -2,7 +2,9 @@
 another number of stages.
 
 A plan with as many stages and other cuts leaves out one of the plan's own cuts: the search is run again with
-each of them forbidden. Other replicas and devices of the same stages are scored one by one.
+each of them forbidden. Other replicas and devices of the same stages are scored one by one. Where a stage has
+time to spare, plans with other cuts are as fast: they are told apart, and the cuts that they have instead are
+forbidden, too.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+
+import numpy as np
 
 from ...cost_models.document import Record
 from ..candidate import Candidate, Proposal, replicated
@@ -30,13 +34,16 @@ MOST_SHAPES = 128
 LISTED = 4000
 """Choices of devices that are looked at for an order of the devices."""
 
+TIES = 6
+"""Plans that are as fast, at the most, for each cut that is forbidden."""
+
 Shape = tuple[tuple[int, ...], ...]
 """By stage, the ranks of its replicas."""
 
 
 class Rival(Record):
-    """The best other plan that was found. `proven`: no other of the searched space is faster. `plan` is None
-    where none fits."""
+    """The best other plan that was found, of those that are not as fast. `proven`: no other of the searched
+    space is faster. `plan` is None where none fits."""
 
     differs: str
     """How, in words."""
@@ -48,33 +55,45 @@ class Rival(Record):
 
 @dataclass(frozen=True)
 class Rivals:
-    """The best plan of each kind, and all that were found."""
+    """The best plan of each kind, one that is as fast (None: none was found), and all that were found."""
 
     second_best: Rival
     other_stages: Rival
+    as_fast: Candidate | None
     plans: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
 class _Best:
+    """What was found, beside the `ties`: plans as fast as that in question."""
+
     plan: Candidate | None
     proven: bool
+    ties: tuple[Candidate, ...] = ()
 
 
 def rivals_of(question: Question, seeds: Sequence[Candidate], busiest: int) -> Rivals:
     """The second-best plans. `busiest`: the stage whose cuts matter most."""
     stages = _other_stage_counts(question, seeds)
     cuts = [_without_cut(question, seeds, end) for end in _cuts(question.present.proposal, busiest)]
-    shapes = _other_devices(question)
     every = len(cuts) == len(question.present.proposal.ends) - 1
-    found = [stages, *cuts, shapes]
-    second = _Best(_fastest(best.plan for best in found), every and all(best.proven for best in found))
-    plans = tuple(best.plan for best in found if best.plan is not None)
+    found = [*cuts, _other_devices(question), stages]
+    ties = [plan for best in found for plan in best.ties]
+    slower = [best.plan for best in found if best.plan is not None]
+    if stages.plan is not None and _as_fast(stages.plan, question.present):
+        ties.append(stages.plan)
+        slower.remove(stages.plan)
+    proven = every and not ties and all(best.proven for best in found)
     return Rivals(
-        _rival(question, second, "cuts, replicas or devices"),
+        _rival(question, _Best(_fastest(slower), proven), "cuts, replicas or devices"),
         _rival(question, stages, "number of stages"),
-        plans,
+        ties[0] if ties else None,
+        (*slower, *ties),
     )
+
+
+def _as_fast(plan: Candidate, present: Candidate) -> bool:
+    return abs(plan.step_seconds - present.step_seconds) <= 10 * TIE * present.step_seconds
 
 
 def _rival(question: Question, best: _Best, differs: str) -> Rival:
@@ -118,30 +137,43 @@ def _all_searched(problem: Problem) -> bool:
 
 def _cuts(proposal: Proposal, busiest: int) -> list[int]:
     """Layers before each cut that is to be forbidden."""
-    if proposal.setting.virtual_stages > 1:
-        return []
-    cuts = sorted(range(len(proposal.ends) - 1), key=lambda cut: abs(cut + 0.5 - busiest))
-    return [proposal.ends[cut] for cut in sorted(cuts[:MOST_CUTS])]
+    own = range(len(proposal.ends) - 1)
+    nearest = sorted(own, key=lambda cut: abs(cut + 0.5 - busiest))[:MOST_CUTS]
+    return [proposal.ends[cut] for cut in sorted(nearest)]
 
 
 def _without_cut(question: Question, seeds: Sequence[Candidate], end: int) -> _Best:
-    """The best plan of as many stages without a cut before layer `end`."""
+    """The best plan of as many stages without a cut before layer `end`, and those as fast."""
+    present, must_cut = question.present, question.problem.space.limits.must_cut
+    index, forbidden = present.proposal.ends.index(end), [end]
+    ties: list[Candidate] = []
+    while len(ties) < TIES and forbidden[-1] - 1 not in must_cut:
+        best = _without(question, seeds, forbidden)
+        if best.plan is None or not _as_fast(best.plan, present):
+            return replace(best, ties=tuple(ties))
+        ties.append(best.plan)
+        forbidden.append(best.plan.proposal.ends[index])
+    return _Best(None, proven=not ties, ties=tuple(ties))
+
+
+def _without(question: Question, seeds: Sequence[Candidate], forbidden: Sequence[int]) -> _Best:
+    """The best plan of as many stages without cuts before these layers, the first of which is one of the
+    plan's own."""
     problem, present = question.problem, question.present
-    own, stages = problem.space, len(present.proposal.ends)
-    if end - 1 in own.limits.must_cut:
-        return _Best(None, proven=True)
-    others = [
-        seed.proposal for seed in seeds if len(seed.proposal.ends) == stages and end not in seed.proposal.ends
+    own, parts = problem.space, len(present.proposal.ends)
+    known = [
+        *(seed.proposal for seed in seeds if len(seed.proposal.ends) == parts),
+        *_moved(problem, present.proposal, forbidden[0]),
     ]
-    moved = list(_moved(problem, present.proposal, end))
+    others = [proposal for proposal in known if not set(forbidden) & set(proposal.ends)]
     if present.setting.schedule not in SEARCHED:
-        return _Best(fastest(own, [*others, *moved]), proven=False)
+        return _Best(fastest(own, others), proven=False)
     cut_after = own.chain.cut_after.copy()
-    cut_after[end - 1] = False
+    cut_after[np.array(forbidden) - 1] = False
     space = with_cuts(own, cut_after)
-    if stages > space.chain.max_stages:
+    if parts > space.chain.max_stages:
         return _Best(None, proven=True)
-    found = searched(space, problem.families, [stages], [*others, *moved], SECONDS / 8)
+    found = searched(space, problem.families, [parts], others, SECONDS / 8)
     return _Best(found.best, found.exact and _all_searched(problem))
 
 
@@ -165,13 +197,19 @@ def _other_devices(question: Question) -> _Best:
         return _Best(None, proven=False)
     shapes, every = _shapes(problem, present.proposal)
     chosen = [devices for devices in shapes if _differs(question, devices)]
-    proposals = [
-        proposal
-        for devices in chosen
-        for setting in problem.settings
-        if problem.allows(proposal := Proposal(setting, present.proposal.ends, devices))
-    ]
-    return _Best(fastest(problem.space, proposals), every)
+    ties: list[Candidate] = []
+    while True:
+        proposals = [
+            proposal
+            for devices in chosen
+            for setting in problem.settings
+            if problem.allows(proposal := Proposal(setting, present.proposal.ends, devices))
+        ]
+        best = fastest(problem.space, proposals)
+        if best is None or not _as_fast(best, present):
+            return _Best(best, every, tuple(ties))
+        ties.append(best)
+        chosen.remove(best.proposal.devices)
 
 
 def _differs(question: Question, devices: Shape) -> bool:

@@ -9,7 +9,8 @@ from math import inf
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import counted
 from ..candidate import Candidate
-from ..find import Answer, find, work_bound
+from ..find import Answer, find
+from ..other_schedules import work_bound
 from ..plan_file import TIE, Aim
 from ..problem import EVERY_COUNT, Problem
 from .objective import price_by_kind

@@ -24,6 +24,8 @@ from .solved import plan_alone
 
 POINTS = 24
 MEMORY_STEP = 0.02
+SEEDS = 4
+"""Of the last plans that a further search begins with: under a lower limit they may recompute more."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ def frontier_of(
         raise UsageError(f"--points {points}: must be at least 1", "Give a count of 1 or more.")
     if not 0 <= memory_step < 1:
         raise UsageError(f"memory_step {memory_step:g}: must be from 0 to below 1", "Give a share: 0.02.")
+    if problem.wishes.robust:
+        raise UsageError(
+            "--robust with --frontier: it is of the steps by the medians", "Leave one of the two away."
+        )
     kept, complete = list[Reached](), False
     for reached in _stepping_down(problem, memory_step):
         if reached is None:
@@ -78,7 +84,7 @@ def _stepping_down(problem: Problem, memory_step: float) -> Iterator[Reached | N
         limit = floor(min(peak - 1, peak * (1 - memory_step)))
         if limit <= 0:
             return
-        found = search_again(within(problem, limit), seeds)
+        found = search_again(within(problem, limit), seeds[-SEEDS:])
     if problem.wishes.planner == BEST and found.exact:
         yield None
 

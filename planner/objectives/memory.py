@@ -40,7 +40,7 @@ def least_memory(problem: Problem, slack: float) -> Outcome:
         unit="bytes",
         lower_bound=min(search.none_below, peak) if answer.found.exact else 0.0,
         exact=exact,
-        detail=f"the most that a device holds, with a step at most {slack:.3g} longer than the fastest",
+        detail=f"the most that a device holds, with a step at most {100 * slack:g} % longer than the fastest",
     )
     note = (
         f"the fastest plan takes {format_seconds(fastest.step_seconds)} a step and "

@@ -9,7 +9,7 @@ from ..candidate import Candidate
 from ..find import BEST, Answer, find, joint_search
 from ..plan_file import Aim
 from ..problem import Problem
-from ..scoring import assembly_of
+from ..scoring import assembly_of, fastest
 from ..search.branch_and_bound import Found
 from ..search.space import Space
 
@@ -31,8 +31,11 @@ class Outcome:
 
 
 def search_again(problem: Problem, seeds: Sequence[Candidate]) -> Found:
-    """The fastest plan of a problem that differs a little from one whose plans are the `seeds`."""
-    return joint_search(problem, seeds) if problem.wishes.planner == BEST else find(problem).found
+    """The fastest plan of a problem whose limits are others than those of which the `seeds` are plans."""
+    if problem.wishes.planner != BEST:
+        return find(problem).found
+    scored = fastest(problem.space, [plan.proposal for plan in seeds])
+    return joint_search(problem, [] if scored is None else [scored])
 
 
 def within(problem: Problem, memory_limit: float) -> Problem:

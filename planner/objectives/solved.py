@@ -4,23 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...cost_models.errors import UsageError
 from ..candidate import Candidate
 from ..infeasible import no_plan_fits
 from ..plan_file import Plan, ProfileReference
 from ..problem import Problem
+from ..scoring import assembly_of
 from ..search.branch_and_bound import Found
 from ..solve import bare_plan, plan_of
 from .asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
 from .cost import least_cost
 from .memory import least_memory
-from .objective import COST, MEMORY, THROUGHPUT, Objective
+from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
 from .outcome import Outcome
 from .step_time import step_time
 from .throughput import throughput
 
+BESIDES = {
+    THROUGHPUT: f"; and {' and '.join(ASYNCHRONOUS)} of two stages or more",
+    COST: "; each on the first so many devices",
+}
+"""What an objective adds to the searched space, in words."""
+
 
 def best_for(objective: Objective, problem: Problem) -> Outcome:
     """What the objective comes to. Raises UsageError."""
+    if problem.wishes.robust and objective.name != STEP_TIME:
+        raise UsageError(
+            f"--robust with --objective {objective.name}: it is of the step's time",
+            "Leave one of the two away.",
+        )
     if objective.name == THROUGHPUT:
         return throughput(problem)
     if objective.name == MEMORY:
@@ -46,22 +59,21 @@ def solve_for(
     outcome = best_for(objective, problem)
     if outcome.best is None:
         raise no_plan_fits(problem)
-    own = plan_alone(problem, outcome.best, outcome.found, model=model, profile=profile)
-    shown = own
+    shown: Plan | None = None
     if compared and outcome.answer.best is not None:
         shown = plan_of(problem, outcome.answer, model=model, profile=profile, notes=notes)
         if outcome.best == outcome.answer.best and outcome.aim is None and not outcome.notes:
             return shown
-    searched = problem.searched()
-    if objective.name == THROUGHPUT:
-        searched += f"; and {' and '.join(ASYNCHRONOUS)} of two stages or more"
+    own = plan_alone(problem, outcome.best, outcome.found, model=model, profile=profile)
+    made = assembly_of(problem.space, outcome.best.proposal, outcome.best.recompute)
+    more = [*outcome.notes, *(notes if shown is None else shown.notes), *made.outside()]
     return own.model_copy(
         update={
             "objective": outcome.aim,
-            "searched": searched,
-            "baselines": shown.baselines,
-            "alternatives": shown.alternatives,
-            "notes": list(dict.fromkeys([*outcome.notes, *(shown.notes or notes)])),
+            "searched": problem.searched() + BESIDES.get(objective.name, ""),
+            "baselines": [] if shown is None else shown.baselines,
+            "alternatives": [] if shown is None else shown.alternatives,
+            "notes": list(dict.fromkeys(more)),
         }
     )
 

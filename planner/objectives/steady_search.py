@@ -41,8 +41,8 @@ from .asynchronous import TWO_VERSIONS
 
 SAME = 1e-9
 """Share of the seconds that the bisection leaves open, and below which two are equal."""
-Row = list[Floats]
-"""Of every group, (positions + 1, places): the least h of a stage that starts there."""
+Row = dict[int, Floats]
+"""By replicas, (positions + 1, places): the least h of a stage that starts there."""
 Indices = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -184,23 +184,24 @@ class SteadySearch:
         return bool(self.space.limits.pins)
 
     def _start(self, row: Row) -> tuple[int, int] | None:
-        """The group and the position of a first stage; None where none is fast enough."""
+        """Replicas and the position of a first stage; None where none is fast enough."""
         for position in self.starts[0]:
-            for index, values in enumerate(row):
-                if position < len(values) and values[position, 0] <= 0:
-                    return index, position
+            for replicas, values in row.items():
+                if values[position, 0] <= 0:
+                    return replicas, position
         return None
 
     def _row(self, k: int, number: int | None, rows: Sequence[Row], seconds: float) -> Row:
         """Of the stage that is the k-th from the end; `number`: from the start, where some are pinned."""
-        made = []
+        before = rows[-1] if k > 1 else None
+        made = {replicas: np.full(self.shape, inf) for replicas in self._crossing}
+        afters = {replicas: self._after(replicas, before, seconds) for replicas in made}
         for index, group in enumerate(self.groups):
-            values, positions = np.full(self.shape, inf), group.positions
-            after = self._after(index, rows[-1] if k > 1 else None, seconds)[positions + group.replicas]
+            positions = group.positions
+            after = afters[group.replicas][positions + group.replicas]
             own = self._own(index, k, number, seconds)
             least = np.min(own[None] + np.maximum(after, 0.0)[:, None, :], axis=2)
-            values[positions] = np.where(least <= 0, least, inf)
-            made.append(values)
+            made[group.replicas][positions] = np.where(least <= 0, least, inf)
         return made
 
     def _own(self, index: int, k: int, number: int | None, seconds: float) -> Floats:
@@ -212,51 +213,66 @@ class SteadySearch:
             work[start, end] = np.where(allowed, work[start, end], inf)
         return work
 
-    def _after(self, index: int, following: Row | None, seconds: float) -> Floats:
+    @cached_property
+    def _crossing(self) -> dict[int, Floats]:
+        """By replicas, (places,): bytes of each replica's share that cross a cut."""
+        return {group.replicas: group.team.table.crossing for group in self.groups}
+
+    @cached_property
+    def _group_at(self) -> dict[tuple[int, int], int]:
+        """The group of a run, by its replicas and its position."""
+        return {
+            (group.replicas, position): index
+            for index, group in enumerate(self.groups)
+            for position in group.positions.tolist()
+        }
+
+    def _after(self, replicas: int, following: Row | None, seconds: float) -> Floats:
         """(positions + 1, places): the least 2 c + h of what follows a stage ending there; 0 at the end."""
         made = np.full(self.shape, inf)
         if following is None:
             made[self.devices if self.on_all else 0 :, -1] = 0.0
             return made
         ends, begins = self._follows
-        for other, values in enumerate(following):
-            np.minimum.at(made, ends, self._cut(index, other, seconds) + values[begins])
+        for other, values in following.items():
+            np.minimum.at(made, ends, self._cut(replicas, other, seconds) + values[begins])
         return made
 
-    def _cut(self, index: int, other: int, seconds: float) -> Floats:
-        """(pairs of `_follows`, places): 2 c between a stage of a group and one of another; inf where the cut
-        alone is too slow."""
-        one, two = self.groups[index], self.groups[other]
-        latency, each = (values[:, None] for values in self._ways[one.replicas, two.replicas])
+    def _cut(self, replicas: int, other: int, seconds: float) -> Floats:
+        """(pairs of `_follows`, places): 2 c from a stage of so many replicas to one of so many others; inf
+        where the cut alone is too slow."""
+        latency, each = (values[:, None] for values in self._ways[replicas, other])
         with np.errstate(invalid="ignore"):  # no bytes on no way
-            occupancy = np.maximum(one.team.table.crossing, two.team.table.crossing)[None] * each
+            occupancy = np.maximum(self._crossing[replicas], self._crossing[other])[None] * each
         return np.where(occupancy <= seconds, 2 * (occupancy + latency), inf)
 
     def _built(self, rows: Sequence[Row], start: tuple[int, int], seconds: float) -> Candidate:
         """The pipeline, from the table; `step_seconds`: of the formula of the module's docstring."""
-        (index, position), place = start, 0
+        (replicas, position), place = start, 0
         ends, devices, modes = list[int](), list[tuple[int, ...]](), list[Recompute]()
         for k in range(len(rows), 0, -1):
-            replicas = self.groups[index].replicas
+            index = self._group_at[replicas, position]
             number = len(rows) - k if self._pinned else None
-            after = self._after(index, rows[k - 2] if k > 1 else None, seconds)[position + replicas]
+            after = self._after(replicas, rows[k - 2] if k > 1 else None, seconds)[position + replicas]
             end = int(np.argmin(self._own(index, k, number, seconds)[place] + np.maximum(after, 0.0)))
             ends.append(self.places[end])
             devices.append(self._run(position, replicas))
             modes.append(self._mode(index, k, place, end))
             if k > 1:
-                index, position = self._next(index, position + replicas, end, rows[k - 2], seconds)
+                replicas, position = self._next(replicas, position + replicas, end, rows[k - 2], seconds)
             place = end
         proposal = Proposal(self.setting, tuple(ends), tuple(devices))
         each = pace(self.space, proposal, modes)
         return Candidate(proposal, tuple(modes), each * self.setting.micro_batches)
 
-    def _next(self, index: int, end: int, place: int, following: Row, seconds: float) -> tuple[int, int]:
-        """The group and the position of the best stage that follows."""
+    def _next(self, replicas: int, end: int, place: int, following: Row, seconds: float) -> tuple[int, int]:
+        """Replicas and the position of the best stage that follows."""
         pairs = np.flatnonzero(self._follows[0] == end)
         choices = []
-        for other, values in enumerate(following):
-            reached = self._cut(index, other, seconds)[pairs, place] + values[self._follows[1][pairs], place]
+        for other, values in following.items():
+            reached = (
+                self._cut(replicas, other, seconds)[pairs, place] + values[self._follows[1][pairs], place]
+            )
             best = int(np.argmin(reached))
             choices.append((float(reached[best]), other, int(self._follows[1][pairs[best]])))
         _, other, begin = min(choices)

@@ -14,7 +14,8 @@ from math import inf
 
 from ...cost_models.errors import InfeasibleError, UsageError
 from ..candidate import Candidate, Proposal
-from ..find import BEST, find, work_bound
+from ..find import BEST, find
+from ..other_schedules import work_bound
 from ..plan_file import TIE
 from ..planners.pipedream import plan_asynchronous
 from ..planners.replicated import thinned
@@ -26,10 +27,12 @@ from .asynchronous import ASYNCHRONOUS, PIPEDREAM, TWO_VERSIONS, asynchronous_no
 from .outcome import Outcome
 from .steady_search import SteadySearch
 
-WORK = 3e8
-"""Entries of tables that a question of the search may look at; where it takes more, it is made smaller."""
-COARSE = 48
-"""Blocks of layers that a smaller one has."""
+QUESTIONS = 15
+"""Paces that a search tries, more or less."""
+ENTRIES_A_SECOND = 1e8
+"""Of tables that a search looks at: about what one core does."""
+COARSE = (48, 24)
+"""Blocks of layers, where a search of all cuts would take too long."""
 
 
 def throughput(problem: Problem) -> Outcome:
@@ -99,22 +102,32 @@ def _all(searches: list[_Planned]) -> bool:
 
 
 def _searches(problem: Problem) -> Iterator[_Planned]:
-    """One of every setting and order of the devices."""
-    counts = tuple(range(1, problem.reached + 1))
-    if problem.families:
-        counts = tuple(sorted({count for family in problem.families for count in family.replicas}))
-    whole = _entries(problem, problem.space, counts) <= WORK and problem.every_replica_count
-    space = problem.space
-    if _entries(problem, space, counts) > WORK:
-        space, counts = thinned(space, COARSE), tuple(n for n in counts if n & (n - 1) == 0)
-    if _entries(problem, space, counts) > WORK:
+    """One of every setting and order of the devices; none where even small ones would take too long."""
+    settings = settings_of(problem)
+    for space, counts, whole in _spaces(problem):
+        asked = QUESTIONS * len(settings) * len(problem.placements)
+        if asked * _entries(problem, space, counts) <= problem.wishes.time_limit * ENTRIES_A_SECOND:
+            for setting in settings:
+                for placement in problem.placements:
+                    search = SteadySearch(
+                        space, setting, placement, counts, problem.stage_counts, on_all=problem.wishes.use_all
+                    )
+                    yield _Planned(search, whole)
+            return
+
+
+def _spaces(problem: Problem) -> Iterator[tuple[Space, tuple[int, ...], bool]]:
+    """Stages and numbers of replicas to search, and whether these are all: fewer and fewer."""
+    space, every = problem.space, tuple(range(1, problem.reached + 1))
+    if space.is_long:
         return
-    for setting in settings_of(problem):
-        for placement in problem.placements:
-            search = SteadySearch(
-                space, setting, placement, counts, problem.stage_counts, on_all=problem.wishes.use_all
-            )
-            yield _Planned(search, whole)
+    if problem.families:
+        every = tuple(sorted({count for family in problem.families for count in family.replicas}))
+    few = tuple(count for count in every if count & (count - 1) == 0)
+    yield space, every, problem.every_replica_count
+    yield space, few, few == every
+    for blocks in COARSE:
+        yield thinned(space, blocks), few, False
 
 
 def _entries(problem: Problem, space: Space, counts: tuple[int, ...]) -> float:

@@ -97,8 +97,12 @@ class GPipeBound:
         back = known["back"] + stage.cut
         ahead = _Sums(*(getattr(follows, name)[at] for name in NAMES))
         suffix = own.plain + stage.least_cut + ahead.plain + ahead.cuts
-        most = np.maximum(own.most_backward, ahead.most_backward)
-        tail = np.maximum(suffix + _times(self._count - 1, most) + np.maximum(back, stage.tail), ahead.tail)
+        most = np.maximum(stage.backward, ahead.most_backward)
+        # Only what goes on to the stage before takes the link to it.
+        passing = np.maximum(most, stage.occupancy)
+        followers = self._count - 1
+        reduced = suffix + _times(followers, most) + stage.tail
+        tail = np.maximum(np.maximum(suffix + _times(followers, passing) + back, reduced), ahead.tail)
         whole = _Sums(
             forward=now["forward"] + ahead.forward,
             usual=now["usual"] + ahead.usual,

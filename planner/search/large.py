@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from ..candidate import Candidate
 from ..plan_file import TIE
-from .branch_and_bound import Family, Found, quick_bound, search
+from .branch_and_bound import Found, search
 from .space import Space, with_cuts
+from .subproblem import Family, quick_bound
 
 MOST_DEVICES = 64
 """Of so many, stages may begin at any."""
@@ -91,7 +92,7 @@ def _spread(space: Space, blocks: int) -> npt.NDArray[np.bool_]:
     right = np.searchsorted(before[allowed], wanted).clip(0, len(allowed) - 1)
     kept = np.zeros(len(space.chain), dtype=np.bool_)
     kept[allowed[right]] = True
-    kept[list(space.limits.must_cut)] = True
+    kept[[*space.limits.must_cut, *_between_pins(space)]] = True
     return kept
 
 
@@ -102,5 +103,17 @@ def _near(space: Space, best: Candidate) -> npt.NDArray[np.bool_]:
     for end in best.proposal.ends[:-1]:
         at = int(np.searchsorted(allowed, end - 1))
         kept[allowed[max(at - NEAR, 0) : at + NEAR + 1]] = True
-    kept[list(space.limits.must_cut)] = True
+    kept[[*space.limits.must_cut, *_between_pins(space)]] = True
     return kept
+
+
+def _between_pins(space: Space) -> list[int]:
+    """Allowed cuts, as many between pinned layers as lie between their stages."""
+    allowed, made = np.flatnonzero(space.chain.cut_after), list[int]()
+    before, stage = 0, 0
+    for layer, own in sorted(space.limits.pins):
+        between = allowed[(allowed >= before) & (allowed < layer)]
+        count = min(own - stage, len(between))
+        made += between[np.linspace(0, len(between) - 1, count).round().astype(np.int64)].tolist()
+        before, stage = layer, own
+    return made

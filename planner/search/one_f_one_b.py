@@ -122,8 +122,12 @@ class RoundTripBound:
         own = self._stage_term(remaining, f, b, occupancy, trip)
         inward = np.maximum(own, f + b + 2 * cut + to_last_backward[at])
         whole = np.maximum(inward + group.tail[pairs], f + cut + to_end[at])
+        forward, both, _ = self.options.prefixes
+        before = np.ix_(positions, group.start[pairs])
+        too_slow = (inward + both[before] >= self._limit) | (whole + forward[before] >= self._limit)
         into = np.ix_(positions, starts)
-        for values, own_values in zip(rows, (inward, whole, f + b + trip), strict=True):
+        for seconds, values in zip((inward, whole, f + b + trip), rows, strict=True):
+            own_values = np.where(too_slow, np.inf, seconds)
             least = np.minimum.reduceat(own_values, first, axis=1)
             values[into] = np.minimum(values[into], least)
 

@@ -15,6 +15,9 @@ from itertools import groupby, permutations
 
 from ...cost_models.topology import Topology
 
+FEW = 16
+"""Up to so many devices they are taken across the first two nodes, the first three and so on, too, so that
+the plans of a smaller machine are among those of a larger one."""
 MOST_RUNS = 4
 """Runs of equal devices of which every order is tried: 24."""
 
@@ -48,7 +51,7 @@ class Placement:
 
 
 def placements(topology: Topology) -> list[Placement]:
-    """The orders that are searched: as ranked; across the nodes, where there are several full ones; and where
+    """The orders that are searched: as ranked; across the full nodes, where there are several; and where
     there are several kinds of devices, their runs in every order (in either direction where there are more
     than `MOST_RUNS`)."""
     if len(topology.kinds) > 1:
@@ -57,15 +60,18 @@ def placements(topology: Topology) -> list[Placement]:
             for index, ranks in enumerate(_run_orders(topology))
         ]
     made = [_placement("in order", topology, tuple(range(topology.gpus)))]
-    nodes, rest = divmod(topology.gpus, topology.gpus_per_node)
-    if nodes > 1 and rest == 0 and topology.gpus_per_node > 1:
-        across = tuple(
-            node * topology.gpus_per_node + slot
-            for slot in range(topology.gpus_per_node)
-            for node in range(nodes)
-        )
-        made.append(Placement("across nodes", across, (len(across),) * len(across)))
+    nodes = topology.gpus // topology.gpus_per_node
+    few = range(2, nodes) if topology.gpus <= FEW else ()
+    if topology.gpus_per_node > 1:
+        made += [_across(topology, count) for count in (*few, nodes) if count > 1]
     return made
+
+
+def _across(topology: Topology, nodes: int) -> Placement:
+    """One device of each of the first nodes in turn, then all that is left."""
+    each, gpus = topology.gpus_per_node, topology.gpus
+    taken = (node * each + slot for slot in range(each) for node in range(nodes))
+    return Placement("across nodes", (*taken, *range(nodes * each, gpus)), (gpus,) * gpus)
 
 
 def _run_orders(topology: Topology) -> Iterator[tuple[int, ...]]:

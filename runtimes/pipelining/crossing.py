@@ -50,10 +50,11 @@ def sent(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float16).contiguous()
 
 
-def all_attached(tensors: list[Tensor]) -> list[Tensor]:
-    """`tensors`, those without a gradient attached to one that has one, where PyTorch asks that of all."""
+def all_attached(tensors: list[Tensor], *, always: bool = False) -> list[Tensor]:
+    """`tensors`, those without a gradient attached to one that has one, where PyTorch asks that of all (or
+    another runtime does, `always`)."""
     anchor = next((tensor for tensor in tensors if tensor.requires_grad), None)
-    if anchor is None or not _ASKS_FOR_ALL:
+    if anchor is None or not (always or _ASKS_FOR_ALL):
         return tensors
     return [tensor if tensor.requires_grad else _attached(tensor, anchor) for tensor in tensors]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from ...cost_models.errors import ExportError
-from ...profiler.held_earlier import tensors_used
 from ...profiler.inputs import ModelInput
-from ...profiler.layer_sequential import LayerSequential
-from ...profiler.sequential import sequential
-from ..exported import check_layers
 from ..torch_actions import OWN_ORDER, splits_backward
 from ..torch_pipelining import TorchExport
 from .inputs import InputForm, check_samples
+from .planned_layers import check_sharing, planned_layers
 from .replicas import Replicate, Seat, average_gradients, seat_of, shared_out
 from .shapes import StageShapes, stage_shapes
 from .stage_module import StageModule, loss_of
@@ -110,7 +106,9 @@ def built(
 ) -> PipelineProcess:
     """See `pplan.runtimes.torch_pipelining.build`."""
     example = ModelInput.of(example_input)
-    layers = _layers(document, model, example, layer_names)
+    count = document.parts[-1]
+    layers = planned_layers(document, count, model, example, layer_names, granularity=document.granularity)
+    check_sharing(layers, document.parts)
     place = _device(document) if device is None else torch.device(device)
     seat = seat_of(document, place, mesh)
     form = InputForm.of(example)
@@ -136,34 +134,6 @@ def built(
     schedule = _schedule(document, pipeline_stages, loss, scale_grads=not sum_losses)
     modules = {stage: module.layers for stage, module in stages.items()}
     return PipelineProcess(document, place, seat, modules, wrapped, schedule, form, averages)
-
-
-def _layers(
-    document: TorchExport, model: nn.Module, example: ModelInput, names: Sequence[str] | None
-) -> nn.Sequential:
-    """The model as the plan counts it. Raises ExportError where it is another, or stages share parameters."""
-    count = document.parts[-1]
-    if isinstance(model, nn.Sequential) and (isinstance(model, LayerSequential) or len(model) == count):
-        layers = model
-    else:
-        layers = sequential(model, example, granularity=document.granularity)
-    check_layers(document, count, layers, names)
-    _check_sharing(layers, document.parts)
-    return layers
-
-
-def _check_sharing(layers: nn.Sequential, parts: Sequence[int]) -> None:
-    holder: dict[int, int] = {}
-    for stage, (first, end) in enumerate(pairwise(parts)):
-        for layer in layers[first:end]:
-            for tensor in tensors_used(layer):
-                before = holder.setdefault(id(tensor), stage)
-                if before != stage:
-                    raise ExportError(
-                        f"stages {before} and {stage} share a parameter or buffer of shape "
-                        f"{tuple(tensor.shape)}, and are processes that cannot",
-                        "Make a plan for this model: pplan solve cuts between no layers that share.",
-                    )
 
 
 def _device(document: TorchExport) -> torch.device:

@@ -124,8 +124,10 @@ def test_export_says_what_it_took_instead(run: Run, files: Path) -> None:
     assert ran.lines[2:] == ["Wrote toy.torchgpipe.json"]
     assert "balance: 1, 1, 1, 1, 2, 2, 2, 2" in ran.out
     script = [line.strip() for line in ran.out.splitlines() if line.startswith("    ")]
-    assert script[0] == "from pplan.runtimes import torchgpipe"
-    assert "torchgpipe.build('toy.torchgpipe.json', pplan.sequential(model" in script[1]
+    assert script == [
+        "from pplan.runtimes.torchgpipe import build",
+        "model = build('toy.torchgpipe.json', model, example_input)",
+    ]
     content = json.loads((files / "toy.torchgpipe.json").read_text())
     assert content["balance"] == [1, 1, 1, 1, 2, 2, 2, 2]
     assert content["made_by"]["command"] == "pplan export torchgpipe"

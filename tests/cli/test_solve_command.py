@@ -60,6 +60,9 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any], profile: Profile)
         "keep_together": (),
         "pins": (),
         "memory_limit": None,
+        "robust": False,
+        "objective": "step-time",
+        "price": None,
         "profile_file": "toy.profile.json",
         "profile_sha256": sha256((here / "toy.profile.json").read_text()),
     }
@@ -69,8 +72,8 @@ def test_every_option_arrives_in_si_units(run: Run, asked: dict[str, Any]) -> No
     options = (
         "--gpus 16 --gpus-per-node 8 --gpu A100-40GB --memory 16GiB --bandwidth 300GB/s,25GB/s "
         "--latency 5us,20us --topology two.toml --runtime torchgpipe --mini-batch 256 --micro-batches 32 "
-        "--schedule gpipe --recompute except-last --optimizer adam --planner gpipe --time-limit 2min --use-all "
-        "--max-stages 4 --cut-after features.3 --cut-after features.7 --keep-together classifier* "
+        "--schedule gpipe --recompute except-last --optimizer adam --planner gpipe --time-limit 2min "
+        "--use-all --max-stages 4 --cut-after features.3 --cut-after features.7 --keep-together classifier* "
         "--pin features.0=stage0 --pin classifier[2]=3"
     )
     ran = run("solve", "toy.profile.json", *options.split())

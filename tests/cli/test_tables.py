@@ -211,3 +211,22 @@ def test_names_do_not_steer_the_terminal(plan: Plan, profile: Profile, terminal:
     assert console.text.count(shown) >= 9
     assert not {"\x1b", "\u202e"} & set(console.text)
     assert "\nc" not in console.text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "shown"),
+    [
+        (0.012, 0.0131, "Step 12.4 ms (12.0 to 13.1 ms in 8 of 10 cases), "),
+        (0.0009, 0.0131, "Step 12.4 ms (900 µs to 13.1 ms in 8 of 10 cases), "),
+        (0.0124001, 0.0124002, "Step 12.4 ms, "),
+        (None, None, "Step 12.4 ms, "),
+    ],
+)
+def test_the_step_has_its_interval(
+    plan: Plan, low: float | None, high: float | None, shown: str, terminal: Terminal
+) -> None:
+    own = {"step_seconds": 0.0124, "lower_bound_seconds": 0.0124, "low_seconds": low, "high_seconds": high}
+    predicted = plan.prediction.model_copy(update=own)
+    console = terminal(110)
+    print_plan(changed(plan, prediction=predicted), console)
+    assert shown in console.text

@@ -14,6 +14,7 @@ from pplan.cost_models.communication import (
     all_reduce_seconds,
     bucketed_all_reduce_end,
     exposed_all_reduce_seconds,
+    exposed_all_reduces,
     gradient_buckets,
     point_to_point_seconds,
 )
@@ -155,3 +156,14 @@ def test_exposed_seconds_lie_between_the_last_bucket_and_the_whole(layers: list[
     buckets = len(gradient_buckets(parameters[::-1]))
     whole = float(parameters.sum()) / INSIDE.bandwidth_bytes_per_second + buckets * 2 * INSIDE.latency_seconds
     assert max(0.0, whole - float(backward.sum())) - 1e-9 <= exposed <= whole + 1e-9
+
+
+def test_many_backward_passes_are_the_single_ones() -> None:
+    rng = np.random.default_rng(0)
+    backward, gradients = rng.random((6, 9)), 1e10 * rng.random(9) * (rng.random(9) < 0.8)
+    many = exposed_all_reduces(backward, gradients, TOPOLOGY, PAIR, "best")
+    each = [exposed_all_reduce_seconds(row, gradients, TOPOLOGY, PAIR, "best") for row in backward]
+    assert many.tolist() == pytest.approx(each)
+    assert len(set(each)) > 3
+    assert exposed_all_reduces(backward, gradients, TOPOLOGY, [0]).tolist() == [0.0] * 6
+    assert exposed_all_reduces(backward, np.zeros(9), TOPOLOGY, PAIR).tolist() == [0.0] * 6

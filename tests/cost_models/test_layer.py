@@ -121,3 +121,24 @@ def test_uncertainty_is_that_of_the_sizes_around() -> None:
     at = {1: 0.04, 2: 0.04, 3: 0.04, 4: 0.01, 8: 0.02, 16: 0.02, 32: 0.02}
     assert {size: known.uncertainty_at(size) for size in at} == at
     assert MEASURED.uncertainty_at(4) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(2, [0.1, 0.0]), (3, [0.2, 0.1]), (10, [0.2, 0.6]), (1, [0.1, 0.0]), (40, [0.1, 1.0])],
+)
+def test_spread_lies_between_the_measured_ones(size: float, expected: list[float]) -> None:
+    measured = replace(MEASURED, spread=np.array([[0.1, 0.3, 0.1], [0.0, 0.2, 1.0]]))
+    found = measured.at(size, past_largest=True).spread
+    assert found is not None
+    assert found.tolist() == pytest.approx(expected)
+
+
+def test_spread_of_one_size_is_that_of_any() -> None:
+    one = replace(chain((4,), [[1.0], [2.0]]), scales_with_samples=True)
+    assert one.at(8).spread is None
+    assert one.at(8).uncertainty is None
+    known = replace(one, spread=np.array([[0.1], [0.2]]), uncertainty=np.array([0.03])).at(8)
+    assert known.spread is not None
+    assert known.spread.tolist() == [0.1, 0.2]
+    assert known.uncertainty == 0.03

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,3 +59,31 @@ def make_topology() -> Callable[..., Topology]:
         return two_level_topology(Device("toy", memory), gpus, per_node, inside, between)
 
     return make
+
+
+@pytest.fixture
+def toy_profile(tmp_path: Path) -> Path:
+    """The file of a profile of ten layers at two sizes."""
+    layers = [
+        {
+            "name": f"layers.{index}",
+            "kind": "Linear",
+            "parameter_bytes": 2**20 * (1 + index % 3),
+            "buffer_bytes": 0,
+            "cut_after": index != 4,
+            "costs": [
+                {
+                    "micro_batch_size": size,
+                    "forward_seconds": 1e-3 * (size + 1) * (12 - index),
+                    "backward_seconds": 2e-3 * (size + 1) * (12 - index),
+                    "output_bytes": 2**18 * size,
+                    "saved_bytes": 2**19 * size,
+                }
+                for size in (4, 8)
+            ],
+        }
+        for index in range(10)
+    ]
+    path = tmp_path / "toy.profile.json"
+    path.write_text(json.dumps({"schema": 1, "model": "toy", "device": "cuda:0", "layers": layers}))
+    return path

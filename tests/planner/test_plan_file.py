@@ -196,3 +196,19 @@ def test_a_bound_may_be_above_the_step_by_rounding() -> None:
     content = copy.deepcopy(MINIMAL)
     change("prediction.lower_bound_seconds", 0.5 * (1 + 1e-12))(content)
     assert load(content).prediction.lower_bound_seconds > 0.5
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        ({"low_seconds": 0.6, "high_seconds": 0.5}, "low_seconds 0.6 is above high_seconds 0.5"),
+        ({"low_seconds": 0.6}, "low_seconds is 0.6 and high_seconds None: there are both or neither"),
+    ],
+)
+def test_an_interval_has_two_ends_in_order(ends: dict[str, float], message: str) -> None:
+    plan = copy.deepcopy(MINIMAL)
+    plan["prediction"] |= ends
+    with pytest.raises(FileError, match=message):
+        Plan.parse(json.dumps(plan), "x.plan.json")
+    plan["prediction"] |= {"low_seconds": 0.51, "high_seconds": 0.6}
+    assert Plan.parse(json.dumps(plan), "x.plan.json").prediction.low_seconds == 0.51

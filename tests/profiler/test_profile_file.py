@@ -96,3 +96,27 @@ def test_costs_that_scale_with_the_samples_are_of_one_size() -> None:
     two["layers"][0]["costs"].append(two["layers"][0]["costs"][0] | {"micro_batch_size": 8})
     with pytest.raises(FileError, match=r"scales_with_samples is for one micro-batch size, .* \[4, 8\]"):
         load(two | {"scales_with_samples": True})
+
+
+def test_the_chain_has_the_spread_of_every_layer() -> None:
+    profile = load(content(spread=0.25))
+    spread = profile.chain().spread
+    assert spread is not None
+    assert spread.tolist() == [[0.25], [0.0]]
+    assert "steps have no interval" not in "".join(profile.remarks("cpu"))
+
+
+def test_nothing_is_known_of_what_was_not_timed_twice() -> None:
+    profile = load(content())
+    assert profile.chain().spread is None
+    assert "steps have no interval" in "".join(profile.remarks("cpu"))
+    assert load(content(spread=0.25) | {"estimated": True}).chain().spread is None
+
+
+def test_the_loss_varies_with_the_last_layer() -> None:
+    """By hand: 0.01 s with a spread of 0.2, and 0.03 s with one of 0.6."""
+    cost = content("a", spread=0.2)["layers"][0]["costs"][0]
+    loss = {"name": "loss", "costs": [cost | {"forward_seconds": 0.03, "spread": 0.6}]}
+    spread = load(content("a", spread=0.2) | {"loss": loss}).chain().spread
+    assert spread is not None
+    assert spread.tolist() == [[pytest.approx(0.5)]]

@@ -66,7 +66,7 @@ def make_plan() -> MakePlan:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def alternative() -> Callable[..., dict[str, Any]]:
     """An alternative of a plan, as in the file; any key may be given."""
 

@@ -1,92 +1,111 @@
-"""One process of test_deepspeed.py: trains a small model as an exported file says, and plainly."""
+"""One of two processes of test_deepspeed.py: trains small models as exported files say, and plainly."""
 
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import deepspeed.ops
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
+import pplan
 from pplan.runtimes.deepspeed import DeepspeedExport, build
 
 STEPS = 2
+MODELS = runpy.run_path(str(Path(__file__).with_name("torch_worker.py")))
+"""The models, batches and losses of test_torch_pipelining.py."""
 
 
-def small_model() -> nn.Sequential:
-    """Ten layers in the manner of VGG. In-place layers follow a convolution."""
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Conv2d(8, 16, 3, padding=1),
-        nn.ReLU(inplace=True),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(64, 32),
-        nn.ReLU(inplace=True),
-        nn.Linear(32, 10),
-    )
+def single(given: Any) -> Any:
+    """In float32: DeepSpeed averages no gradients of float64."""
+    if isinstance(given, tuple):
+        return tuple(map(single, given))
+    return given.float() if given.is_floating_point() else given
 
 
-def small_batch(samples: int) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(2)
-    return torch.randn(samples, 3, 8, 8), torch.randint(10, (samples,))
+def made(kind: str, replica: int = 0) -> nn.Module:
+    model: nn.Module = MODELS["made"](kind, replica)
+    return model.float()
 
 
-def share(document: DeepspeedExport, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """The micro-batches of a rank: its replica's part of each."""
-    images, labels = small_batch(document.mini_batch)
-    replica, size = rank % document.replicas, document.micro_batch_size // document.replicas
-    starts = range(replica * size, document.mini_batch, document.micro_batch_size)
-    return [(images[i : i + size], labels[i : i + size]) for i in starts]
+def parts_of(kind: str, document: DeepspeedExport) -> list[tuple[Any, torch.Tensor]]:
+    """Input and labels of what a replica's stage sees at a time."""
+    return [single(part) for part in MODELS["parts"](kind, document)]
 
 
-def train_plainly(samples: int) -> dict[str, Any]:
-    """The same steps of the whole model on whole mini-batches, with the exported optimizer's settings."""
-    model, (images, labels) = small_model(), small_batch(samples)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def train_plainly(kind: str, document: DeepspeedExport, layers: nn.Module, model: nn.Module) -> list[float]:
+    """The same steps of the untouched model, whose layers `layers` are, part by part as replicas see it."""
+    learning_rate = document.config["optimizer"]["params"]["lr"]
+    optimizer = torch.optim.SGD(layers.parameters(), lr=learning_rate)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = cross_entropy(model(images), labels)
-        torch.autograd.backward(loss)
+        parts = parts_of(kind, document)
+        total = 0.0
+        for given, labels in parts:
+            output = model(*given) if isinstance(given, tuple) else model(given)
+            loss = MODELS["loss_of"](output, labels) / len(parts)
+            loss.backward()
+            total += loss.item()
         optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "parameters": values_of(model)}
+        losses.append(total)
+    return losses
 
 
-def values_of(model: nn.Module) -> dict[str, Any]:
-    return {name: value.detach().tolist() for name, value in model.named_parameters()}
-
-
-def main(path: Path, output: Path) -> None:
-    document = DeepspeedExport.load(path)
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
-    rank = torch.distributed.get_rank()
-    model = build(document, small_model(), cross_entropy)
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    kind, document = case["model"], DeepspeedExport.load(Path(case["file"]))
+    replica = torch.distributed.get_rank() % document.replicas
+    example, _ = single(MODELS["batch"](kind, 3))
+    model = made(kind, replica)
+    stage = build(document, model, MODELS["loss_of"], example)
     engine, *_ = deepspeed.initialize(
-        model=model, config=document.config, model_parameters=model.parameters()
+        model=stage, config=document.config, model_parameters=stage.parameters()
     )
     fed: list[int] = []
-    model.forward_funcs[0].register_forward_hook(lambda _module, inputs, _output: fed.append(len(inputs[0])))
-    losses = [engine.train_batch(iter(share(document, rank))).item() for _ in range(STEPS)]
-    result = {
+    stage.forward_funcs[0].register_forward_hook(
+        lambda _module, inputs, _: fed.append(
+            len(inputs[0][0] if isinstance(inputs[0], tuple) else inputs[0])
+        )
+    )
+    own = parts_of(kind, document)[replica :: document.replicas]
+    losses = [engine.train_batch(iter(own)).item() for _ in range(STEPS)]
+    plain = made(kind)
+    layers = plain
+    if not isinstance(plain, nn.Sequential):
+        layers = pplan.sequential(plain, example, granularity=document.granularity)
+    start = {name: value.detach().clone() for name, value in layers.named_parameters()}
+    plain_losses = train_plainly(kind, document, layers, plain)
+    expected = dict(layers.named_parameters())
+    off, moved = {}, {}
+    for name, value in stage.named_parameters():
+        off[name] = (value.detach() - expected[name].detach()).abs().max().item()
+        moved[name] = (value.detach() - start[name]).abs().max().item()
+    return {
         "losses": losses,
+        "plain_losses": plain_losses,
         "fed": fed,
-        "layers": len(model.forward_funcs),
-        "parameters": values_of(model),
-        "plain": train_plainly(document.mini_batch),
+        "layers": len(stage.forward_funcs),
+        "off": off,
+        "moved": moved,
+        "names": sorted(start),
     }
-    (output / f"{rank}.json").write_text(json.dumps(result))
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    # Without the operation that DeepSpeed would compile for processes on one CPU: a minute's work.
+    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed("gloo")
+    rank = torch.distributed.get_rank()
+    for case in json.loads((folder / "cases.json").read_text()):
+        (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(run(case)))
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -74,8 +74,13 @@ def test_latency_counts_once_where_transfers_follow_one_another() -> None:
 def test_a_slow_host() -> None:
     """One host launches forwards in 5 s and backwards in 7 s, which run in 1 s: the step is its launches."""
     program = schedule_named("gpipe").program(2, 3)
-    launch = {"forward_launch": by_stage([5, 5]), "backward_launch": by_stage([7, 7])}
-    timeline = simulate(program, Costs(forward=by_stage([1, 1]), backward=by_stage([1, 1]), **launch))
+    costs = Costs(
+        forward=by_stage([1, 1]),
+        backward=by_stage([1, 1]),
+        forward_launch=by_stage([5, 5]),
+        backward_launch=by_stage([7, 7]),
+    )
+    timeline = simulate(program, costs)
     assert timeline.step_seconds == 6 * 5 + 6 * 7
     assert spent(critical_path(timeline)) == {("host", 0, None): 36, ("host", 1, None): 36}
 
@@ -83,10 +88,14 @@ def test_a_slow_host() -> None:
 def test_a_host_that_delays_the_start_alone() -> None:
     """Each device has its host: after the first launch, which its action cannot end before, it computes."""
     program = schedule_named("1f1b").program(1, 4)
-    launch = {"forward_launch": by_stage([3]), "backward_launch": by_stage([1])}
-    timeline = simulate(
-        program, Costs(forward=by_stage([1]), backward=by_stage([10]), hosts="each", **launch)
+    costs = Costs(
+        forward=by_stage([1]),
+        backward=by_stage([10]),
+        forward_launch=by_stage([3]),
+        backward_launch=by_stage([1]),
+        hosts="each",
     )
+    timeline = simulate(program, costs)
     found = spent(critical_path(timeline))
     assert found == {("host", 0, None): 3, ("compute", 0, None): timeline.step_seconds - 3}
 

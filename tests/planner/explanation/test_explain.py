@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Candidate, Proposal
 from pplan.planner.explanation.again import (
+    MANY,
+    solved_again,
     with_bandwidth,
     with_slower_layers,
     with_topology,
@@ -62,21 +65,48 @@ def test_the_second_best_is_that_of_brute_force(
     question = solved(chain, make_topology(3), mini_batch=8).question
     problem, present = question.problem, question.present
     scored = [plan for proposal in every_plan(problem) if (plan := fastest(problem.space, [proposal]))]
-    others = [plan.step_seconds for plan in scored if shape(plan) != shape(present)]
+    others = [
+        plan.step_seconds
+        for plan in scored
+        if shape(plan) != shape(present) and plan.step_seconds > present.step_seconds * (1 + 1e-8)
+    ]
     stages = [plan.step_seconds for plan in scored if len(plan.proposal.ends) != len(present.proposal.ends)]
     found = rivals_of(question, [present], busiest=0)
     for rival, truth in ((found.second_best, others), (found.other_stages, stages)):
         assert rival.plan is not None
         assert rival.plan.step_seconds == pytest.approx(min(truth))
         assert rival.slower == pytest.approx(min(truth) / present.step_seconds - 1)
-        assert rival.proven
-    other = (tuple(found.second_best.plan.balance), tuple(found.second_best.plan.replicas))
+        assert rival.proven or found.as_fast is not None
+    second = found.second_best.plan
+    assert second is not None
+    other = (tuple(second.balance), tuple(second.replicas))
     assert other != (tuple(np.diff([0, *present.proposal.ends])), present.proposal.replicas)
 
 
+def test_a_plan_that_is_as_fast_is_told_apart(
+    make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
+) -> None:
+    """Layers of no cost around every cut: it may stand before or after them."""
+    chain = heavy(make_chain(3, 8, cuts=1.0, traffic=0.0))
+    free = np.arange(8) % 2 == 1
+    forward, backward = (
+        np.where(free[:, None], 0.0, own) for own in (chain.forward_seconds, chain.backward_seconds)
+    )
+    chain = replace(chain, forward_seconds=forward, backward_seconds=backward)
+    made = solved(chain, make_topology(2), mini_batch=8)
+    assert len(made.plan.balance) == 2
+    question = made.question
+    found = rivals_of(question, [question.present], busiest=0)
+    assert found.as_fast is not None
+    assert found.as_fast.step_seconds == pytest.approx(question.present.step_seconds, rel=1e-8)
+    assert found.as_fast.proposal.ends != question.present.proposal.ends
+    assert found.second_best.slower is not None
+    assert found.second_best.slower > 1e-4
+
+
 def scanned(question: Any, varied: Callable[[float], Problem], end: float) -> float | None:
-    """The factor nearest to 1 at which the problem, solved again, has a better plan: every 2 %."""
-    count = int(abs(np.log(end)) / 0.02)
+    """The factor nearest to 1 at which the problem, solved again, has a better plan: every 4 %."""
+    count = int(abs(np.log(end)) / 0.04)
     for step in range(1, count + 1):
         factor = float(end ** (step / count))
         problem = varied(factor)
@@ -136,7 +166,7 @@ def test_links_between_nodes_are_varied_alone(make_topology: MakeTopology) -> No
     assert everywhere.link(0, 1).bandwidth_bytes_per_second == 60
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_change_for_the_better_is_never_worse(
     seed: int, make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
 ) -> None:
@@ -188,3 +218,25 @@ def test_a_plan_that_is_not_the_best(
     assert explained.better.step_seconds == pytest.approx(best.plan.prediction.step_seconds)
     assert explained.holds == []
     assert best.explained().better is None
+
+
+def test_an_asynchronous_plan_is_refused(
+    make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
+) -> None:
+    made = solved(make_chain(1, 4), make_topology(2), mini_batch=8)
+    plan = made.plan.model_copy(update={"schedule": "pipedream"})
+    with pytest.raises(UsageError, match="pipedream, is asynchronous"):
+        replace(made, plan=plan).explained()
+
+
+def test_on_many_devices_only_near_plans_are_searched(
+    make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
+) -> None:
+    question = solved(heavy(make_chain(2, 6)), make_topology(MANY + 2), mini_batch=4).question
+    present, problem = question.present, question.problem
+    found = solved_again(problem, [present])
+    assert not found.exact
+    assert found.best is not None
+    assert found.best.step_seconds == pytest.approx(present.step_seconds)
+    without = solved_again(problem, [])
+    assert without.exact

@@ -20,9 +20,9 @@ from pplan.cost_models.schedules import schedule_named
 from pplan.cost_models.timeline import PipelineCosts, step_seconds
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner.candidate import Proposal
-from pplan.planner.search.branch_and_bound import Family
 from pplan.planner.search.placements import Placement, placements
 from pplan.planner.search.space import Space
+from pplan.planner.search.subproblem import Family
 from pplan.planner.setting import Setting
 
 Floats = npt.NDArray[np.float64]
@@ -52,7 +52,7 @@ class BruteForce:
 
     space: Space
     families: Sequence[Family]
-    keep: Keep = lambda ends, devices: True
+    keep: Keep | None = None
     most_stages: int | None = None
     _seconds: dict[tuple[int, Stage], dict[str, float]] = field(default_factory=dict)
     _needs: dict[tuple[int, Stage, float, str], float] = field(default_factory=dict)
@@ -90,11 +90,14 @@ class BruteForce:
                     tuple((a, b, own) for (a, b), own in zip(pairwise((0, *ends)), devices, strict=True))
                     for devices in runs(family.placement, stages, allowed, on_all=family.on_all)
                     for chosen in combinations(cuts, stages - 1)
-                    if self.keep(ends := (*chosen, len(self.space.chain)), devices)
+                    if self._wanted(ends := (*chosen, len(self.space.chain)), devices)
                 ]
                 if plans:
                     for modes in product(MODES.get(setting.recompute, (setting.recompute,)), repeat=stages):
                         yield setting, plans, modes
+
+    def _wanted(self, ends: tuple[int, ...], devices: tuple[tuple[int, ...], ...]) -> bool:
+        return self.keep is None or self.keep(ends, devices)
 
     def _shares(self, setting: Setting, count: int) -> bool:
         size = setting.micro_batch_size
@@ -322,9 +325,7 @@ def mixed() -> Callable[..., tuple[Topology, dict[str, Chain]]]:
     """A function of (rng, chain, topology): the topology with two or three kinds of devices, some as fast as
     their own profile says, and these profiles."""
 
-    def make(
-        rng: np.random.Generator, chain: Chain, topology: Topology
-    ) -> tuple[Topology, dict[str, Chain]]:
+    def make(rng: np.random.Generator, chain: Chain, topology: Topology) -> tuple[Topology, dict[str, Chain]]:
         noise = rng.uniform(0.3, 3, (len(chain), 1))
         own = replace(
             chain,

@@ -14,8 +14,9 @@ from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Candidate, Proposal
 from pplan.planner.scoring import fastest
-from pplan.planner.search.branch_and_bound import Family, Found, search
+from pplan.planner.search.branch_and_bound import Found, search
 from pplan.planner.search.space import Space
+from pplan.planner.search.subproblem import Family
 from pplan.planner.setting import Setting, settings
 
 MakeChain = Callable[..., Chain]
@@ -118,20 +119,32 @@ def test_best_of_all_plans(
     families_of: FamiliesOf,
     checked: Callable[..., Any],
 ) -> None:
-    """Cuts, replicas, placements, micro-batches, schedules and recomputation by stage: 40 spaces each."""
+    """Cuts, replicas, placements, micro-batches, schedules and recomputation by stage: 24 spaces each."""
     rng, seen = np.random.default_rng(seed), Seen()
-    for _ in range(40):
+    for _ in range(24):
         space = a_space(rng, make_chain, make_topology)
         small = len(space.chain) * space.topology.gpus <= 16
         chosen = some_settings(rng, BY_STAGE, 3 if small else 1) + some_settings(rng, WHOLE, 2)
         checked(space, families_of(space, chosen, range(1, 7)), seen)
-    assert min(vars(seen).values()) > 0, seen
+    assert min(seen.infeasible, seen.biting, seen.replicated, seen.pipelines, seen.partly) > 0, seen
+
+
+def test_best_where_some_stages_recompute(
+    make_chain: MakeChain, make_topology: MakeTopology, families_of: FamiliesOf, checked: Callable[..., Any]
+) -> None:
+    """With more and more memory, fewer and fewer stages recompute."""
+    seen = Seen()
+    for memory in range(400, 1000, 50):
+        chain = make_chain(4, 6, traffic=0.1, cuts=1.1)
+        space = Space(chain, make_topology(3, memory=memory), "sgd")
+        setting = settings(8, ("1f1b", "gpipe"), ("by_stage",), [2])
+        checked(space, families_of(space, setting, (1, 2)), seen)
+    assert min(seen.infeasible, seen.biting, seen.selective, seen.pipelines) > 0, seen
 
 
 def runtime_of(rng: np.random.Generator, name: str) -> dict[str, Any]:
-    """A runtime, or one that may besides recompute stage by stage, or leave stages untrained."""
-    changes = {"trains_every_stage": bool(rng.integers(2)), "recompute_by_stage": False}
-    return {"runtime": replace(RUNTIMES[name], **changes)}
+    """A runtime, or one that, besides, trains every stage, or leaves some untrained."""
+    return {"runtime": replace(RUNTIMES[name], trains_every_stage=bool(rng.integers(2)))}
 
 
 def trained(space: Space) -> Callable[..., bool]:
@@ -241,7 +254,7 @@ def test_best_on_all_devices_and_of_few_stages(
     assert min(seen.infeasible, seen.biting, seen.pipelines, seen.replicated) > 0, seen
 
 
-@pytest.mark.parametrize("narrow", [(1, 1, 4e8), (1, 1, 0.0), (2, 2000, 1e7)])
+@pytest.mark.parametrize("narrow", [(1, 0, 3e9), (1, 400_000, 0.0), (1, 400_000, 1e6)])
 def test_a_narrow_search_still_proves_its_bound(
     narrow: tuple[int, int, float],
     make_chain: MakeChain,
@@ -249,7 +262,7 @@ def test_a_narrow_search_still_proves_its_bound(
     families_of: FamiliesOf,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With room for few unfinished plans the best may be missed, but the bound must hold and be honest."""
+    """With room or work for few plans the best may be missed, but the bound must hold and be honest."""
     found = list(searched_twice(narrow, make_chain, make_topology, families_of, monkeypatch))
     for whole, own in found:
         assert whole.exact
@@ -269,23 +282,24 @@ def searched_twice(
     families_of: FamiliesOf,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[tuple[Any, Found]]:
-    """Found with all the room, and with a beam, a width and the work of `narrow`."""
-    module = "pplan.planner.search.branch_and_bound"
+    """Found with all the room, and with a beam, the plans that are kept and the work of `narrow`."""
+    module = "pplan.planner.search"
     for seed in range(25):
         topology = make_topology(5, latency=[0.5, 0.05][seed % 2], per_node=[2, 8][seed % 2])
         space = Space(make_chain(seed, 8, cuts=1.1, traffic=[1.0, 0.1][seed % 2]), topology, "sgd")
         families = families_of(space, [BY_STAGE[seed % 6], WHOLE[seed % 7]], (1, 2, 3, 4, 5))
         whole = search(space, families, range(1, 6))
         with monkeypatch.context() as patched:
-            patched.setattr(f"{module}.BEAM", narrow[0])
-            patched.setattr(f"{module}.WIDTH", narrow[1])
+            patched.setattr(f"{module}.subproblem.BEAM", narrow[0])
+            patched.setattr(f"{module}.subproblem.CHUNK", 8)
+            patched.setattr(f"{module}.branch_and_bound.MOST_KEPT", narrow[1])
             yield whole, search(space, families, range(1, 6), work=narrow[2])
 
 
 def test_a_proposal_is_never_lost(
     make_chain: MakeChain, make_topology: MakeTopology, families_of: FamiliesOf
 ) -> None:
-    """Plans that are not of the families are the answer where they are faster; those that do not fit never."""
+    """A seed that is not of the families is the answer where it is faster."""
     space = Space(make_chain(3, 8, cuts=1.1, traffic=0.01), make_topology(4, memory=1500), "sgd")
     setting = Setting("1f1b", "by_stage", 4, 1)
     best = search(space, families_of(space, [setting], (1, 2, 3)), range(1, 5)).best
@@ -302,7 +316,10 @@ def test_a_proposal_is_never_lost(
 
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])
 def test_one_heavy_layer_leaves_no_gap(
-    micro_batches: int, make_chain: MakeChain, make_topology: MakeTopology, families_of: FamiliesOf
+    micro_batches: int,
+    make_chain: MakeChain,
+    make_topology: MakeTopology,
+    families_of: FamiliesOf,
 ) -> None:
     """Many cuts are then almost equally fast; the bounds must part them, those of `except_last` too."""
     chain = make_chain(8, 28, traffic=0.001, cuts=1.1)

@@ -1,0 +1,186 @@
+"""Checks a plan: prepares its cases, has processes run them, and puts predictions beside measurements."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..cost_models.errors import MachineError, UsageError
+from ..cost_models.quantities import counted
+from ..planner.plan_file import Plan
+from ..profiler.profile_file import Profile
+from ..runtimes.checking.job import Case, Corrections, Device, Job, Measured, ModelSpec
+from ..runtimes.checking.launching import Telling, run_in_processes
+from ..runtimes.checking.report import PLAN, Check
+from ..runtimes.checking.variants import variants
+from .check_cases import EVEN, Prepared, even_plan, prepared
+from .planned_machine import planned_machine
+
+LEAST_SIZE = 1024
+"""Bytes of the smallest transfer that is measured."""
+Runner = Callable[[Job], Measured | None]
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """How a plan is checked. `device`: auto takes CUDA where there are enough GPUs. `model`: another name of
+    the model than the profile's, `settings` what it was profiled with."""
+
+    model: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    emulate: bool = False
+    even: bool = True
+    calibrate: bool = False
+    corrections: Corrections | None = None
+    steps: int = 5
+    warm_ups: int = 2
+    timeout_seconds: float = 120.0
+
+
+def check_plan(
+    plan: Plan, profile: Profile, folder: Path, name: str, options: CheckOptions, run: Runner
+) -> Check | None:
+    """Runs the plan. `folder`: of the profiles that kinds of devices have of their own. None in a process
+    that is not the first of those that the user started.
+
+    Raises UsageError, FileError, ExportError, ModelError, MachineError.
+    """
+    chain = profile.chain()
+    topology, profiles = planned_machine(plan, profile, folder)
+    cases = [prepared(PLAN, plan, chain, topology, profiles, emulate=options.emulate)]
+    notes = _notes(profile, options)
+    if options.even and len(plan.stages) > 1:
+        even = even_plan(plan, chain, topology, profiles)
+        if isinstance(even, str):
+            notes.append(f"no even split beside it: {even}")
+        else:
+            cases.append(prepared(EVEN, even, chain, topology, profiles, emulate=options.emulate))
+    job = _job(cases, profile, options)
+    if job.device == "cpu" and job.processes > cores() and not options.emulate:
+        notes.append(f"{job.processes} processes share {counted(cores(), 'core')}: the seconds say little")
+    found = run(job)
+    return None if found is None else _checked(found, cases, job, name, notes)
+
+
+def _job(cases: list[Prepared], profile: Profile, options: CheckOptions) -> Job:
+    own = [each.case for each in cases]
+    processes = len(own[0].document.devices)
+    return Job(
+        model=None if options.emulate else model_spec(profile, options),
+        cases=own,
+        device=chosen_device(processes, options),
+        steps=options.steps,
+        warm_ups=options.warm_ups,
+        timeout_seconds=options.timeout_seconds,
+        corrections=options.corrections,
+        calibration=variants(own[0]) if options.calibrate else [],
+        link_sizes=_sizes(own) if options.calibrate and processes > 1 else [],
+    )
+
+
+def _sizes(cases: list[Case]) -> list[int]:
+    """From a small transfer to the largest of the cases'."""
+    most = max([LEAST_SIZE, *(sent for case in cases for sent in case.crossing_bytes)])
+    return sorted({LEAST_SIZE, 16 * LEAST_SIZE, max(most // 4, LEAST_SIZE), max(most, 64 * LEAST_SIZE)})
+
+
+def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
+    """How the processes make the model again."""
+    return ModelSpec(
+        name=options.model or profile.model,
+        settings=dict(options.settings),
+        input_shape=profile.input_shape if len(profile.inputs) < 2 else None,
+        classes=profile.classes if ":" not in (options.model or profile.model) else None,
+        seed=profile.seed or 0,
+        dtype=profile.dtype,
+        granularity=profile.granularity,
+        loss="none" if profile.loss is None else profile.loss.name,
+        channels_last=profile.channels_last,
+    )
+
+
+def cores() -> int:
+    """Of the processor, that this process may use."""
+    own = getattr(os, "sched_getaffinity", None)
+    return len(own(0)) if own is not None else os.cpu_count() or 1
+
+
+def chosen_device(processes: int, options: CheckOptions) -> Device:
+    """Raises MachineError where there are too few."""
+    if options.emulate or options.device == "cpu":
+        return "cpu"
+    gpus = _gpus()
+    if gpus >= processes:
+        return "cuda"
+    here = f"{counted(gpus, 'CUDA device')} and {counted(cores(), 'core')}"
+    if options.device == "cuda" or processes > cores():
+        raise MachineError(
+            f"check: the plan takes {counted(processes, 'device')}, here are {here}",
+            "With --emulate its stages wait instead of computing; --device cpu shares the cores.",
+        )
+    return "cpu"
+
+
+def _gpus() -> int:
+    """Of this node; torch is imported only where there may be some."""
+    if not any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _notes(profile: Profile, options: CheckOptions) -> list[str]:
+    notes = []
+    if options.emulate:
+        notes.append("emulated: each stage waits as long as the plan says it computes")
+    elif profile.amp or profile.compiled or profile.tf32:
+        modes = [
+            profile.amp and f"amp {profile.amp}",
+            profile.compiled and "compile",
+            profile.tf32 and "tf32",
+        ]
+        notes.append(
+            f"the profile was measured with {', '.join(filter(None, modes))}, the check runs without"
+        )
+    return notes
+
+
+def _checked(found: Measured, cases: list[Prepared], job: Job, name: str, notes: list[str]) -> Check:
+    return Check(
+        plan=name,
+        model=cases[0].plan.model,
+        backend=found.backend,
+        device_name=found.device_name,
+        processes=job.processes,
+        emulated=job.model is None,
+        cases=[own.checked(result) for own, result in zip(cases, found.cases, strict=True)],
+        links=found.links,
+        corrections=found.corrections,
+        calibration=found.calibration,
+        notes=notes,
+    )
+
+
+def run_here(job: Job, told: Telling | None = None) -> Measured | None:
+    """In processes of this machine; or, where a launcher of the user's started this process, as one of them.
+
+    None in one that is not the first.
+    """
+    from ..profiler.launched import is_launched, launched
+
+    if not is_launched(os.environ):
+        return run_in_processes(job, told)
+    process = launched(os.environ, "check", at_least=1)
+    if process.world_size != job.processes:
+        raise UsageError(
+            f"check: world size {process.world_size} for a plan of {counted(job.processes, 'device')}",
+            f"Start {job.processes} in all: torchrun --no-python --nproc-per-node {job.processes} pplan check",
+        )
+    from ..runtimes.checking.joined import run_as_one
+
+    return run_as_one(job, process)

@@ -1,0 +1,72 @@
+"""The table of a frontier: what each step costs in memory."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from rich.console import Console
+
+from ..cost_models.quantities import counted, format_bytes, format_seconds
+from ..planner.objectives.frontier_file import Frontier, Point
+from ..planner.plan_file import Plan
+from .figures import three_digits
+from .table_style import figure, line, table, text, titled, word
+
+SHOWN = 8
+"""Stages of which a row tells the layers."""
+
+
+def print_frontier(frontier: Frontier, console: Console) -> None:
+    """Prints the points, the fastest first."""
+    columns = [
+        figure("step"),
+        figure("samples/s", leaves=3),
+        figure("memory"),
+        word("", leaves=2),
+        text("stages", folds_at=20),
+        text("how", leaves=1, folds_at=24),
+    ]
+    rows = [_row(point) for point in frontier.points]
+    titled(console, "Step time against the most that a GPU holds", table(console, columns, rows))
+    console.print()
+    line(console, _proof(frontier))
+
+
+def _row(point: Point) -> list[str]:
+    plan = point.plan
+    return [
+        format_seconds(point.step_seconds),
+        three_digits(plan.prediction.samples_per_second),
+        format_bytes(point.memory_bytes),
+        "exact" if point.exact else "best found",
+        shape(plan.balance, plan.replicas),
+        how(plan),
+    ]
+
+
+def shape(balance: list[int], replicas: list[int]) -> str:
+    """`12x4, 34`: the layers of every stage, and its replicas where there are some."""
+    own = [
+        f"{layers}x{count}" if count > 1 else str(layers)
+        for layers, count in zip(balance, replicas, strict=False)
+    ]
+    more = f" and {len(own) - SHOWN} more" if len(own) > SHOWN else ""
+    return ", ".join(islice(own, SHOWN)) + more
+
+
+def how(plan: Plan) -> str:
+    """Micro-batches, schedule and recomputation."""
+    recompute = plan.recompute.replace("_", "-")
+    return f"{plan.micro_batches} of {plan.micro_batch_size}, {plan.schedule}, recompute {recompute}"
+
+
+def _proof(frontier: Frontier) -> str:
+    count = counted(len(frontier.points), "plan")
+    apart = "a byte" if not frontier.memory_step else f"{100 * frontier.memory_step:g} %"
+    sure = "each is the fastest there is for its memory" if _exact(frontier) else "not all are proven"
+    end = "nothing smaller fits" if frontier.complete else "smaller ones may exist: raise --points"
+    return f"{count}, at least {apart} of memory apart; {sure}; {end}."
+
+
+def _exact(frontier: Frontier) -> bool:
+    return all(point.exact for point in frontier.points)

@@ -1,0 +1,182 @@
+"""The plan with the best 90th percentile of the step over the draws of the layers' seconds.
+
+Compared are plans whose own step is near the fastest one's: the best of each setting and number of stages,
+those of the named planners, and what comes of the best of these by moving a cut by one place, or a device to
+the stage beside, again and again. All are scored on the same draws. It is no search of all plans: nothing is
+proven of the percentile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...cost_models.errors import UsageError
+from ..candidate import Candidate, Proposal, replicated
+from ..find import WORK_A_SECOND, Answer
+from ..infeasible import no_plan_fits
+from ..plan_file import TIE
+from ..problem import Problem
+from ..scoring import fastest
+from ..search.branch_and_bound import search
+from ..search.large import is_large
+from ..search.subproblem import Family
+from ..setting import Setting
+from .draws import Draws, draws_of
+from .interval import percentiles
+from .resampled import Resampled, known
+
+NEAR = 0.2
+"""Share by which the step of a plan that is compared may be longer than the fastest one's."""
+MOST_BESTS = 64
+"""Of the plans that are the best of their setting and number of stages: the fastest."""
+CLIMBED = 4
+"""Plans that are varied at a time: the best so far."""
+ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class Robust:
+    """The plan that was chosen, its 90th percentile and that of the fastest plan, and how many plans were
+    compared. `is_fastest`: whether it is that plan."""
+
+    plan: Candidate
+    high_seconds: float
+    fastest_high_seconds: float
+    compared: int
+    is_fastest: bool
+
+
+def check_known(problem: Problem) -> None:
+    """Raises UsageError where the profile does not tell how the layers' seconds vary."""
+    if not known(problem.space):
+        raise UsageError(
+            "--robust: the profile does not tell how the layers' seconds vary (an estimate or an import)",
+            "Measure it on the machine itself (pplan profile MODEL), or leave --robust away.",
+        )
+
+
+def most_robust(problem: Problem, answer: Answer, draws: Draws | None = None) -> Robust:
+    """The choice among plans near the fastest, which the answer holds.
+
+    That one itself, unless another is better by more than `TIE`. Raises UsageError as `check_known`.
+    """
+    check_known(problem)
+    best = answer.best
+    if best is None:
+        raise no_plan_fits(problem)
+    contest = _Contest(problem, best, draws or draws_of(len(problem.chain)))
+    contest.enter([best])
+    contest.enter(plan for plan in answer.by_planner.values() if isinstance(plan, Candidate))
+    contest.enter(_bests(problem, best))
+    contest.climb()
+    return contest.decided()
+
+
+@dataclass
+class _Contest:
+    """The plans that were compared, with the 90th percentile of each."""
+
+    problem: Problem
+    fastest: Candidate
+    draws: Draws
+    scores: dict[Proposal, tuple[Candidate, float]] = field(default_factory=dict)
+    _looked_at: set[Proposal] = field(default_factory=set)
+    _varied: set[Proposal] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._resampled = Resampled(self.problem.space, self.draws)
+
+    def enter(self, plans: Iterable[Candidate]) -> None:
+        """Scores those that are new and near the fastest."""
+        for plan in plans:
+            near = plan.step_seconds <= self._longest and self.problem.allows(plan.proposal)
+            if near and plan.proposal not in self.scores:
+                steps = self._resampled.step_seconds(plan)
+                self.scores[plan.proposal] = plan, percentiles(steps).high_seconds
+
+    @property
+    def _longest(self) -> float:
+        return self.fastest.step_seconds * (1 + NEAR)
+
+    def climb(self) -> None:
+        """Varies the best plans until nothing better comes of it."""
+        for _ in range(ROUNDS):
+            leading = [plan for plan, _ in self._ranked()[:CLIMBED] if plan.proposal not in self._varied]
+            if not leading:
+                return
+            for plan in leading:
+                self._varied.add(plan.proposal)
+                self.enter(self._variations(plan.proposal))
+
+    def _variations(self, proposal: Proposal) -> Iterator[Candidate]:
+        for other in variations(self.problem, proposal):
+            if other not in self._looked_at:
+                self._looked_at.add(other)
+                scored = fastest(self.problem.space, [other], self._longest)
+                if scored is not None:
+                    yield scored
+
+    def _ranked(self) -> list[tuple[Candidate, float]]:
+        """The best first, among equals the fastest, then the one that was entered first."""
+        return sorted(self.scores.values(), key=lambda row: (row[1], row[0].step_seconds))
+
+    def decided(self) -> Robust:
+        """The best plan."""
+        own = self.scores[self.fastest.proposal]
+        ranked = self._ranked()[0]
+        plan, high = ranked if ranked[1] < own[1] * (1 - TIE) else own
+        return Robust(plan, high, own[1], len(self.scores), plan == own[0])
+
+
+def variations(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
+    """The plan with a cut one place further, or with a device of one stage on the stage beside it."""
+    for other in (*_moved_cuts(problem, proposal), *_moved_devices(proposal)):
+        if problem.allows(other):
+            yield other
+
+
+def _moved_cuts(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
+    places = [0, *(int(i) + 1 for i in problem.space.chain.cut_after[:-1].nonzero()[0]), len(problem.chain)]
+    at = [places.index(end) for end in proposal.ends]
+    for cut in range(len(at) - 1):
+        before, after = (at[cut - 1] if cut else 0), at[cut + 1]
+        for moved in (at[cut] - 1, at[cut] + 1):
+            if before < moved < after:
+                ends = (*proposal.ends[:cut], places[moved], *proposal.ends[cut + 1 :])
+                yield replace(proposal, ends=ends)
+
+
+def _moved_devices(proposal: Proposal) -> Iterator[Proposal]:
+    """Of devices that stand in their order."""
+    own = proposal.replicas
+    if proposal != replicated(proposal.setting, proposal.ends, own):
+        return
+    for stage in range(len(own) - 1):
+        for step in (-1, 1):
+            counts = list(own)
+            counts[stage], counts[stage + 1] = own[stage] + step, own[stage + 1] - step
+            if min(counts) > 0:
+                yield replicated(proposal.setting, proposal.ends, counts)
+
+
+def _bests(problem: Problem, best: Candidate) -> list[Candidate]:
+    """The fastest of each setting and number of stages, of those that are near the fastest of all; of
+    problems that are too large to be searched again for each, none."""
+    if is_large(problem.space, problem.families):
+        return []
+    alike: dict[Setting, list[Family]] = {}
+    for family in problem.families:
+        alike.setdefault(family.setting, []).append(family)
+    work = problem.wishes.time_limit * WORK_A_SECOND / max(1, len(alike) * len(problem.stage_counts))
+    limit = best.step_seconds * (1 + NEAR)
+    found = [
+        search(problem.space, families, [stages], work=work, limit=limit).best
+        for families in alike.values()
+        for stages in problem.stage_counts
+    ]
+    return _nearest([plan for plan in found if plan is not None])
+
+
+def _nearest(plans: Sequence[Candidate]) -> list[Candidate]:
+    return sorted(plans, key=lambda plan: plan.step_seconds)[:MOST_BESTS]

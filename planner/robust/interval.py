@@ -1,0 +1,61 @@
+"""Between which seconds the step of a plan lies in 8 of 10 cases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...cost_models.timeline import runs_side_by_side
+from ..assembly import Assembly
+from ..candidate import Candidate
+from ..objectives.asynchronous import running
+from ..scoring import assembly_of
+from ..search.space import Space
+from ..stage_table import Floats
+from ..wishes import ASYNCHRONOUS
+from .draws import Draws, draws_of
+from .resampled import Resampled, known
+from .steady import steady_steps
+
+LOW, HIGH = 10, 90
+"""Percentiles of the step."""
+ONE_BY_ONE = 200_000
+FEWEST = 40
+"""Actions that are simulated where draws cannot be taken side by side, and draws at the least."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The percentiles `LOW` and `HIGH` of the step over the draws. Both may lie above the step of the
+    medians: a pipeline is as slow as its slowest stage, and each time another one may be that."""
+
+    low_seconds: float
+    high_seconds: float
+
+
+def interval_of(space: Space, plan: Candidate, draws: Draws | None = None) -> Interval | None:
+    """Of the plan's step; None where the profile does not tell the spread of its layers."""
+    if not known(space):
+        return None
+    draws = draws or draws_of(len(space.chain))
+    if plan.setting.schedule in ASYNCHRONOUS:
+        made = running(space, plan.proposal, plan.recompute)
+        return percentiles(steady_steps(Resampled(space, draws).costs(made), plan.setting.micro_batches))
+    made = assembly_of(space, plan.proposal, plan.recompute)
+    own = draws.part(0, _affordable(made, len(draws)))
+    return percentiles(Resampled(space, own).steps(made))
+
+
+def _affordable(made: Assembly, draws: int) -> int:
+    """How many of the draws are simulated."""
+    if runs_side_by_side(made.program, made.costs()):
+        return draws
+    actions = sum(len(own) for own in made.program.actions)
+    return min(draws, max(FEWEST, ONE_BY_ONE // actions))
+
+
+def percentiles(steps: Floats) -> Interval:
+    """Of the steps of all draws, (samples,)."""
+    low, high = np.percentile(steps, (LOW, HIGH))
+    return Interval(float(low), float(high))

@@ -1,0 +1,250 @@
+"""The plans of one setting on one order of the devices: their bounds, and their extension stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..candidate import Candidate, Proposal
+from ..plan_file import TIE
+from ..setting import Setting
+from ..stage_table import Floats
+from .gpipe import GPipeBound
+from .one_f_one_b import RoundTripBound
+from .options import Group, Indices, Options, options_of
+from .partial import Expansion, Known, Partial, extended, joined, nothing
+from .pipelines import Pipelines
+from .placements import Placement
+from .runs import Runs
+from .space import Space, share_of
+from .work import Work
+
+BEAM = 32
+CHUNK = 1_024
+"""Unfinished plans that are extended side by side."""
+BATCH = 64
+"""Whole plans that are simulated side by side."""
+
+Bound = RoundTripBound | GPipeBound
+BOUNDS: dict[str, type[RoundTripBound] | type[GPipeBound]] = {"1f1b": RoundTripBound, "gpipe": GPipeBound}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The pipelines of a setting on an order of the devices, whose stages have these numbers of replicas;
+    `on_all`: only those that leave no device free."""
+
+    setting: Setting
+    placement: Placement
+    replicas: tuple[int, ...]
+    on_all: bool = False
+    unit: int = 1
+    """Stages begin at multiples of so many positions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Plans of so many stages, of which `remaining` are missing, and their bounds, the lowest first."""
+
+    plans: Partial
+    bounds: Floats
+    stages: int
+    remaining: int
+    batch: int = 1
+    """Of whole plans: how many are simulated next. The first is often the best, and excludes the others."""
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+
+class Subproblem:
+    """The plans of one family, by number of stages."""
+
+    def __init__(self, space: Space, family: Family, counts: Sequence[int], runs: Runs, work: Work) -> None:
+        self.space, self.family, self.counts, self.runs, self.work = space, family, counts, runs, work
+        self.quick_bound = quick_bound(space, family)
+        self.roots: dict[int, float] = {}
+        """By number of stages, the bound before searching, once it was needed."""
+        self._made: tuple[Options, Bound] | None = None
+
+    @property
+    def root(self) -> float:
+        """The bound before searching: the quick one where no better was needed."""
+        return max(self.quick_bound, min(self.roots.values(), default=-np.inf))
+
+    def opened(self, limit: float) -> bool:
+        """Whether there may be plans below `limit`. Makes the options and the bounds of all stage counts when
+        they are first needed, and forgets the options where they are needed no more."""
+        if self.quick_bound >= limit:
+            return False
+        if not self.roots:
+            options, bound = self._bound(limit)
+            for stages in self.counts:
+                possible = options.groups and stages <= options.most_stages
+                # Plans that are slower than this are left out of the options.
+                self.roots[stages] = min(bound.root(stages) if possible else np.inf, _within(limit))
+        is_open = any(root < limit for root in self.roots.values())
+        if not is_open:
+            self._made = None
+        return is_open
+
+    def _bound(self, limit: float) -> tuple[Options, Bound]:
+        """The options and the bound for plans below `limit`."""
+        if self._made is None:
+            options = options_of(self.space, self.family.setting, self.runs, _within(limit))
+            self._made = options, BOUNDS[self.family.setting.schedule](options, _within(limit))
+        return self._made
+
+    def seed(self, limit: float) -> Candidate | None:
+        """A good plan that is faster than `limit`, where there may be one: the best of a narrow beam."""
+        best: Candidate | None = None
+        if self.opened(limit):
+            for stages in sorted(self.counts, key=lambda count: self.roots[count]):
+                if self.roots[stages] >= limit:
+                    break
+                found = self.beam(stages, limit)
+                if found is not None:
+                    best, limit = found, found.step_seconds
+        return best
+
+    def beam(self, stages: int, limit: float) -> Candidate | None:
+        """The best plan of so many stages that is faster than `limit`, of those that a narrow beam keeps."""
+        chunk: Chunk | None = self.start(stages, limit)
+        while chunk is not None and chunk.remaining:
+            chunk = next(iter(self.extended(chunk, limit, BEAM)), None)
+        return None if chunk is None else self.scored(chunk, limit)[0]
+
+    def start(self, stages: int, limit: float) -> Chunk:
+        """All plans of so many stages, none of which is chosen yet."""
+        _, bound = self._bound(limit)
+        return Chunk(nothing(bound.start()), np.array([self.roots[stages]]), stages, stages)
+
+    def extended(self, chunk: Chunk, limit: float, width: int = CHUNK) -> list[Chunk]:
+        """The plans with every further stage whose bound stays below `limit`, the lowest bounds first; whole
+        plans with the bound of whole plans."""
+        options, bound = self._bound(limit)
+        remaining, parts, bounds = chunk.remaining, [], []
+        for stage in expansions(options, chunk.plans, remaining):
+            known: Known = {name: values[stage.parent] for name, values in chunk.plans.known.items()}
+            own, now = bound.extend(known, stage)
+            self.work.extend(len(own))
+            if remaining == 1:
+                done = (stage.end == options.last_place) & (stage.end_position >= options.least_used)
+                own = np.where(done, own, np.inf)
+            kept = np.flatnonzero(own < limit)
+            if len(kept):
+                parts.append(extended(chunk.plans, stage, now, kept))
+                bounds.append(own[kept])
+        if not parts:
+            return []
+        plans, lowest = joined(parts), np.concatenate(bounds)
+        if remaining == 1:
+            lowest = np.maximum(lowest, bound.finished(self._pipelines(options, plans)))
+        return list(_chunks(plans, lowest, chunk.stages, remaining - 1, limit, width))
+
+    def scored(self, chunk: Chunk, limit: float) -> tuple[Candidate | None, Chunk | None]:
+        """The fastest of the first whole plans of a chunk, where it is faster than `limit`, and the rest."""
+        options, _ = self._bound(limit)
+        order = np.arange(len(chunk))
+        now, later = order[: chunk.batch], order[chunk.batch :]
+        pipelines = self._pipelines(options, joined([chunk.plans], now))
+        steps = pipelines.step_seconds()
+        self.work.simulate(len(steps), 2 * pipelines.stages * self.family.setting.micro_batches)
+        first = int(steps.argmin())
+        best = self._candidate(options, chunk.plans, first, steps[first]) if steps[first] < limit else None
+        if not len(later):
+            return best, None
+        batch = min(8 * chunk.batch, BATCH)
+        plans = joined([chunk.plans], later)
+        return best, Chunk(plans, chunk.bounds[later], chunk.stages, 0, batch)
+
+    def _pipelines(self, options: Options, plans: Partial) -> Pipelines:
+        runtime, columns = self.space.runtime, dict(plans.columns)
+        for name in ("occupancy", "latency"):
+            columns[name] = columns[name][:, 1:]
+        if self.space.one_process:
+            table = options.groups[0].team.table
+            starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
+            columns["forward_launch"] = table.forward_launch[starts, plans.ends]
+            columns["backward_launch"] = table.backward_launch[starts, plans.ends]
+        transfers = "overlapped" if runtime is None else runtime.transfers
+        return Pipelines(self.family.setting, **columns, transfers=transfers)
+
+    def _candidate(self, options: Options, plans: Partial, row: int, step: float) -> Candidate:
+        places, ranks = options.groups[0].team.table.places, self.family.placement.ranks
+        devices, modes = [], []
+        for begin, group, again in zip(plans.begins[row], plans.groups[row], plans.again[row], strict=True):
+            devices.append(ranks[begin : begin + options.groups[group].replicas])
+            mode = self.family.setting.recompute
+            modes.append(("always" if again else "never") if mode == "by_stage" else mode)
+        ends = tuple(places[end] for end in plans.ends[row])
+        return Candidate(Proposal(self.family.setting, ends, tuple(devices)), tuple(modes), float(step))
+
+
+def _chunks(
+    plans: Partial, bounds: Floats, stages: int, remaining: int, limit: float, width: int
+) -> Iterator[Chunk]:
+    """Those below `limit`, so many at a time, the lowest bounds first."""
+    order = np.argsort(bounds, kind="stable")
+    order = order[: int(np.searchsorted(bounds[order], limit))]
+    for start in range(0, len(order), width):
+        chosen = order[start : start + width]
+        yield Chunk(joined([plans], chosen), bounds[chosen], stages, remaining)
+
+
+def _within(limit: float) -> float:
+    """A little more, so that no plan as fast as the best is lost to rounding."""
+    return limit * (1 + 2 * TIE)
+
+
+def expansions(options: Options, plans: Partial, remaining: int) -> Iterator[Expansion]:
+    """Every further stage of the plans, which leaves a device and a block for each that is to follow."""
+    starts = options.runs.starts
+    pairs = [(row, begin) for row, end in enumerate(plans.position.tolist()) for begin in starts[end]]
+    rows, begins = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    first = plans.ends.shape[1] == 0
+    for index, group in enumerate(options.groups):
+        use = group.at[begins] & (begins + group.replicas + remaining - 1 <= options.devices)
+        parent, position = rows[use], begins[use]
+        low, high = group.segments[plans.place[parent]], group.segments[plans.place[parent] + 1]
+        counts = high - low
+        if not counts.sum():
+            continue
+        which = np.repeat(np.arange(len(parent)), counts)
+        pair = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts) + low[which]
+        inner = group.end[pair] + remaining - 1 <= options.last_place
+        inner &= options.space.may_be(plans.ends.shape[1], group.start[pair], group.end[pair])
+        which, pair = which[inner], pair[inner]
+        parent, position = parent[which], position[which]
+        latency, occupancy = (
+            (np.zeros(len(pair)),) * 2 if first else _cut(options, plans, group, parent, position)
+        )
+        yield Expansion(options, group, index, remaining, parent, position, pair, occupancy, latency)
+
+
+def _cut(
+    options: Options, plans: Partial, group: Group, parent: Indices, position: Indices
+) -> tuple[Floats, Floats]:
+    """Latency of the transfer from the stage before, and the seconds for which it takes its links: the larger
+    part of both sides."""
+    latency, slowness = options.runs.ways(group.replicas)
+    counts = np.array([options.runs.counts.index(own.replicas) for own in options.groups])
+    tables = np.array([own.team.table.crossing for own in options.groups])
+    before, place = plans.groups[parent, -1], plans.place[parent]
+    sent = np.maximum(tables[before, place], group.team.table.crossing[place])
+    at = counts[before], plans.position[parent] // options.runs.unit, position // options.runs.unit
+    return latency[at], sent * slowness[at]
+
+
+def quick_bound(space: Space, family: Family) -> float:
+    """A bound that needs no tables of stages: the work, as cheap as any number of replicas makes each layer,
+    shared evenly over all devices."""
+    setting, devices = family.setting, len(family.placement.ranks)
+    size, again = setting.micro_batch_size, setting.recompute == "always"
+    counts = [n for n in family.replicas if n <= min(devices, size) and space.fits_someone(size, n)]
+    if not counts:
+        return np.inf
+    work = np.minimum.reduce([n * space.least_work(share_of(size, n), again=again) for n in counts])
+    return float(setting.micro_batches * work.sum() / devices)

@@ -1,0 +1,101 @@
+"""A stage measured alone: its forward and backward without the others, as its process will run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from ...profiler.clocks import Clock
+from ..pipelining.crossing import sent
+from .job import StageSeconds
+from .stamps import clock_for
+
+REPEATS, WARM_UPS = 5, 2
+
+
+def stage_inputs(layers: nn.Sequential, first: int, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What the stage that begins with layer `first` is sent for a micro-batch: the layers before are run, on
+    the CPU and without gradients."""
+    if not first:
+        return given
+    with torch.no_grad():
+        made: Any = given[0] if len(given) == 1 else given
+        for layer in layers[:first]:
+            made = layer(made)
+    tensors = (made,) if isinstance(made, Tensor) else tuple(made)
+    return tuple(sent(tensor).detach().clone() for tensor in tensors)
+
+
+def measured_alone(
+    module: nn.Module,
+    given: Sequence[Tensor],
+    device: torch.device,
+    *,
+    loss: Callable[..., Tensor] | None,
+    is_first: bool,
+    splits: bool,
+    repeats: int = REPEATS,
+) -> StageSeconds:
+    """Medians over `repeats` micro-batches, after some that do not count.
+
+    `loss`: the last stage's. `splits`: the gradient of the input and those of the weights apart, as PyTorch
+    computes them; on the first stage it computes both with the weights'.
+    """
+    clock = clock_for(device)
+    taken = []
+    for _ in range(WARM_UPS + repeats):
+        own = tuple(_leaf(tensor.to(device), wants=not is_first) for tensor in given)
+        taken.append(_pass(module, own, clock, loss=loss, is_first=is_first, splits=splits))
+    for parameter in module.parameters():
+        parameter.grad = None
+    kept = taken[WARM_UPS:]
+    forward, input, weight = (median(each) for each in zip(*kept, strict=True))
+    whole = median(first + second for _, first, second in kept)
+    return StageSeconds(
+        forward=forward, backward=whole, input=input if splits else 0.0, weight=weight if splits else 0.0
+    )
+
+
+def _pass(
+    module: nn.Module,
+    given: tuple[Tensor, ...],
+    clock: Clock,
+    *,
+    loss: Callable[..., Tensor] | None,
+    is_first: bool,
+    splits: bool,
+) -> tuple[float, float, float]:
+    """Seconds of the forward, of the backward or its first part, and of the second."""
+    stamps = [clock.stamp()]
+    made = module(*given)
+    outputs = [made] if isinstance(made, Tensor) else list(made)
+    if loss is not None:
+        outputs = [loss(made, None)]
+    stamps.append(clock.stamp())
+    trained = [tensor for tensor in outputs if tensor.requires_grad]
+    gradients = None if loss is not None else [torch.ones_like(tensor) for tensor in trained]
+    if not trained:
+        stamps += [stamps[-1]] * 2
+    elif splits and not is_first:
+        own: Any = stage_backward_input
+        _, groups = own(trained, gradients, list(given), module.parameters())
+        stamps.append(clock.stamp())
+        stage_backward_weight(module.parameters(), groups)
+        stamps.append(clock.stamp())
+    else:
+        # PyTorch's schedules compute the first stage's gradients with those of its weights.
+        stamps += [clock.stamp()] if splits else []
+        torch.autograd.backward(trained, gradients)
+        stamps += [clock.stamp()] * (1 if splits else 2)
+    clock.settle()
+    first, second, third = (clock.seconds(one, other) for one, other in zip(stamps, stamps[1:], strict=False))
+    return first, second, third
+
+
+def _leaf(tensor: Tensor, *, wants: bool) -> Tensor:
+    return tensor.detach().requires_grad_(wants and tensor.is_floating_point())

@@ -1,0 +1,87 @@
+"""What the processes of a check write down of themselves, so that their parent can tell which one failed."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ...cost_models.errors import PplanError
+from ...profiler.out_of_memory import is_out_of_memory
+from ...profiler.user_code import at_user_line, first_line
+from .job import Predicted
+
+LAUNCHER = "launcher.pid"
+LOST = ("Connection closed", "Connection reset", "Broken pipe", "connect", "Timed out", "timed out", "NCCL")
+"""Words of what torch.distributed raises for a process that is gone or silent."""
+
+
+class Journal:
+    """Files of one rank in the folder of a check: what it does, why it failed, where it stands."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self._predictions = 0
+
+    def listen(self) -> None:
+        """From now on the parent may ask where this process stands, and it does not outlive the launcher."""
+        if self.folder is None:
+            return
+        self.write(f"{self.rank}.pid", os.getpid())
+        if hasattr(signal, "SIGUSR1"):
+            file = (self.folder / f"{self.rank}.stack").open("w")
+            faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+        end_with(json.loads((self.folder / LAUNCHER).read_text()))
+
+    def begin(self, doing: str) -> None:
+        """Says what is being done."""
+        self.write(f"{self.rank}.doing", doing)
+
+    def predicted(self, name: str, predicted: Predicted) -> None:
+        """Written down before the case runs."""
+        content = {"name": name, "predicted": predicted.model_dump(mode="json")}
+        self.write(f"{self._predictions}.predicted", content)
+        self._predictions += 1
+
+    def failed(self, error: BaseException) -> None:
+        """Why this process ends."""
+        self.write(f"{self.rank}.failed", failure_of(error) | {"time": time.time()})
+
+    def write(self, name: str, content: Any) -> None:
+        """Whole, or not at all."""
+        if self.folder is None:
+            return
+        made = self.folder / f".{name}.{self.rank}"
+        made.write_text(json.dumps(content))
+        made.replace(self.folder / name)
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """In words. `lost`: it speaks of another process."""
+    if isinstance(error, PplanError):
+        return {"what": error.what, "hint": error.hint, "lost": False}
+    if is_out_of_memory(error):
+        return {
+            "what": f"does not fit in memory: {first_line(error)}",
+            "hint": "Plan with less memory a device: pplan solve --memory, or --recompute always.",
+            "lost": False,
+        }
+    said = first_line(error)
+    is_lost = isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
+    return {"what": f"{said}{at_user_line(error)}", "hint": "", "lost": is_lost}
+
+
+def end_with(parent: int) -> None:
+    """From now on this process ends when its `parent` is gone, whatever it is doing."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,178 @@
+"""What the processes of a check are told, and what they find. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from ...cost_models.document import Record
+from ..torch_pipelining import TorchExport
+
+Device = Literal["cpu", "cuda"]
+
+
+class ModelSpec(Record):
+    """A model by its name, made again as `pplan profile` made it."""
+
+    name: str
+    settings: dict[str, Any] = {}
+    input_shape: list[int] | None = None
+    classes: int | None = None
+    seed: int = 0
+    dtype: str = "float32"
+    granularity: str = "block"
+    loss: str = "none"
+    channels_last: bool = False
+
+
+class StageSeconds(Record):
+    """Seconds of one micro-batch on one replica of a stage.
+
+    `backward` is the whole one; `input` and `weight` are its two parts where the schedule runs them apart.
+    """
+
+    forward: float
+    backward: float
+    input: float = 0.0
+    weight: float = 0.0
+
+
+class Waits(Record):
+    """Stages that wait instead of computing: how long, by stage, and the bytes that they hand on, by cut, of
+    a micro-batch on one replica."""
+
+    stages: list[StageSeconds]
+    crossing_bytes: list[int]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.crossing_bytes) != len(self.stages) - 1:
+            raise ValueError(f"{len(self.crossing_bytes)} cuts between {len(self.stages)} stages")
+        return self
+
+
+class Link(Record):
+    """Seconds of a transfer: `latency` occupies nothing, `occupancy` is bytes over bandwidth."""
+
+    latency: float
+    occupancy: float
+
+
+class Corrections(Record):
+    """What a calibration adds to a prediction: measured seconds are those alone times `slowdown`, and every
+    action takes `overhead` besides: `looped_overhead` where a device holds several stages or its schedule
+    splits the backward, which PyTorch runs by another loop. A transfer takes `latency` and its bytes over
+    `bandwidth` (None: as without)."""
+
+    overhead: float = 0.0
+    looped_overhead: float = 0.0
+    slowdown: float = 1.0
+    latency: float | None = None
+    bandwidth: float | None = None
+
+
+class Case(Record):
+    """One pipeline to be run. `links` by cut, `all_reduce` by device and chunk: seconds, as for the plan's
+    machine."""
+
+    name: str
+    document: TorchExport
+    links: list[Link]
+    crossing_bytes: list[int]
+    all_reduce: list[list[float]] | None = None
+    waits: Waits | None = None
+
+
+class Job(Record):
+    """A check: its cases one after another, in the same processes. `model`: None where all stages wait."""
+
+    model: ModelSpec | None
+    cases: list[Case]
+    device: Device = "cpu"
+    steps: int = 5
+    warm_ups: int = 2
+    compared_steps: int = 2
+    """Of which the losses are compared with the plain model's; 0: of none."""
+    timeout_seconds: float = 120.0
+    corrections: Corrections | None = None
+    calibration: list[Case] = []
+    """Run before the cases, on as many processes: the corrections are fitted to them, where none are given."""
+    link_sizes: list[int] = []
+    """Bytes of the transfers that are measured between neighbours; none where it is empty."""
+
+    @property
+    def processes(self) -> int:
+        """How many it takes; the same for every case."""
+        return len(self.cases[0].document.devices)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        counts = {len(case.document.devices) for case in (*self.cases, *self.calibration)}
+        if len(counts) != 1:
+            raise ValueError(f"the cases take {sorted(counts)} processes, they must take the same")
+        return self
+
+
+class Predicted(Record):
+    """What is written down before a case runs: from stages measured alone, in the same processes.
+
+    `calibrated_step_seconds`: with the corrections; None without.
+    """
+
+    stages: list[StageSeconds]
+    step_seconds: float
+    calibrated_step_seconds: float | None = None
+
+
+class Ran(Record):
+    """What a case took: medians over the steps, by stage; `step_seconds` of every step."""
+
+    stages: list[StageSeconds]
+    step_seconds: list[float]
+    peak_bytes: list[int | None] = []
+    """By device of the pipeline: the most allocated on a replica's GPU; None on the CPU."""
+
+
+class Losses(Record):
+    """Of the first steps; the plain model's are None where they cannot be compared, with the reason."""
+
+    pipeline: list[float]
+    plain: list[float] | None = None
+    reason: str = ""
+
+    @property
+    def difference(self) -> float | None:
+        """The largest, relative to the plain model's."""
+        if self.plain is None:
+            return None
+        pairs = zip(self.pipeline, self.plain, strict=True)
+        return max((abs(one - other) / max(abs(other), 1e-12) for one, other in pairs), default=0.0)
+
+
+class CaseResult(Record):
+    """A case that was run."""
+
+    name: str
+    predicted: Predicted
+    ran: Ran
+    losses: Losses | None = None
+
+
+class LinkSeconds(Record):
+    """Of transfers between neighbouring processes: medians over all pairs, by size."""
+
+    sizes: list[int]
+    seconds: list[float]
+
+
+class Measured(Record):
+    """All that a check found."""
+
+    backend: str
+    device_name: str
+    cases: list[CaseResult]
+    links: LinkSeconds | None = None
+    corrections: Corrections | None = None
+    """Those that the predictions were made with: given, or fitted."""
+    calibration: list[CaseResult] = []

@@ -1,0 +1,37 @@
+"""This process as one of a check, where a torchrun of the user's started all of them."""
+
+from __future__ import annotations
+
+from ...cost_models.errors import MachineError, PplanError
+from ...profiler.launched import Launched
+from .failure import Journal, failure_of
+from .job import Job, Measured
+from .worker import run_job
+
+
+def run_as_one(job: Job, process: Launched) -> Measured | None:
+    """What was found, in the first process; None in the others.
+
+    Raises PplanError, of the process that fails on its own account; `Lost` in those that lose it.
+    """
+    try:
+        return run_job(job, process, Journal(None, process.rank))
+    except PplanError:
+        raise
+    except Exception as error:
+        failure = failure_of(error)
+        kind = Lost if failure["lost"] else MachineError
+        raise kind(
+            f"check: rank {process.rank}: {failure['what']}",
+            failure["hint"] or _hint(failure["what"], job),
+        ) from error
+
+
+class Lost(MachineError):
+    """Another process is gone, or does not answer."""
+
+
+def _hint(what: str, job: Job) -> str:
+    if "EADDRINUSE" in what or "in use" in what:
+        return "Another program has this port: name another with torchrun --master-port."
+    return f"See what the other processes printed; each waits {job.timeout_seconds:g} s (--timeout)."

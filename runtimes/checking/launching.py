@@ -1,0 +1,239 @@
+"""Runs a job in processes of this machine, and ends all of them as soon as one fails or hangs. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...cost_models.errors import MachineError, PplanError
+from .job import Job, Measured, Predicted
+
+POLL_SECONDS = 0.1
+STARTING_SECONDS = 60.0
+"""At least allowed for the processes to start: they import torch, on a busy machine all at once."""
+OWN_WORDS_SECONDS = 1.0
+"""How long to wait after a failure for the words of the process that failed first, or where it stands."""
+LAST_LINES = 3
+
+
+@dataclass(frozen=True)
+class Telling:
+    """Who is told, meanwhile: what is being done, when it changes; and every prediction, with the name of its
+    case, before that case runs."""
+
+    doing: Callable[[str], object] = lambda _: None
+    predicted: Callable[[str, Predicted], object] = lambda *_: None
+
+
+def run_in_processes(job: Job, told: Telling | None = None) -> Measured:
+    """Runs the job; no process of it is left behind.
+
+    Raises MachineError with the words of the process that failed, or of the one that hangs: nothing was begun
+    anew for `job.timeout_seconds`.
+    """
+    with tempfile.TemporaryDirectory(prefix="pplan-check-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(job.model_dump_json(by_alias=True))
+        with _launched(folder, job.processes) as launcher:
+            _watch(launcher, folder, job, told or Telling())
+        found = folder / "found.json"
+        if not found.is_file():
+            raise _error(folder, _lines(folder / "launcher.log"))
+        return Measured.model_validate_json(found.read_text())
+
+
+@contextmanager
+def _launched(folder: Path, processes: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The launcher with its processes; at the end none of them is left."""
+    command = [sys.executable, "-m", "pplan.runtimes.checking.launcher", str(folder), str(processes)]
+    with (folder / "launcher.log").open("wb") as log:
+        launcher = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=_environment(),
+        )
+    try:
+        yield launcher
+    finally:
+        _end(launcher, folder)
+
+
+def _environment() -> dict[str, str]:
+    """This one's: with the import path that found the user's modules, and one thread a process."""
+    path = [str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "OMP_NUM_THREADS": "1",
+        # The processes are all of this machine, whatever its name leads to.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
+
+
+def _loopback() -> str:
+    return "lo" if sys.platform.startswith("linux") else "lo0"
+
+
+def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, told: Telling) -> None:
+    """Until the launcher ends. Raises MachineError at a failure, or where nothing goes on any more."""
+    doing: dict[str, str] = {}
+    since, known = time.monotonic(), 0
+    while launcher.poll() is None:
+        time.sleep(POLL_SECONDS)
+        known = _tell_predictions(folder, told, known)
+        now = _doing(folder)
+        if now != doing:
+            if "0" in now and now["0"] != doing.get("0"):
+                told.doing(now["0"])
+            doing, since = now, time.monotonic()
+        if any(folder.glob("*.failed")):
+            # Whoever failed first may still be writing; those that lost it fail after it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(OWN_WORDS_SECONDS)
+            raise _error(folder, [])
+        allowed = job.timeout_seconds if doing else max(job.timeout_seconds, STARTING_SECONDS)
+        if time.monotonic() - since > allowed:
+            raise _hanging(folder, doing, job.timeout_seconds)
+    _tell_predictions(folder, told, known)
+    if launcher.returncode:
+        raise _error(folder, _lines(folder / "launcher.log"))
+
+
+def _tell_predictions(folder: Path, told: Telling, known: int) -> int:
+    """Those that are new; returns how many there are."""
+    while (path := folder / f"{known}.predicted").is_file():
+        content = json.loads(path.read_text())
+        told.predicted(content["name"], Predicted.model_validate(content["predicted"]))
+        known += 1
+    return known
+
+
+def _doing(folder: Path) -> dict[str, str]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.doing"))}
+
+
+def _error(folder: Path, otherwise: list[str]) -> PplanError:
+    """Of the process that failed on its own account, the first of them; else of what ended without a word."""
+    failures = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.failed")}
+    own = {rank: failure for rank, failure in failures.items() if not failure["lost"]}
+    ended = _ended(folder)
+    silent = {rank: code for rank, code in ended.items() if rank not in failures and code != -signal.SIGTERM}
+    if own or not silent:
+        chosen = own or failures
+        if chosen:
+            rank, first = min(chosen.items(), key=lambda item: float(item[1]["time"]))
+            hint = first["hint"] or _said(folder, rank) or "Run it by itself to see more."
+            return MachineError(f"check: rank {rank} {_while(folder, rank)}: {first['what']}", hint)
+        last = otherwise[-1] if otherwise else "without a word"
+        return MachineError(
+            f"check: the launcher of the processes ended: {last}", "See that torch works here."
+        )
+    rank, code = min(silent.items())
+    return MachineError(
+        f"check: rank {rank} died {_while(folder, rank)}: {_meaning(code)}",
+        _said(folder, rank) or "It printed nothing.",
+    )
+
+
+def _ended(folder: Path) -> dict[str, int]:
+    """Exit codes by rank, of those that failed."""
+    path = folder / "ended.json"
+    return json.loads(path.read_text())["exit_codes"] if path.is_file() else {}
+
+
+def _meaning(code: int) -> str:
+    if code == -9:
+        return "killed (signal 9), as the kernel does where memory runs out"
+    if code < 0:
+        return f"signal {-code} ({signal.Signals(-code).name})"
+    return f"exit status {code}"
+
+
+def _while(folder: Path, rank: str) -> str:
+    doing = _doing(folder).get(rank)
+    return f"while {doing}" if doing else "before it began"
+
+
+def _said(folder: Path, rank: str) -> str:
+    """The last lines that it printed."""
+    for path in sorted((folder / "logs").glob(f"**/{rank}/stderr.log")):
+        lines = _lines(path)
+        if lines:
+            return "It printed: " + " | ".join(lines[-LAST_LINES:])
+    return ""
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    return [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+
+
+def _hanging(folder: Path, doing: dict[str, str], seconds: float) -> PplanError:
+    """Names the process that computes while the others wait for it, and where it stands."""
+    stacks = _stacks(folder)
+    busy = {rank: where for rank, where in stacks.items() if where and not _waits(where)}
+    rank = min(busy or stacks or doing or {"0": ""}, key=int)
+    at = busy.get(rank) or stacks.get(rank) or []
+    return MachineError(
+        f"check: rank {rank} hangs {_while(folder, rank)}: nothing went on for {seconds:g} s",
+        f"It stands at {at[0]}." if at else "Wait longer with --timeout, where that is how long it takes.",
+    )
+
+
+def _stacks(folder: Path) -> dict[str, list[str]]:
+    """Where each process stands, the innermost frame first."""
+    pids = _pids(folder)
+    for pid in pids.values():
+        with contextlib.suppress(OSError, AttributeError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(OWN_WORDS_SECONDS)
+    found = {}
+    for rank in pids:
+        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', "\n".join(_lines(folder / f"{rank}.stack")))
+        found[rank] = [f"{file}:{line}, in {function}" for file, line, function in frames]
+    return found
+
+
+def _waits(frames: list[str]) -> bool:
+    """Whether it waits for another process."""
+    return any("/torch/distributed/" in frame and "pipelining" not in frame for frame in frames[:3]) or any(
+        re.search(r"in (wait|_wait_batch_p2p|barrier)$", frame) for frame in frames[:3]
+    )
+
+
+def _end(launcher: subprocess.Popen[bytes], folder: Path) -> None:
+    """Kills what still runs: each process has a session of its own."""
+    if launcher.poll() is not None:
+        return
+    for group in [*_children(launcher.pid), *_pids(folder).values(), launcher.pid]:
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+    launcher.wait()
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that have not begun to write down anything; where the system does not tell them, they end by
+    themselves as soon as they look for the launcher."""
+    with contextlib.suppress(OSError, ValueError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def _pids(folder: Path) -> dict[str, int]:
+    """By rank, of those that have begun."""
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("[0-9]*.pid")}

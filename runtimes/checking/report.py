@@ -1,0 +1,106 @@
+"""What a check found, as a file (`NAME.check.json`): predictions beside measurements. Needs no torch."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import ClassVar
+
+from ...cost_models.document import Document, MadeBy, Record
+from .job import CaseResult, Corrections, LinkSeconds, Losses, StageSeconds
+
+PLAN = "plan"
+"""The name of the case that is the plan; the others stand beside it."""
+SAME_LOSS = 1e-3
+"""Relative: floating-point numbers of 32 bits, added in another order."""
+
+
+class CheckedStage(Record):
+    """Seconds of a micro-batch: as the plan says, as measured alone before the steps (from which the step is
+    predicted), and in the steps."""
+
+    first_layer: int
+    last_layer: int
+    devices: list[int]
+    planned: StageSeconds
+    alone: StageSeconds
+    measured: StageSeconds
+
+
+class CheckedDevice(Record):
+    """Bytes of a device of the pipeline; measured only on a GPU."""
+
+    device: int
+    planned_bytes: int
+    measured_bytes: int | None = None
+
+
+class CheckedCase(Record):
+    """A pipeline that was run.
+
+    `planned_step_seconds`: the plan's own prediction, from its profile and for its machine.
+    `predicted_step_seconds`: from the stages as they were measured here, before the steps;
+    `calibrated_step_seconds` with corrections besides. `step_seconds`: of every step.
+    """
+
+    name: str
+    balance: list[int]
+    schedule: str
+    micro_batches: int
+    micro_batch_size: int
+    planned_step_seconds: float
+    predicted_step_seconds: float
+    calibrated_step_seconds: float | None = None
+    step_seconds: list[float]
+    stages: list[CheckedStage]
+    devices: list[CheckedDevice] = []
+    losses: Losses | None = None
+
+    @property
+    def measured_step_seconds(self) -> float:
+        """The median."""
+        return median(self.step_seconds)
+
+    @property
+    def expected_step_seconds(self) -> float:
+        """The best prediction there is: calibrated, else from the stages alone."""
+        calibrated = self.calibrated_step_seconds
+        return self.predicted_step_seconds if calibrated is None else calibrated
+
+    @property
+    def error(self) -> float:
+        """Of the best prediction: predicted over measured, less 1."""
+        return self.expected_step_seconds / self.measured_step_seconds - 1
+
+    @property
+    def same_losses(self) -> bool | None:
+        """Whether they are the plain model's; None where they were not compared."""
+        difference = None if self.losses is None else self.losses.difference
+        return None if difference is None else difference <= SAME_LOSS
+
+
+class Check(Document):
+    """A plan that was run, and the even split of as many stages beside it."""
+
+    kind: ClassVar[str] = "check"
+
+    plan: str
+    """Its file."""
+    plan_sha256: str = ""
+    model: str
+    runtime: str = "torch"
+    backend: str
+    device_name: str
+    processes: int
+    emulated: bool = False
+    """Whether its stages waited instead of computing."""
+    cases: list[CheckedCase]
+    links: LinkSeconds | None = None
+    corrections: Corrections | None = None
+    calibration: list[CaseResult] = []
+    notes: list[str] = []
+    made_by: MadeBy = MadeBy()
+
+    @property
+    def of_plan(self) -> CheckedCase:
+        """The plan itself."""
+        return next(case for case in self.cases if case.name == PLAN)

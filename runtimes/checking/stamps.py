@@ -1,0 +1,98 @@
+"""When each action of a process starts and ends, as PyTorch's schedule calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...profiler.clocks import Clock, CpuClock, CudaClock
+from ..pipelining.process import PipelineProcess
+from .job import StageSeconds
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Of the device that computes."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+class Stamps:
+    """The seconds of a process's actions, by stage and kind: forward, loss, backward, input, weight."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._pending: list[tuple[int, str, Any, Any]] = []
+        self._seconds: dict[tuple[int, str], list[float]] = {}
+
+    def timed(self, stage: int, kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run` with a stamp before and after."""
+
+        def run_timed(*args: Any, **kwargs: Any) -> Any:
+            start = self._clock.stamp()
+            made = run(*args, **kwargs)
+            self._pending.append((stage, kind, start, self._clock.stamp()))
+            return made
+
+        return run_timed
+
+    def watch(self, process: PipelineProcess) -> None:
+        """From now on, every action of the process."""
+        for stage in stages_of(process):
+            index = stage.stage_index
+            stage.forward_one_chunk = self.timed(index, "forward", stage.forward_one_chunk)
+            stage.backward_weight_one_chunk = self.timed(index, "weight", stage.backward_weight_one_chunk)
+            whole = self.timed(index, "backward", stage.backward_one_chunk)
+            first_part = self.timed(index, "input", stage.backward_one_chunk)
+            stage.backward_one_chunk = _told_apart(whole, first_part)
+
+    def settle(self) -> None:
+        """Reads the stamps of a step that is over."""
+        self._clock.settle()
+        for stage, kind, start, end in self._pending:
+            self._seconds.setdefault((stage, kind), []).append(self._clock.seconds(start, end))
+        self._pending.clear()
+
+    def forget(self) -> None:
+        """What was stamped so far: those were warm-ups."""
+        self.settle()
+        self._seconds.clear()
+
+    def stages(self) -> dict[int, StageSeconds]:
+        """Medians over all micro-batches of all steps; the last stage's forward has the loss in it."""
+        found: dict[int, StageSeconds] = {}
+        for stage in {stage for stage, _ in self._seconds}:
+            of = {
+                kind: self._median(stage, kind) for kind in ("forward", "loss", "backward", "input", "weight")
+            }
+            whole = of["backward"] or of["input"] + of["weight"]
+            found[stage] = StageSeconds(
+                forward=of["forward"] + of["loss"], backward=whole, input=of["input"], weight=of["weight"]
+            )
+        return found
+
+    def _median(self, stage: int, kind: str) -> float:
+        seconds = self._seconds.get((stage, kind))
+        return median(seconds) if seconds else 0.0
+
+
+def stages_of(process: PipelineProcess) -> list[Any]:
+    """PyTorch's own of this process."""
+    schedule = process.schedule
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def _told_apart(whole: Callable[..., Any], first_part: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward of all gradients, or of the input's alone."""
+
+    def backward(
+        index: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        run = whole if full_backward else first_part
+        return run(index, loss=loss, full_backward=full_backward, last_backward=last_backward)
+
+    return backward

@@ -1,0 +1,52 @@
+"""A user's model as the layers that a plan counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import nn
+
+from ...cost_models.errors import ExportError
+from ...profiler.held_earlier import tensors_used
+from ...profiler.inputs import ModelInput
+from ...profiler.layer_sequential import LayerSequential
+from ...profiler.sequential import sequential
+from ..exported import Exported, check_layers
+
+
+def planned_layers(
+    document: Exported,
+    count: int,
+    model: nn.Module,
+    example: ModelInput | None,
+    names: Sequence[str] | None,
+    *,
+    granularity: str,
+) -> nn.Sequential:
+    """`model` as it is where it is an nn.Sequential of the `count` layers of the plan, else made so.
+
+    Raises ExportError where it is another model, or is to be made sequential without an `example`.
+    """
+    is_so = isinstance(model, nn.Sequential) and (isinstance(model, LayerSequential) or len(model) == count)
+    made = model if is_so or example is None else sequential(model, example, granularity=granularity)
+    check_layers(document, count, made, names)
+    return made
+
+
+def check_sharing(
+    layers: nn.Sequential, parts: Sequence[int], devices: Sequence[object] | None = None
+) -> None:
+    """Raises ExportError where stages share a parameter or buffer and are on different `devices` (None: all
+    are)."""
+    holder: dict[int, int] = {}
+    for stage, (first, end) in enumerate(pairwise(parts)):
+        for layer in layers[first:end]:
+            for tensor in tensors_used(layer):
+                before = holder.setdefault(id(tensor), stage)
+                if before != stage and (devices is None or devices[before] != devices[stage]):
+                    raise ExportError(
+                        f"stages {before} and {stage} share a parameter or buffer of shape "
+                        f"{tuple(tensor.shape)}, which cannot be on both",
+                        "Make a plan for this model: pplan solve cuts between no layers that share.",
+                    )

@@ -1,0 +1,1 @@
+"""Training scripts for a plan: one template a runtime, and what of it the model decides."""

@@ -1,0 +1,235 @@
+"""The lines of a script that the model decides: how it is built, what it takes, and its loss."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from ...cost_models.errors import ExportError
+from ...profiler.profile_file import InputTensor, Profile
+from ..deepspeed import DeepspeedExport
+from ..exported import Exported
+from ..torch_pipelining import TorchExport
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_WIDTH = 84
+"""Of a line in a function, as most formatters break it."""
+_SEVERAL_OUTPUTS = ("googlenet", "inception_v3")
+_NO_CLASSES = ("fcn_", "deeplabv3_", "lraspp_", "raft_")
+"""torchvision's models that are no classifiers: their names begin so."""
+_CLASSES, _CLASSES_OF_CLIPS = 1000, 400
+"""What torchvision's classifiers tell apart where nobody says."""
+
+
+def model_lines(profile: Profile, document: Exported, build: str, *, optimizer: str) -> dict[str, object]:
+    """Values for a template: imports (`build` is one), batch, loss, model_lines, expressions of inputs.
+
+    Raises ExportError where the model is by no name that it can be built by.
+    """
+    data = _Data.of(profile, "float32" if isinstance(document, DeepspeedExport) else profile.dtype)
+    lines = {
+        "imports": "\n".join(_imports(profile, document, data, build, optimizer)),
+        "typing": "\nfrom typing import Any" if _uses_any(document, data) else "",
+        "batch": data.batch(),
+        "loss": data.loss_of(),
+        "model_lines": "\n".join(f"    {line}" for line in _built(profile, document, data)),
+    }
+    if data.is_one:
+        of_rows = "inputs[own]" + _cast(profile, document, data)
+        return lines | {
+            "on_first_device": "inputs.to(pipe.devices[0])",
+            "sliced": of_rows,
+            "shared": "process.share(inputs)",
+        }
+    return lines | {
+        "on_first_device": "tuple(each.to(pipe.devices[0]) for each in inputs)",
+        "sliced": "tuple(each[own] for each in inputs)",
+        "shared": "tuple(map(process.share, inputs))",
+    }
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Random inputs and labels of the profile's shapes.
+
+    `tokens`: of a sample whose every token has a label. `classes`: for cross-entropy, or elements of an
+    output. `is_plain`: the output is one tensor with a row of classes.
+    """
+
+    inputs: list[InputTensor]
+    loss: str
+    classes: int
+    tokens: int | None
+    is_plain: bool
+    dtype: str
+
+    @classmethod
+    def of(cls, profile: Profile, dtype: str) -> _Data:
+        inputs, name = profile.inputs, profile.model
+        if not inputs:
+            raise ExportError(
+                f"--script: the profile of {name} does not say what the model takes",
+                "It was imported. Profile the model itself: pplan profile package.module:factory",
+            )
+        loss = "none" if profile.loss is None else profile.loss.name
+        if _is_torchvisions(name):
+            if name.startswith(_NO_CLASSES):
+                raise ExportError(
+                    f"--script: {name} is no classifier, and a script for it would need your loss",
+                    "Leave --script away, or wrap it in a package.module:factory that returns one tensor.",
+                )
+            usual = _CLASSES_OF_CLIPS if len(inputs[0].shape) == 4 else _CLASSES
+            plain = name not in _SEVERAL_OUTPUTS
+            return cls(inputs, "cross-entropy", profile.classes or usual, None, plain, dtype)
+        last = profile.layers[-1].costs[0]
+        elements = last.output_bytes // (last.micro_batch_size * _BYTES.get(profile.dtype, 4))
+        tokens = inputs[0].shape[0] if _is_whole(inputs[0]) and len(inputs[0].shape) == 1 else None
+        if tokens is None or elements % tokens or elements == tokens:
+            return cls(inputs, loss, max(elements, 1), None, False, dtype)
+        return cls(inputs, loss, elements // tokens, tokens, False, dtype)
+
+    @property
+    def is_one(self) -> bool:
+        return len(self.inputs) == 1
+
+    @property
+    def is_one_float(self) -> bool:
+        return self.is_one and not _is_whole(self.inputs[0])
+
+    @property
+    def type(self) -> str:
+        return "torch.Tensor" if self.is_one else "tuple[torch.Tensor, ...]"
+
+    def batch(self) -> str:
+        """A function that makes the samples of a step."""
+        made = [self._made(tensor) for tensor in self.inputs]
+        inputs = [f"    inputs = {made[0]}"]
+        if len(made) > 1:
+            inputs = ["    inputs = (", *(f"        {each}," for each in made), "    )"]
+        return "\n".join(
+            [
+                f"def batch(step: int, samples: int) -> tuple[{self.type}, torch.Tensor]:",
+                '    """Stands for your data: the inputs and labels of a step."""',
+                "    random = torch.Generator().manual_seed(step)",
+                *inputs,
+                f"    labels = {self._labels()}",
+                "    return inputs, labels",
+            ]
+        )
+
+    def loss_of(self) -> str:
+        """A function that makes the loss of an output."""
+        if self.is_plain:
+            return "\n".join(
+                [
+                    "def loss_of(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:",
+                    "    return cross_entropy(output, labels)",
+                ]
+            )
+        own = "" if self.loss in ("cross-entropy", "mse") else "Stands for your loss, o"
+        what = f"{own or 'O'}f the first tensor that the model returns."
+        return "\n".join(
+            [
+                "def loss_of(output: Any, labels: torch.Tensor) -> torch.Tensor:",
+                f'    """{what}"""',
+                "    if isinstance(output, dict):",
+                "        output = tuple(output.values())",
+                "    first: torch.Tensor = output if torch.is_tensor(output) else output[0]",
+                f"    return {self._loss()}",
+            ]
+        )
+
+    @property
+    def functional(self) -> str | None:
+        """What the loss imports."""
+        return {"cross-entropy": "cross_entropy", "mse": "mse_loss"}.get(self.loss)
+
+    def _loss(self) -> str:
+        if self.loss == "cross-entropy" and self.tokens is not None:
+            return "cross_entropy(first.flatten(0, 1), labels.flatten())"
+        if self.loss == "cross-entropy":
+            return "cross_entropy(first.flatten(1), labels)"
+        if self.loss == "mse":
+            return "mse_loss(first.flatten(1), labels)"
+        return "first.square().mean()"
+
+    @property
+    def _kind(self) -> str:
+        return "" if self.dtype == "float32" else f", dtype=torch.{self.dtype}"
+
+    def _made(self, tensor: InputTensor) -> str:
+        shape = ", ".join(["samples", *map(str, tensor.shape)])
+        whole = shape if tensor.shape else "samples,"
+        if _is_whole(tensor):
+            most = self.classes if self.tokens else 2
+            return f"torch.randint({most}, ({whole}), generator=random)"
+        return f"torch.randn({shape}, generator=random{self._kind})"
+
+    def _labels(self) -> str:
+        if self.loss == "mse":
+            elements = self.classes * (self.tokens or 1)
+            return f"torch.randn(samples, {elements}, generator=random{self._kind})"
+        shape = "samples," if self.tokens is None else f"samples, {self.tokens}"
+        return f"torch.randint({self.classes}, ({shape}), generator=random)"
+
+
+def _imports(profile: Profile, document: Exported, data: _Data, build: str, optimizer: str) -> list[str]:
+    """In the order that linters ask for."""
+    modules, names = ["import torch"], [build]
+    if isinstance(document, TorchExport):
+        modules.append("import torch.distributed as dist")
+    modules.append("import torchvision" if _is_torchvisions(profile.model) else "import pplan")
+    if optimizer == "adamw-8bit" and not isinstance(document, DeepspeedExport):
+        modules.append("import bitsandbytes")
+    if data.functional:
+        names.append(f"from torch.nn.functional import {data.functional}")
+    return [*sorted(modules), *sorted(names)]
+
+
+def _built(profile: Profile, document: Exported, data: _Data) -> list[str]:
+    """Lines that make `model` and `example`."""
+    name = literal(profile.model)
+    casts = profile.dtype != "float32" and not isinstance(document, DeepspeedExport)
+    if _is_torchvisions(profile.model):
+        classes = "" if profile.classes is None else f", num_classes={profile.classes}"
+        lines = [f"model = torchvision.models.get_model({name}, weights=None{classes})"]
+    else:
+        options = [f"settings={literal(profile.settings)}"] if profile.settings else []
+        if data.is_one_float and not profile.model.startswith("hf:"):
+            options.append(f"input_shape={tuple(profile.inputs[0].shape)}")
+        given = [name, *options]
+        lines = [f"model, example = pplan.load_model({', '.join(given)})"]
+        if len(lines[0]) > _WIDTH:
+            lines = ["model, example = pplan.load_model(", f"    {', '.join(given)}", ")"]
+    if casts:
+        lines.append(f"model.to(torch.{profile.dtype})")
+    if _is_torchvisions(profile.model) or (casts and data.is_one_float):
+        lines.append("example, _ = batch(0, 2)")
+    return lines
+
+
+def _cast(profile: Profile, document: Exported, data: _Data) -> str:
+    """DeepSpeed converts the model that its configuration says so of, and not its input."""
+    converted = profile.dtype in ("float16", "bfloat16") and data.is_one_float
+    return f".to(torch.{profile.dtype})" if converted and isinstance(document, DeepspeedExport) else ""
+
+
+def literal(value: object) -> str:
+    """A literal of Python, as formatters write it, of what JSON can say."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(name)}: {literal(own)}" for name, own in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(literal, value)) + "]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _uses_any(document: Exported, data: _Data) -> bool:
+    return not data.is_plain or isinstance(document, DeepspeedExport)
+
+
+def _is_torchvisions(name: str) -> bool:
+    return ":" not in name and not name.endswith(".json")
+
+
+def _is_whole(tensor: InputTensor) -> bool:
+    return not tensor.dtype.startswith(("float", "bfloat"))

@@ -1,0 +1,132 @@
+"""A training script for an exported plan: complete, short, and running as it is. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from ...cost_models.errors import ExportError
+from ...cost_models.quantities import format_seconds
+from ...planner.plan_file import Plan
+from ...profiler.profile_file import Profile
+from ..deepspeed import DeepspeedExport
+from ..exported import Exported
+from ..pipe import PipeExport
+from ..torch_pipelining import TorchExport
+from ..trainer_text import TrainerArguments
+from .model_lines import literal, model_lines
+from .trainers import trainer_script
+
+OPTIMIZERS = {
+    "sgd": ("torch.optim.SGD", "lr=0.01"),
+    "momentum": ("torch.optim.SGD", "lr=0.01, momentum=0.9"),
+    "adam": ("torch.optim.Adam", "lr=0.001"),
+    "adamw": ("torch.optim.AdamW", "lr=0.001"),
+    "adamw-8bit": ("bitsandbytes.optim.AdamW8bit", "lr=0.001"),
+}
+"""By the plan's word; the learning rates are for the user to change."""
+
+_BUILD = {
+    "torchgpipe": "from pplan.runtimes.torchgpipe import build",
+    "fairscale": "from pplan.runtimes.fairscale import build",
+    "deepspeed": "from pplan.runtimes.deepspeed import DeepspeedExport, build",
+    "torch": "from pplan.runtimes.torch_pipelining import build",
+}
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script's text, and the command that runs it in its folder."""
+
+    text: str
+    command: str
+
+
+def script_for(
+    document: Exported, plan: Plan, profile: Profile | None, *, path: Path, plan_path: Path, device: str
+) -> Script:
+    """The script that is to stand at `path` and trains by the `document`, which stands at `plan_path`.
+
+    `profile`: the plan's; it says how the model was built and what it takes. A trainer of its own needs none.
+    Raises ExportError where the runtime is trained with no script of ours, or the model by no name.
+    """
+    beside = Path(os.path.relpath(plan_path.absolute(), path.absolute().parent))
+    if isinstance(document, TrainerArguments):
+        return Script(*trainer_script(document, path, beside))
+    if not isinstance(document, PipeExport | DeepspeedExport | TorchExport):  # as needs_profile
+        raise ExportError(
+            f"--script: {document.runtime} trains by its own recipes, in which what is written belongs: "
+            f"{plan_path.name} says where",
+            "Leave --script away. Or export for torch: pplan export torch --script train.py",
+        )
+    if profile is None:
+        raise ExportError(
+            f"--script: the profile that the plan of {plan.model} was made from says how it is built",
+            "Name it: --profile FILE",
+        )
+    command = _command(document, path)
+    names = _shared(document, plan, path, beside, command) | _of_runtime(document, device)
+    names |= model_lines(profile, document, _BUILD[document.runtime], optimizer=plan.optimizer)
+    template = files(__package__).joinpath(f"{document.runtime}.template").read_text(encoding="utf-8")
+    return Script(Template(template).substitute(names), command)
+
+
+def needs_profile(document: Exported) -> bool:
+    """Whether a script for it builds the model, and so has to know it."""
+    return isinstance(document, PipeExport | DeepspeedExport | TorchExport)
+
+
+def _command(document: PipeExport | DeepspeedExport | TorchExport, path: Path) -> str:
+    name = shlex.quote(path.name)
+    if isinstance(document, PipeExport):
+        return f"python {name}"
+    processes, per_node = len(document.devices), None
+    if isinstance(document, TorchExport):
+        per_node = document.gpus_per_node
+    nodes = -(-processes // (per_node or processes))
+    spread = f"--nnodes {nodes} " if nodes > 1 else ""
+    return f"torchrun {spread}--nproc-per-node {-(-processes // nodes)} {name}"
+
+
+def _shared(
+    document: PipeExport | DeepspeedExport | TorchExport, plan: Plan, path: Path, beside: Path, command: str
+) -> dict[str, object]:
+    count = len(document.balance if isinstance(document, PipeExport) else document.parts[1:])
+    optimizer, options = OPTIMIZERS[plan.optimizer]
+    checkpoint = f"{path.stem}.pt" if isinstance(document, PipeExport) else f"{path.stem}.checkpoint"
+    return {
+        "command": command,
+        "model": _in_words(document.model),
+        "plan_name": _in_words(beside.name),
+        "plan_path": f"HERE / {literal(beside.as_posix())}",
+        "checkpoint_name": _in_words(checkpoint),
+        "checkpoint_path": f"HERE / {literal(checkpoint)}",
+        "stages": f"{count} stage{'s' * (count > 1)}",
+        "estimated": " (estimated)" if document.estimated else "",
+        "step_seconds": format_seconds(document.step_seconds),
+        "mini_batch": document.mini_batch,
+        "micro_batches": document.mini_batch // document.micro_batch_size,
+        "optimizer": optimizer,
+        "optimizer_options": options,
+    }
+
+
+def _of_runtime(document: PipeExport | DeepspeedExport | TorchExport, device: str) -> dict[str, object]:
+    if isinstance(document, PipeExport):
+        return {}
+    own = '"cuda"' if isinstance(document, DeepspeedExport) else "None"
+    say = "" if isinstance(document, DeepspeedExport) else "  # None: the plan's for this process"
+    return {
+        "micro_batch": document.micro_batch_size,
+        "replicas": document.replicas,
+        "device": f'{own} if torch.cuda.is_available() else "cpu"{say}' if device == "cuda" else '"cpu"',
+    }
+
+
+def _in_words(name: str) -> str:
+    """A name as it may stand in a docstring."""
+    return "".join(c if c.isprintable() and c not in '"\\' else "_" for c in name)

@@ -1,0 +1,141 @@
+"""`pplan compare`: its table against golden files, its exit status, and what the planners make of a plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pplan
+from pplan.cli.compare_command import share
+from pplan.cli.compare_tables import print_comparison
+from pplan.cost_models.errors import UsageError
+from pplan.planner.explanation.compare import Compared, Comparison
+from pplan.planner.plan_file import Plan
+from pplan.planner.planners import PLANNERS
+from pplan.profiler.profile_file import Profile
+
+Golden = Callable[[str, str], None]
+Run = Callable[..., Any]
+Terminal = Callable[[int], Any]
+
+
+def with_step(plan: Plan, step: float) -> Plan:
+    faster = {
+        "step_seconds": step,
+        "samples_per_second": 64 / step,
+        "lower_bound_seconds": step / 2,
+        "gap": 1,
+    }
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=faster)})
+
+
+@pytest.fixture
+def files(here: Path, plan: Plan) -> Plan:
+    """Two plans, the second 25 % faster."""
+    plan.save(here / "a.plan.json", force=False)
+    with_step(plan, 0.52).save(here / "b.plan.json", force=False)
+    return plan
+
+
+@pytest.mark.parametrize("width", [110, 80, 40])
+def test_table(plan: Plan, golden: Golden, width: int, terminal: Terminal) -> None:
+    small = plan.model_copy(update={"mini_batch": 32, "micro_batches": 8, "model": "other", "topology": ""})
+    made = pplan.compare(plan, with_step(plan, 0.52), small)
+    refused = Compared(name="one-gpu", reason="does not fit")
+    console = terminal(width)
+    print_comparison(made.model_copy(update={"rows": [*made.rows, refused]}), console)
+    golden(f"compare_{width}.txt", console.text)
+
+
+def test_files(run: Run, files: Plan) -> None:
+    ran = run("compare", "a.plan.json", "b.plan.json", "--json")
+    assert (ran.status, ran.err) == (0, "")
+    made = Comparison.model_validate(json.loads(ran.out))
+    first, second = made.rows
+    assert (first.name, second.name) == ("a.plan.json", "b.plan.json")
+    assert first.step_seconds == files.prediction.step_seconds
+    assert (first.devices, first.memory_bytes, first.slower) == (6, 3 * 2**30, 0.0)
+    assert (second.gap, second.balance) == (1, [4, 5, 3])
+    assert second.slower == pytest.approx(0.52 / 0.65 - 1)
+    assert made.first_slower == pytest.approx(0.65 / 0.52 - 1)
+    assert made == pplan.compare("a.plan.json", "b.plan.json")
+
+
+@pytest.mark.parametrize(
+    ("order", "limit", "status"),
+    [("ab", "20%", 4), ("ab", "0.2", 4), ("ab", "30%", 0), ("ba", "0%", 0), ("aa", "0", 0)],
+)
+def test_fail_above(run: Run, files: Plan, order: str, limit: str, status: int) -> None:
+    assert files
+    ran = run("compare", *(f"{name}.plan.json" for name in order), "--fail-above", limit)
+    assert ran.status == status
+    told = ["a.plan.json is 25.0 % slower than the best of the others"]
+    assert ran.lines == (told if status else [])
+    assert ran.out.splitlines()[0].startswith("plan ")
+
+
+def test_fail_above_is_of_the_samples(run: Run, here: Path, files: Plan) -> None:
+    """Half of the mini-batch in as much time is slower."""
+    stages = {"mini_batch": 32, "micro_batches": 8}
+    alternatives = [files.alternatives[0].model_copy(update={"micro_batches": 8})]
+    half = files.model_copy(update=stages | {"alternatives": alternatives})
+    half.save(here / "half.plan.json", force=False)
+    ran = run("compare", "half.plan.json", "a.plan.json", "--fail-above", "99%")
+    assert ran.status == 4
+    assert "100.0 % slower" in ran.err
+    assert "mini-batch of 64, half.plan.json of 32" in " ".join(ran.out.split())
+
+
+def test_the_planners_under_a_plans_wishes(run: Run, here: Path, profile: Profile) -> None:
+    profile.save(here / "toy.profile.json", force=False)
+    plan = pplan.solve("toy.profile.json", gpus=2, mini_batch=16, micro_batches=4, planner="even")
+    plan.save(here / "even.plan.json", force=False)
+    ran = run("compare", "--json")
+    assert ran.status == 0
+    assert ran.lines == ["Using even.plan.json (newest plan here)"]
+    made = Comparison.model_validate(json.loads(ran.out))
+    rows = {row.name: row for row in made.rows[1:]}
+    assert set(rows) == {"best", *PLANNERS}
+    assert made.rows[0].name == "even.plan.json"
+    own = rows["even"].step_seconds
+    assert own == pytest.approx(plan.prediction.step_seconds)
+    steps = [row.step_seconds for row in made.rows[1:] if row.step_seconds is not None]
+    assert steps == sorted(steps)
+    best = rows["best"]
+    assert best.step_seconds is not None
+    assert best.step_seconds == pytest.approx(steps[0])
+    assert best.gap == pytest.approx(0, abs=1e-9)
+    assert made.first_slower == pytest.approx(own / best.step_seconds - 1)  # type: ignore[operator]
+    assert {row.micro_batches for row in rows.values() if row.step_seconds} == {4}
+    both = run("compare", "even.plan.json", "even.plan.json", "--planners", "--json")
+    assert len(json.loads(both.out)["rows"]) == len(made.rows) + 1
+
+
+@pytest.mark.parametrize("text", ["ten", "-1%", "10%%", "", "%"])
+def test_a_share_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a share of the step"):
+        share(text)
+
+
+def test_refusals(run: Run, here: Path, files: Plan) -> None:
+    assert files
+    ran = run("compare", "a.plan.json", "c.plan.json")
+    assert (ran.status, ran.out) == (2, "")
+    assert "c.plan.json: no such plan file" in ran.err
+    ran = run("compare", "a.plan.json", "b.plan.json", "--profile", "x.json")
+    assert ran.status == 2
+    assert "--profile x.json: without --planners" in ran.err
+    ran = run("compare", "a.plan.json")
+    assert ran.status == 2
+    assert "which is not beside it" in ran.err
+    (here / "a.plan.json").unlink()
+    (here / "b.plan.json").unlink()
+    ran = run("compare")
+    assert ran.status == 2
+    assert "no plan named" in ran.err
+    with pytest.raises(UsageError, match="no plan is given"):
+        pplan.compare()

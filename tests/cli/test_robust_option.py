@@ -1,0 +1,77 @@
+"""`pplan solve --robust`, from the command line to the plan's file and its tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pplan
+from pplan.planner.plan_file import Plan
+from pplan.profiler.profile_file import Profile
+
+pytestmark = pytest.mark.usefixtures("measured")
+
+
+@pytest.fixture
+def measured(here: Path) -> Path:
+    """Four layers of which the first may as well take twice as long, at one size that fits twice."""
+    layers = [
+        {
+            "name": f"layer{index}",
+            "parameter_bytes": 2**30,
+            "costs": [
+                {
+                    "micro_batch_size": 2,
+                    "forward_seconds": seconds / 3,
+                    "backward_seconds": 2 * seconds / 3,
+                    "output_bytes": 64,
+                    "saved_bytes": 64,
+                    "spread": spread,
+                }
+            ],
+        }
+        for index, (seconds, spread) in enumerate([(3.0, 1.5), (1.0, 0.0), (2.0, 0.0), (2.1, 0.0)])
+    ]
+    path = here / "toy.profile.json"
+    path.write_text(json.dumps({"schema": 1, "model": "toy", "layers": layers}))
+    return path
+
+
+MACHINE = ("--gpus", "2", "--mini-batch", "8", "--bandwidth", "0.1GB/s", "--latency", "1us")
+
+
+def test_the_robust_plan(measured: Path, here: Path, run: Callable[..., Any]) -> None:
+    ran = run("solve", *MACHINE, "--robust")
+    assert ran.status == 0, ran.err
+    plan = Plan.load(here / "toy.plan.json")
+    assert plan.balance == [1, 3]
+    assert plan.wishes.robust
+    text = " ".join(ran.out.split())
+    assert "is the fastest at the 90th percentile of those scored" in text
+    assert "in 8 of 10 cases)" in text
+    assert "compared at the 90th percentile of their step" in text
+    again = pplan.solve(
+        Profile.load(measured), gpus=2, mini_batch=8, bandwidth=0.1e9, latency=1e-6, robust=True
+    )
+    assert again.balance == plan.balance
+    assert again.prediction == plan.prediction
+
+
+def test_without_it_the_fastest_by_the_medians(here: Path, run: Callable[..., Any]) -> None:
+    ran = run("solve", *MACHINE)
+    assert ran.status == 0, ran.err
+    plan = Plan.load(here / "toy.plan.json")
+    assert plan.balance == [2, 2]
+    assert plan.objective is None
+    assert "in 8 of 10 cases)" in " ".join(ran.out.split())
+
+
+def test_not_with_the_frontier(here: Path, run: Callable[..., Any]) -> None:
+    ran = run("solve", *MACHINE, "--robust", "--frontier")
+    assert ran.status == 2
+    assert "--robust" in ran.err
+    assert not (here / "toy.plan.json").exists()

@@ -1,0 +1,90 @@
+"""Tiny problems of which every plan can be scored one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate, combinations, product
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.memory import Recompute
+from pplan.cost_models.timeline import step_seconds
+from pplan.cost_models.topology import Device, Link, two_level_topology
+from pplan.planner.candidate import Proposal
+from pplan.planner.problem import Problem
+from pplan.planner.scoring import assembly_of
+from pplan.planner.setting import Setting
+from pplan.planner.wishes import Wishes
+
+MakeChain = Callable[..., Chain]
+MODES: tuple[Recompute, Recompute] = ("never", "always")
+EXCEPT_LAST: Recompute = "except_last"
+SCALE = 1e6
+"""Of all bytes: no two plans need nearly the same."""
+
+
+@pytest.fixture
+def make_problem(make_chain: MakeChain) -> Callable[..., Problem]:
+    """A function of (seed, layers, gpus, *, memory, **wishes): bytes in millions, one node."""
+
+    def make(seed: int, layers: int, gpus: int, *, memory: float | None = None, **wishes: object) -> Problem:
+        chain = make_chain(seed, layers, traffic=[0.1, 1.0, 4.0][seed % 3], cuts=0.9)
+        scaled = {
+            name: np.asarray(values) * SCALE
+            for name, values in vars(chain).items()
+            if name.endswith("_bytes")
+        }
+        chain = replace(chain, **scaled, input_bytes_per_sample=5.0 * SCALE)  # type: ignore[arg-type]
+        device = Device("toy", None if memory is None else round(memory * SCALE))
+        link = Link(20 * SCALE, [0.0, 0.05][seed % 2])
+        topology = two_level_topology(device, gpus, 8, link, link)
+        return Problem(chain, topology, Wishes(**({"mini_batch": 4} | wishes)))  # type: ignore[arg-type]
+
+    return make
+
+
+def shapes(problem: Problem, sizes: int) -> Iterator[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]:
+    """Ends and devices of every pipeline whose replicas share micro-batches of so many samples."""
+    chain, gpus = problem.chain, problem.gpus
+    cuts = [int(i) + 1 for i in np.flatnonzero(chain.cut_after)]
+    for stages in range(1, min(gpus, len(cuts) + 1) + 1):
+        for chosen in combinations(cuts, stages - 1):
+            for counts in product(range(1, min(gpus, sizes) + 1), repeat=stages):
+                if sum(counts) > gpus:
+                    continue
+                starts = (0, *accumulate(counts))
+                devices = tuple(
+                    tuple(range(first, first + count)) for first, count in zip(starts, counts, strict=False)
+                )
+                yield (*chosen, len(chain)), devices
+
+
+def plans(problem: Problem) -> Iterator[tuple[Proposal, float, float]]:
+    """Every plan that flushes and fits, its simulated step and the most that a device holds."""
+    for schedule, size in product(("1f1b", "gpipe"), (1, 2, 4)):
+        for ends, devices in shapes(problem, size):
+            ways: list[tuple[Recompute, ...]] = list(product(MODES, repeat=len(ends)))
+            if schedule == "gpipe" and size < 4:
+                ways.append(tuple([EXCEPT_LAST] * len(ends)))
+            for modes in ways:
+                mode = "except_last" if "except_last" in modes else "by_stage"
+                proposal = Proposal(Setting(schedule, mode, 4 // size, size), ends, devices)  # type: ignore[arg-type]
+                made = assembly_of(problem.space, proposal, modes)
+                held = [sum(made.ledger(device).values()) for device in range(made.program.devices)]
+                if max(held) <= problem.space.limit(range(problem.gpus)):
+                    yield proposal, float(step_seconds(made.program, made.costs())[0]), max(held)
+
+
+@pytest.fixture
+def every_plan() -> Callable[[Problem], list[tuple[Proposal, float, float]]]:
+    """Of a problem with a mini-batch of 4."""
+    return lambda problem: list(plans(problem))
+
+
+@pytest.fixture
+def every_shape() -> Callable[[Problem, int], list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]]:
+    """Ends and devices of every pipeline, for micro-batches of a size."""
+    return lambda problem, size: list(shapes(problem, size))

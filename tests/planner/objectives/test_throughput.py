@@ -1,0 +1,134 @@
+"""The asynchronous search against the simulator's steady state of every plan of small spaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from math import inf
+
+import pytest
+
+from pplan.cost_models.memory import Recompute
+from pplan.planner.candidate import Proposal
+from pplan.planner.objectives.asynchronous import running, steady_seconds
+from pplan.planner.objectives.steady_search import pace
+from pplan.planner.objectives.throughput import fastest_asynchronous, throughput
+from pplan.planner.problem import Problem
+from pplan.planner.setting import Setting
+
+MakeProblem = Callable[..., Problem]
+Shapes = Callable[[Problem, int], list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]]
+MODES: tuple[Recompute, Recompute] = ("never", "always")
+
+
+def asynchronous(problem: Problem, shapes: Shapes) -> Iterator[tuple[Proposal, tuple[Recompute, ...]]]:
+    """Every asynchronous plan that fits."""
+    for size in (1, 2, 4):
+        for ends, devices in shapes(problem, size):
+            count = 4 // size
+            if len(ends) < 2 or 1 < count < len(ends):
+                continue
+            schedule = "pipedream" if count == 1 else "pipedream-2bw"
+            proposal = Proposal(Setting(schedule, "by_stage", count, size), ends, devices)
+            for modes in product(MODES, repeat=len(ends)):
+                made = running(problem.space, proposal, modes)
+                held = [sum(made.ledger(device).values()) for device in range(len(ends))]
+                if max(held) <= problem.space.limit(range(problem.gpus)):
+                    yield proposal, modes
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_best_of_all_asynchronous_plans(seed: int, make_problem: MakeProblem, every_shape: Shapes) -> None:
+    problem = make_problem(seed, 2 + seed % 4, 2 + seed % 3, memory=[None, 1500, 900, 600][seed % 4])
+    paces = [
+        (pace(problem.space, proposal, modes) * proposal.setting.micro_batches, proposal, modes)
+        for proposal, modes in asynchronous(problem, every_shape)
+    ]
+    best, bound = fastest_asynchronous(problem, inf)
+    if not paces:
+        assert best is None
+        assert bound == inf
+        return
+    least, proposal, modes = min(paces, key=lambda row: row[0])
+    assert best is not None
+    assert best.step_seconds == pytest.approx(least, rel=1e-6)
+    assert bound <= least * (1 + 1e-12)
+    assert bound == pytest.approx(least, rel=1e-8)
+    assert steady_seconds(problem.space, proposal, modes) == pytest.approx(least, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_formula_is_the_simulators_steady_state(
+    seed: int, make_problem: MakeProblem, every_shape: Shapes
+) -> None:
+    problem = make_problem(seed, 4, 4)
+    rows = list(asynchronous(problem, every_shape))[:: 12 + seed]
+    assert len(rows) > 5
+    for proposal, modes in rows:
+        count = proposal.setting.micro_batches
+        simulated = steady_seconds(problem.space, proposal, modes)
+        assert simulated == pytest.approx(pace(problem.space, proposal, modes) * count, rel=1e-5), proposal
+
+
+def test_memory_counts_weight_versions(make_problem: MakeProblem) -> None:
+    """Three equal stages: PipeDream keeps 3, 2 and 1 versions; what is held falls from stage to stage."""
+    problem = make_problem(1, 3, 3)
+    proposal = Proposal(Setting("pipedream", "never", 1, 4), (1, 2, 3), ((0,), (1,), (2,)))
+    made = running(problem.space, proposal, ("never",) * 3)
+    ledgers = [made.ledger(device) for device in range(3)]
+    for stage, ledger in enumerate(ledgers):
+        weights = float(problem.chain.parameter_bytes[stage])
+        assert ledger["weight_versions"] == pytest.approx((2 - stage) * weights)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_throughput_is_the_best_of_both_kinds(
+    seed: int,
+    make_problem: MakeProblem,
+    every_shape: Shapes,
+    every_plan: Callable[[Problem], list[tuple[Proposal, float, float]]],
+) -> None:
+    problem = make_problem(seed, 3, 3)
+    outcome = throughput(problem)
+    flushed = min(step for _, step, _ in every_plan(problem))
+    late = min(
+        pace(problem.space, proposal, modes) * proposal.setting.micro_batches
+        for proposal, modes in asynchronous(problem, every_shape)
+    )
+    assert outcome.best is not None
+    assert outcome.best.step_seconds == pytest.approx(min(flushed, late), rel=1e-6)
+    assert outcome.found.exact
+    assert outcome.found.bound_seconds <= min(flushed, late) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "word"),
+    [
+        ({"schedule": "gpipe"}, "schedule gpipe"),
+        ({"planner": "even"}, "planner even"),
+        ({"runtime": "torchgpipe"}, "torchgpipe runs no"),
+    ],
+)
+def test_wishes_that_leave_no_asynchronous_plan_are_said(
+    wishes: dict[str, str], word: str, make_problem: MakeProblem
+) -> None:
+    outcome = throughput(make_problem(0, 4, 2, **wishes))
+    assert word in outcome.notes[0]
+    assert outcome.best == outcome.answer.best
+
+
+def test_pins_and_cuts_hold(make_problem: MakeProblem, every_shape: Shapes) -> None:
+    free = make_problem(8, 5, 3)
+    names = free.chain.names
+    cut = next(name for name, allowed in zip(names, free.chain.cut_after, strict=True) if allowed)
+    problem = make_problem(8, 5, 3, cut_after=(cut,), pins=((names[-1], 1),))
+    best, _ = fastest_asynchronous(problem, inf)
+    assert best is not None
+    assert best.proposal.bounds[0][1] == names.index(cut) + 1
+    assert len(best.proposal.ends) == 2
+    allowed = [
+        pace(problem.space, proposal, modes) * proposal.setting.micro_batches
+        for proposal, modes in asynchronous(free, every_shape)
+        if len(proposal.ends) == 2 and proposal.ends[0] == names.index(cut) + 1
+    ]
+    assert best.step_seconds == pytest.approx(min(allowed), rel=1e-6)

@@ -1,0 +1,136 @@
+"""All draws side by side against each by itself: a chain with the drawn seconds, scored as any plan is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pplan.cost_models.memory import Recompute
+from pplan.cost_models.schedules import Program
+from pplan.cost_models.simulator.costs import Costs
+from pplan.cost_models.timeline import step_seconds
+from pplan.planner.candidate import Candidate, Proposal
+from pplan.planner.problem import Problem
+from pplan.planner.robust import resampled
+from pplan.planner.robust.draws import Draws, draws_of
+from pplan.planner.robust.resampled import Resampled, known
+from pplan.planner.scoring import fastest
+from pplan.planner.search.pipelines import pipelines_of
+from pplan.planner.setting import Setting
+from pplan.planner.stage_table import Floats
+
+MakeProblem = Callable[..., Problem]
+AsDrawn = Callable[[Problem, Draws, int], Problem]
+DRAWS = 4
+
+Devices = tuple[tuple[int, ...], ...]
+PLANS: dict[str, tuple[Setting, tuple[int, ...], Devices, dict[str, Any]]] = {
+    "pipeline": (Setting("1f1b", "by_stage", 4, 2), (2, 4, 6), ((0,), (1,), (2,)), {}),
+    "replicas": (Setting("1f1b", "by_stage", 2, 4), (3, 6), ((0, 1), (2,)), {}),
+    "data parallel": (Setting("1f1b", "by_stage", 2, 4), (6,), ((0, 1, 2),), {}),
+    "gpipe": (Setting("gpipe", "except_last", 4, 2), (1, 6), ((0,), (1,)), {}),
+    "recomputing": (Setting("gpipe", "always", 4, 2), (3, 6), ((0, 1), (2,)), {}),
+    "unlike devices": (Setting("1f1b", "by_stage", 2, 4), (2, 6), ((0, 1), (2,)), {"mixed": True}),
+    "one process": (Setting("gpipe", "never", 4, 2), (2, 6), ((0,), (1,)), {"runtime": "torchgpipe"}),
+    "virtual stages": (
+        Setting("interleaved", "by_stage", 4, 2, 2),
+        (1, 2, 3, 6),
+        ((0,), (1,), (0,), (1,)),
+        {"schedule": "interleaved"},
+    ),
+    "replicated virtual stages": (
+        Setting("interleaved", "by_stage", 4, 2, 2),
+        (1, 2, 3, 6),
+        ((0, 1), (2,), (0, 1), (2,)),
+        {"schedule": "interleaved"},
+    ),
+    "split backward": (
+        Setting("zb-h1", "never", 4, 2),
+        (2, 3, 6),
+        ((0,), (1,), (2,)),
+        {"schedule": "zb-h1"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_equals_the_drawn_chains_one_by_one(
+    make_problem: MakeProblem, as_drawn: AsDrawn, every_cut: Callable[[Problem], Problem], name: str
+) -> None:
+    setting, ends, devices, more = PLANS[name]
+    problem = every_cut(make_problem(3, 6, 3, **more))
+    draws, proposal = draws_of(6, DRAWS), Proposal(setting, ends, devices)
+    plan = fastest(problem.space, [proposal])
+    assert plan is not None
+    steps = Resampled(problem.space, draws).step_seconds(plan)
+    alone = [fastest(as_drawn(problem, draws, number).space, [proposal]) for number in range(DRAWS)]
+    assert steps == pytest.approx([found.step_seconds for found in alone if found], rel=1e-9)
+    assert len(set(steps.tolist())) == DRAWS
+
+
+def test_a_stage_that_must_recompute(
+    make_problem: MakeProblem, as_drawn: AsDrawn, every_cut: Callable[[Problem], Problem]
+) -> None:
+    problem = every_cut(make_problem(5, 6, 2))
+    proposal = Proposal(Setting("1f1b", "by_stage", 4, 2), (3, 6), ((0,), (1,)))
+    modes: tuple[Recompute, ...] = ("always", "never")
+    draws = draws_of(6, DRAWS)
+    steps = Resampled(problem.space, draws).step_seconds(Candidate(proposal, modes, 1.0))
+    alone = [
+        float(pipelines_of(as_drawn(problem, draws, number).space, [proposal], [modes]).step_seconds()[0])
+        for number in range(DRAWS)
+    ]
+    assert steps == pytest.approx(alone, rel=1e-9)
+
+
+def test_without_spread_every_draw_is_the_plan(
+    make_problem: MakeProblem, every_cut: Callable[[Problem], Problem]
+) -> None:
+    for name, (setting, ends, devices, more) in PLANS.items():
+        problem = every_cut(make_problem(4, 6, 3, spread=0.0, uncertainty=None, **more))
+        plan = fastest(problem.space, [Proposal(setting, ends, devices)])
+        assert plan is not None, name
+        steps = Resampled(problem.space, draws_of(6, DRAWS)).step_seconds(plan)
+        assert steps.tolist() == [plan.step_seconds] * DRAWS, name
+
+
+def test_a_part_at_a_time_is_the_same(
+    make_problem: MakeProblem, every_cut: Callable[[Problem], Problem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = every_cut(make_problem(3, 6, 3))
+    plan = fastest(problem.space, [Proposal(Setting("1f1b", "by_stage", 2, 4), (3, 6), ((0, 1), (2,)))])
+    assert plan is not None
+    whole = Resampled(problem.space, draws_of(6, 7)).step_seconds(plan)
+    monkeypatch.setattr(resampled, "ENTRIES", 3 * 2 * 2 * 2)  # three draws of 2 stages x 2 micro-batches
+    asked: list[int | None] = []
+
+    def counting(program: Program, costs: Costs) -> Floats:
+        asked.append(costs.candidates)
+        return step_seconds(program, costs)
+
+    monkeypatch.setattr(resampled, "step_seconds", counting)
+    assert (Resampled(problem.space, draws_of(6, 7)).step_seconds(plan) == whole).all()
+    assert asked == [3, 3, 1]
+
+
+def test_seconds_of_few_tables_are_kept(
+    make_problem: MakeProblem, every_cut: Callable[[Problem], Problem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resampled, "KEPT", 2)
+    problem = every_cut(make_problem(3, 6, 3))
+    own = Resampled(problem.space, draws_of(6, DRAWS))
+    for ends, devices in (((3, 6), ((0, 1), (2,))), ((6,), ((0,),)), ((3, 6), ((0, 1), (2,)))):
+        plan = fastest(problem.space, [Proposal(Setting("1f1b", "by_stage", 2, 4), ends, devices)])
+        assert plan is not None
+        fresh = Resampled(problem.space, draws_of(6, DRAWS)).step_seconds(plan)
+        assert (own.step_seconds(plan) == fresh).all()
+        assert len(own._kept) <= 2
+
+
+def test_known_where_every_kind_of_device_tells_it(make_problem: MakeProblem) -> None:
+    problem = make_problem(0, 4, 2)
+    assert known(problem.space)
+    assert not known(replace(problem, chain=replace(problem.chain, spread=None)).space)

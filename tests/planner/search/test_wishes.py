@@ -1,0 +1,183 @@
+"""What wishes leave of the plans: pins, cuts and stages, against brute force with the same filter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.errors import UsageError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.runtime import RUNTIMES
+from pplan.cost_models.topology import Topology
+from pplan.planner.candidate import replicated
+from pplan.planner.find import find
+from pplan.planner.problem import Problem
+from pplan.planner.scoring import fastest
+from pplan.planner.search.placements import placements
+from pplan.planner.search.space import Space
+from pplan.planner.search.subproblem import Family
+from pplan.planner.setting import settings
+from pplan.planner.wishes import Wishes
+
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
+BruteForce = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Whether stages with these ends and devices are what was wished, told from the wishes' own words."""
+
+    wishes: Wishes
+    chain: Chain
+    gpus: int
+
+    def __call__(self, ends: tuple[int, ...], devices: Sequence[Sequence[int]]) -> bool:
+        names, wishes = self.chain.names, self.wishes
+        stages = [names[a:b] for a, b in pairwise((0, *ends))]
+        return (
+            len(stages) <= (wishes.max_stages or len(stages))
+            and (not wishes.use_all or sum(map(len, devices)) == self.gpus)
+            and all(any(own[-1] == name for own in stages) for name in wishes.cut_after)
+            and all(stage < len(stages) and name in stages[stage] for name, stage in wishes.pins)
+            and not any(self._parted(before[-1], after[0]) for before, after in pairwise(stages))
+        )
+
+    def _parted(self, last: str, first: str) -> bool:
+        """Whether these layers are to be kept together."""
+        return any(fnmatchcase(last, p) and fnmatchcase(first, p) for p in self.wishes.keep_together)
+
+
+def some_wishes(rng: np.random.Generator, layers: int, gpus: int, cuts: Sequence[int]) -> dict[str, Any]:
+    """One or two of them, such as one chain and machine can have."""
+    first, second = sorted(int(layer) for layer in rng.integers(0, layers, 2))
+    low, high = sorted(int(stage) for stage in rng.integers(0, max(gpus - 1, 1), 2))
+    pins = {f"layer{first}": low, f"layer{second}": max(high, low) if second > first else low}
+    known: list[dict[str, Any]] = [
+        {"pins": tuple(pins.items())},
+        {"max_stages": int(rng.integers(1, 4))},
+        {"use_all": True},
+        {"keep_together": (f"layer[{first}-{second}]",)},
+        {"cut_after": tuple(f"layer{cut}" for cut in rng.choice(cuts, min(2, len(cuts)), replace=False))},
+    ]
+    chosen = rng.choice(len(known), int(rng.integers(1, 3)), replace=False)
+    made = {name: value for index in chosen for name, value in known[index].items()}
+    if {"keep_together", "cut_after"} <= set(made):
+        made.pop("cut_after")  # of layers that are to be kept together, maybe
+    return made
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_wishes_against_brute_force(
+    seed: int, make_chain: MakeChain, make_topology: MakeTopology, brute_force: BruteForce
+) -> None:
+    rng = np.random.default_rng(seed)
+    chain = make_chain(seed, 7, cuts=0.9, traffic=[0.1, 1][seed % 2])
+    gpus, layers = int(rng.integers(2, 6)), len(chain)
+    topology = make_topology(gpus, per_node=[2, 8][seed % 2], memory=[None, 900, 1500][seed % 3])
+    cuts = [int(layer) for layer in np.flatnonzero(chain.cut_after)]
+    wishes = Wishes(mini_batch=4, recompute="never", **some_wishes(rng, layers, gpus, cuts))
+    answer = find(Problem(chain, topology, wishes), [])
+    space = Space(chain, topology, "sgd")
+    own = settings(4, ("1f1b", "gpipe"), ("never",), [1, 2, 4])
+    families = [Family(s, p, tuple(range(1, gpus + 1))) for s in own for p in placements(topology)]
+    best = brute_force(space, families, Wanted(wishes, chain, gpus)).fastest()
+    if best is None:
+        assert answer.best is None
+        return
+    assert answer.best is not None
+    assert answer.found.exact
+    assert answer.best.step_seconds == pytest.approx(best.step_seconds, rel=1e-9)
+    assert Wanted(wishes, chain, gpus)(answer.best.proposal.ends, answer.best.proposal.devices)
+
+
+@pytest.mark.parametrize("name", ["torchgpipe", "deepspeed", "torch", "megatron"])
+@pytest.mark.parametrize("seed", range(4))
+def test_runtimes_against_brute_force(
+    name: str, seed: int, make_chain: MakeChain, make_topology: MakeTopology, brute_force: BruteForce
+) -> None:
+    """One node of a process; as many replicas on every stage, with equal shares of every micro-batch."""
+    runtime = RUNTIMES[name]
+    chain = make_chain(seed, 7, cuts=0.9, traffic=[0.1, 1][seed % 2])
+    topology = make_topology(6, per_node=[3, 8][seed % 2], memory=[None, 1200][seed // 2])
+    schedule = "gpipe" if name == "torchgpipe" else "1f1b"
+    wishes = Wishes(mini_batch=6, runtime=name, schedule=schedule)
+    answer = find(Problem(chain, topology, wishes), [])
+    reached = topology.with_gpus(3) if runtime.one_process and seed % 2 == 0 else topology
+    modes = ["by_stage"] if runtime.recompute_by_stage else sorted(runtime.recompute)
+    own = settings(6, (schedule,), modes, [1, 2, 3, 6])  # type: ignore[arg-type] # words of modes
+    families = [
+        Family(setting, placements(reached)[0], (count,))
+        for setting in own
+        for count in ((1,) if runtime.replicas == "none" else (1, 2, 3, 6))
+        if setting.micro_batch_size % count == 0
+    ]
+    trainable = chain.trainable_bytes
+
+    def keep(ends: tuple[int, ...], devices: object) -> bool:
+        del devices
+        bounds = pairwise((0, *ends))
+        return not runtime.trains_every_stage or all(trainable[a:b].sum() > 0 for a, b in bounds)
+
+    best = brute_force(Space(chain, topology, "sgd", runtime=runtime), families, keep).fastest()
+    if best is None:
+        assert answer.best is None
+        return
+    assert answer.best is not None
+    assert answer.found.exact
+    assert answer.best.step_seconds == pytest.approx(best.step_seconds, rel=1e-9)
+    size = answer.best.setting.micro_batch_size
+    assert all(size % count == 0 for count in answer.best.proposal.replicas)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "what", "hint"),
+    [
+        ({"pins": (("layer9", 0),)}, "--pin layer9: the model has no such layer", "Did you mean layer"),
+        ({"pins": (("layer3", -1),)}, "--pin layer3=stage-1: stages count from 0", "stage0"),
+        (
+            {"pins": (("layer1", 1), ("layer4", 0))},
+            "--pin layer1=stage1: layer4 comes behind it and is pinned to stage0",
+            "in their order",
+        ),
+        ({"pins": (("layer1", 1), ("layer1", 0))}, "it is pinned to stage0, too", "Leave one"),
+        ({"cut_after": ("layer6",)}, "--cut-after layer6: it is the last layer", "the model ends there"),
+        ({"cut_after": ("layer2",)}, "--cut-after layer2: no stage may end there", "pplan show"),
+        ({"keep_together": ("conv*",)}, "--keep-together conv*: the model has no such layer", "layer0"),
+        (
+            {"keep_together": ("layer[0-4]",), "cut_after": ("layer3",)},
+            "--cut-after layer3: --keep-together keeps it with layer4",
+            "Leave one",
+        ),
+        ({"time_limit": 0.0}, "--time-limit 0: must be above 0", "30s"),
+        ({"max_stages": 0}, "--max-stages 0: must be at least 1", "1 or more"),
+    ],
+)
+def test_wishes_that_cannot_be(
+    wishes: dict[str, Any], what: str, hint: str, make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain = make_chain(1, 7, cuts=1.1)
+    chain.cut_after[2] = False
+    with pytest.raises(UsageError) as caught:
+        find(Problem(chain, make_topology(3), Wishes(mini_batch=4, **wishes)), [])
+    assert what in caught.value.what
+    assert hint in caught.value.hint
+
+
+def test_pinned_neighbours_of_a_long_chain(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    """Where not all cuts are searched, those that the pins need are."""
+    chain, topology = make_chain(3, 300, cuts=1.1, traffic=0.05), make_topology(8)
+    problem = Problem(chain, topology, Wishes(mini_batch=16, pins=(("layer150", 0), ("layer151", 1))))
+    found = find(problem, []).found
+    own = [setting for setting in problem.settings if setting.schedule == "1f1b"]
+    simple = fastest(problem.space, [replicated(setting, (151, 300), (4, 4)) for setting in own])
+    assert found.best is not None
+    assert simple is not None
+    assert found.best.step_seconds <= simple.step_seconds
+    assert found.best.proposal.ends[0] == 151

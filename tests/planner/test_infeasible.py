@@ -1,0 +1,113 @@
+"""Where no plan fits: what is said, and that every change that is named makes one fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pplan.cost_models.errors import InfeasibleError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Topology
+from pplan.planner.find import find
+from pplan.planner.infeasible import no_plan_fits
+from pplan.planner.problem import Problem
+from pplan.planner.wishes import Wishes
+
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
+
+
+def refused(problem: Problem) -> InfeasibleError:
+    assert find(problem, []).best is None
+    return no_plan_fits(problem)
+
+
+def changed(problem: Problem, words: str) -> Problem:
+    """The problem with what a hint says, read as a command line."""
+    wishes, topology = problem.wishes, problem.topology
+    for option, value in re.findall(r"(--[a-z-]+) (\S+)", words.split("(")[0]):
+        if option == "--gpus":
+            topology = topology.with_gpus(int(value))
+        elif option == "--memory":
+            size = int(float(value.removesuffix("GiB")) * 2**30)
+            groups = tuple(
+                group._replace(device=replace(group.device, memory_bytes=size)) for group in topology.groups
+            )
+            topology, wishes = replace(topology, groups=groups), replace(wishes, memory_limit=None)
+        else:
+            name = option[2:].replace("-", "_")
+            known: dict[str, Any] = {"mini_batch": int, "micro_batches": lambda _: None}
+            wishes = replace(wishes, **{name: known.get(name, str)(value)})
+    made = Problem(problem.chain, topology, wishes)
+    return made.freest if "leave --micro-batches" in words else made
+
+
+WISHES: list[dict[str, Any]] = [
+    {},
+    {"recompute": "never"},
+    {"micro_batches": 2, "optimizer": "adam"},
+    {"schedule": "gpipe", "optimizer": "adam"},
+    {"max_stages": 1},
+    {"use_all": True},
+    {"pins": (("layer5", 0),)},
+    {"cut_after": ("layer0",)},
+    {"runtime": "deepspeed"},
+    {"runtime": "torchgpipe"},
+    {"memory_limit": 350.0},
+]
+
+
+@pytest.mark.parametrize("wishes", WISHES, ids=lambda wishes: "-".join(wishes) or "free")
+def test_every_change_that_is_named_fits(
+    wishes: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain, named = make_chain(3, 8, cuts=1.1), 0
+    for memory in (400, 600, 800):
+        problem = Problem(chain, make_topology(2, memory=memory), Wishes(mini_batch=8, **wishes))
+        if find(problem, []).best is not None:
+            continue
+        error = no_plan_fits(problem)
+        assert error.exit_status == 3
+        assert "a GPU" in error.what
+        if error.hint.startswith("Leave out --pin"):
+            bare = replace(problem.wishes, pins=(), cut_after=(), use_all=False)
+            assert find(replace(problem, wishes=bare), []).best is not None
+            continue
+        for words in error.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
+            assert find(changed(problem, words), []).best is not None, words
+            named += 1
+    assert named > 0
+
+
+def test_wishes_that_leave_no_plan_whatever_the_memory(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """With or without a limit."""
+    chain = make_chain(3, 8, cuts=1.1)
+    pinned = Wishes(mini_batch=8, pins=(("layer3", 7),))
+    for wishes in (pinned, Wishes(mini_batch=8, cut_after=("layer1", "layer2", "layer3"))):
+        error = refused(Problem(chain, make_topology(2), wishes))
+        assert error.what == "no plan is left by these wishes, whatever the memory"
+        assert "--pin" in error.hint
+
+
+def test_a_planner_that_makes_none(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    chain = make_chain(3, 8, cuts=1.1)
+    error = refused(Problem(chain, make_topology(2), Wishes(mini_batch=8, planner="megatron")))
+    assert error.what == "--planner megatron: the names of the layers tell no transformer blocks"
+    assert error.hint.startswith("Without --planner there is one: ")
+    error = refused(Problem(chain, make_topology(4, memory=500), Wishes(mini_batch=8, planner="one-gpu")))
+    assert error.what == "--planner one-gpu: does not fit"
+    error = refused(Problem(chain, make_topology(2, memory=100), Wishes(mini_batch=8, planner="one-gpu")))
+    assert error.what.startswith("no plan fits into 100 B a GPU: at the least, stage ")
+
+
+def test_a_schedule_that_is_not_searched(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    chain = make_chain(3, 8, cuts=1.1)
+    wishes = Wishes(mini_batch=8, schedule="zb-h1")
+    error = refused(Problem(chain, make_topology(2, memory=100), wishes))
+    assert error.what == "no plan under zb-h1 was found that fits into 100 B a GPU"
