@@ -1,4 +1,4 @@
-"""The pipelines that a check runs: the plan, and the even split of as many stages, ready for the processes."""
+"""The pipelines that a check runs: the plan, and the even split of as many stages."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def check_command(
 
 
 def _run(read: Measured, options: CheckOptions) -> Check | None:
-    """Of several processes that a torchrun started, those that only lost another one say nothing."""
+    """Of several processes that a torchrun started, one says what went wrong: the one that failed."""
     from ..runtimes.checking.launching import Telling
     from .checking import check_plan, run_here
     from .provenance import command_line, made_by
@@ -155,7 +155,8 @@ def _run(read: Measured, options: CheckOptions) -> Check | None:
             read.plan, read.profile, folder, read.plan_file.name, options, lambda job: run_here(job, told)
         )
     except Exception as error:
-        if int(os.environ.get("RANK", "0")) and type(error).__name__ == "Lost":
+        # What all fail with is told by the first.
+        if os.environ.get("RANK", "0") != "0" and type(error).__name__ != "RankFailed":
             raise typer.Exit(2) from None
         raise
     if found is None:

@@ -43,9 +43,10 @@ def _answer(found: Check) -> str:
 def _where(found: Check) -> str:
     how = "stages that wait, emulated" if found.emulated else "trained for real"
     steps = counted(len(found.of_plan.step_seconds), "step")
+    processes = "1 process" if found.processes == 1 else f"{found.processes} processes"
     return (
-        f"{found.processes} process{'' if found.processes == 1 else 'es'} of torch.distributed.pipelining over {found.backend} on "
-        f"{found.device_name}; {how}, median of {steps}."
+        f"{processes} of torch.distributed.pipelining over {found.backend} on {found.device_name}; {how}, "
+        f"median of {steps}."
     )
 
 

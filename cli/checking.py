@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ..cost_models.errors import MachineError, UsageError
 from ..cost_models.quantities import counted
 from ..planner.plan_file import Plan
+from ..profiler.launched import is_launched, launched
 from ..profiler.profile_file import Profile
 from ..runtimes.checking.job import Case, Corrections, Device, Job, Measured, ModelSpec
 from ..runtimes.checking.launching import Telling, run_in_processes
@@ -114,6 +115,8 @@ def chosen_device(processes: int, options: CheckOptions) -> Device:
     if options.emulate or options.device == "cpu":
         return "cpu"
     gpus = _gpus()
+    if is_launched(os.environ):
+        processes = launched(os.environ, "check", at_least=1).local_world_size
     if gpus >= processes:
         return "cuda"
     here = f"{counted(gpus, 'CUDA device')} and {counted(cores(), 'core')}"
@@ -138,15 +141,10 @@ def _notes(profile: Profile, options: CheckOptions) -> list[str]:
     notes = []
     if options.emulate:
         notes.append("emulated: each stage waits as long as the plan says it computes")
-    elif profile.amp or profile.compiled or profile.tf32:
-        modes = [
-            profile.amp and f"amp {profile.amp}",
-            profile.compiled and "compile",
-            profile.tf32 and "tf32",
-        ]
-        notes.append(
-            f"the profile was measured with {', '.join(filter(None, modes))}, the check runs without"
-        )
+        return notes
+    modes = {"autocast": profile.amp, "torch.compile": profile.compiled, "TF32": profile.tf32}
+    if on := [name for name, value in modes.items() if value]:
+        notes.append(f"the profile was measured with {', '.join(on)}, the check runs without")
     return notes
 
 
@@ -171,15 +169,13 @@ def run_here(job: Job, told: Telling | None = None) -> Measured | None:
 
     None in one that is not the first.
     """
-    from ..profiler.launched import is_launched, launched
-
     if not is_launched(os.environ):
         return run_in_processes(job, told)
     process = launched(os.environ, "check", at_least=1)
     if process.world_size != job.processes:
         raise UsageError(
             f"check: world size {process.world_size} for a plan of {counted(job.processes, 'device')}",
-            f"Start {job.processes} in all: torchrun --no-python --nproc-per-node {job.processes} pplan check",
+            f"Start {job.processes}: torchrun --no-python --nproc-per-node {job.processes} pplan check",
         )
     from ..runtimes.checking.joined import run_as_one
 

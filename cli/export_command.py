@@ -76,7 +76,7 @@ def export_command(
     as_json: AsJson = False,
 ) -> None:
     """Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."""
-    from ..cost_models.document import MadeBy, check_place, write_whole
+    from ..cost_models.document import MadeBy, write_whole
     from ..cost_models.runtime import runtime_named
     from ..planner.plan_file import Plan
     from ..runtimes.export import SUFFIXES, export
@@ -97,13 +97,26 @@ def export_command(
         remark(about)
     if name == "deepspeed" and device == "cpu":
         remark("--device cpu changes nothing here: DeepSpeed takes its devices from its launcher")
-    written = None if script is None else _script(document, source, profile, target.path, script, device)
+    written = None
     if script is not None:
-        check_place(script, force=force)
+        _check_script(script, (source, target.path), force=force)
+        written = _script(document, source, profile, target.path, script, device)
     target.write(document, as_json=as_json, show=lambda: _show(document, target.path, written))
     if written is not None and script is not None:
         write_whole(script, written.text, force=force)
         remark(f"Wrote {script}. Run it where it is: {printable(written.command)}")
+
+
+def _check_script(script: Path, others: tuple[Path, ...], *, force: bool) -> None:
+    """Raises FileError where the script cannot be put there, or would overwrite one of the `others`."""
+    from ..cost_models.errors import FileError
+    from .output import chosen_target
+
+    if any(script.absolute() == other.absolute() for other in others):
+        raise FileError(
+            f"{script}: --script would overwrite what the script is made from", "Name another file."
+        )
+    chosen_target(script, "", force=force).check(*others)
 
 
 def _script(

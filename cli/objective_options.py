@@ -38,11 +38,11 @@ FrontierToo = Annotated[
     _objective("--frontier", None, "Also the plans of which none is both faster and smaller, in a file."),
 ]
 Points = Annotated[
-    int,
+    int | None,
     _objective(
         "--points",
         "N",
-        "Of --frontier: at most so many plans, 2 % of memory apart.",
+        "Of --frontier: at most so many plans, 2 % of memory apart; else 24.",
         parser=whole_number("--points", at_least=1),
     ),
 ]
@@ -57,8 +57,12 @@ Sweep = Annotated[
 ]
 Csv = Annotated[Path | None, _sweep("--csv", "FILE", "Of --sweep: the rows as CSV, too.")]
 Backend = Annotated[
-    str,
-    _sweep("--backend", "processes|dask|ray", "Of --sweep: where it runs, on this machine or a cluster."),
+    str | None,
+    _sweep(
+        "--backend",
+        "processes|dask|ray",
+        "Of --sweep: where it runs, on this machine or a cluster; else in processes.",
+    ),
 ]
 Jobs = Annotated[
     int | None,

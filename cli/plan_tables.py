@@ -29,7 +29,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.baselines:
         titled(console, "Against simpler ways to train", _baselines(plan, console))
     if plan.alternatives:
-        title = "Alternatives: straight pipelines, one device a stage"
+        title = "Alternatives: the best plans that each runtime can run"
         titled(console, title, _alternatives(plan, console))
     if plan.notes:
         console.print()
@@ -66,8 +66,10 @@ def devices_used(plan: Plan) -> int:
 
 def _what(plan: Plan) -> str:
     used = devices_used(plan)
+    stages, chunks = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
     if len(plan.stages) > 1:
-        return f"A pipeline of {len(plan.stages)} stages over {counted(used, 'GPU')}"
+        each = f", {chunks} virtual stages on each" if chunks > 1 else ""
+        return f"A pipeline of {counted(stages, 'stage')} over {counted(used, 'GPU')}{each}"
     return f"Data parallelism over {counted(used, 'GPU')}" if used > 1 else "One GPU"
 
 
@@ -104,7 +106,9 @@ def _fewer(plan: Plan, used: int, offered: int) -> str:
     on_all = [
         (other.step_seconds, f"a straight {other.schedule} pipeline")
         for other in plan.alternatives
-        if len(other.balance) == offered and _may_run(plan, other)
+        if other.replicas == other.virtual_stages == 1
+        and len(other.balance) == offered
+        and _may_run(plan, other)
     ]
     on_all += [
         (base.step_seconds, "data parallelism")
@@ -263,10 +267,11 @@ def _alternatives(plan: Plan, console: Console) -> Table:
 def _alternative_row(other: Alternative) -> list[str]:
     balance = ", ".join(map(str, islice(other.balance, 16)))
     more = len(other.balance) - 16
+    shared = f"; {other.replicas} replicas" if other.replicas > 1 else ""
     return [
         other.schedule,
         "; ".join(part for part in (", ".join(other.runtimes), other.reason) if part),
-        balance + (f" and {more} more" if more > 0 else ""),
+        balance + (f" and {more} more" if more > 0 else "") + shared,
         f"{other.micro_batches} of {other.micro_batch_size}",
         other.recompute.replace("_", "-"),
         format_seconds(other.step_seconds),

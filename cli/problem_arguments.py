@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
+from ..planner.find import BEST
 from ..planner.objectives.objective import ANY, Objective, objective_of, prices_of
+from ..planner.planners import planner_named
 from ..planner.problem import Problem
 from ..planner.solve import problem_of
 from ..planner.wishes import Wishes
@@ -128,3 +130,18 @@ def check_grid(grid: Any, options: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"grid[{key!r}]={values!r}: is not a list", f'For example: grid={{"{key}": [...]}}.'
             )
+    for key in WORDS:
+        for value in grid.get(key, ()):
+            _check_word(key, value)
+
+
+WORDS = ("runtime", "schedule", "planner", "recompute", "optimizer")
+"""Arguments of which a value that no problem knows is refused at once: it would be a row without a plan."""
+
+
+def _check_word(key: str, value: Any) -> None:
+    """Raises UsageError for a word that is not known."""
+    text = arguments.optional_word(key, value) or Wishes.__dataclass_fields__[key].default
+    if key == "planner" and text != BEST:
+        planner_named(text)
+    Wishes(**{key: text.replace("-", "_") if key == "recompute" else text})

@@ -79,10 +79,10 @@ def solve_command(
     objective: Objective = "step-time",
     price: Price = None,
     frontier: FrontierToo = False,
-    points: Points = 24,
+    points: Points = None,
     sweep: Sweep = [],  # noqa: B006
     csv: Csv = None,
-    backend: Backend = "processes",
+    backend: Backend = None,
     jobs: Jobs = None,
     output: Output = None,
     force: Force = False,
@@ -97,10 +97,14 @@ def solve_command(
     from .provenance import command_line, made_by
     from .sweep_command import SweepOptions, run_sweep
 
-    sweeping = SweepOptions(sweep, csv, backend, jobs, force, as_json) if sweep else None
+    _check_owners(
+        ("--frontier", frontier, {"--points": points}),
+        ("--sweep gpus=2,4,8", bool(sweep), {"--csv": csv, "--backend": backend, "--jobs": jobs}),
+    )
+    sweeping = SweepOptions(sweep, csv, backend or "processes", jobs, force, as_json) if sweep else None
     if sweeping is None or "gpus" not in sweeping.grid:
         gpus = gpus if gpus is not None else _gpus_of(topology)
-    _check_together(sweep, csv, frontier, output, "step-time --robust" if robust else objective)
+    _check_together(sweep, frontier, output, "--robust" if robust else f"--objective {objective}")
     machine = MachineOptions(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()
     wishes = TrainingOptions(
         runtime,
@@ -145,25 +149,34 @@ def solve_command(
     quiet = frontier and as_json
     target.write(plan, as_json=as_json and not frontier, show=lambda: None if quiet else _show(plan))
     if frontier:
-        found = _frontier(profile, points, given).model_copy(update={"made_by": origin})
+        found = _frontier(profile, points or 24, given).model_copy(update={"made_by": origin})
         beside.write(found, as_json=as_json, show=lambda: _show_frontier(found))
 
 
-def _check_together(
-    sweep: list[str], csv: Path | None, frontier: bool, output: Path | None, objective: str
-) -> None:
-    """Raises UsageError for options that say nothing beside the others."""
+def _check_owners(*owners: tuple[str, bool, Mapping[str, object]]) -> None:
+    """Raises UsageError for options that belong to another one, which is not given."""
     from ..cost_models.errors import UsageError
 
-    if csv is not None and not sweep:
-        raise UsageError(f"--csv {csv}: is of --sweep", "Give --sweep gpus=2,4,8, say, or leave it away.")
+    for owner, given, options in owners:
+        for option, value in options.items():
+            if value is not None and not given:
+                raise UsageError(
+                    f"{option} {value}: is of {owner.split()[0]}", f"Give {owner}, say, or leave it away."
+                )
+
+
+def _check_together(sweep: list[str], frontier: bool, output: Path | None, aim: str) -> None:
+    """Raises UsageError for options that say nothing beside the others; `aim`: the one that says what the
+    plan is to be the best of."""
+    from ..cost_models.errors import UsageError
+
     if sweep and frontier:
         raise UsageError("--frontier with --sweep: one or the other", "Leave one of the two away.")
     if sweep and output is not None:
         raise UsageError(f"-o {output}: a sweep writes no plan", "Give --csv FILE for its rows.")
-    if frontier and objective != "step-time":
+    if frontier and aim != "--objective step-time":
         raise UsageError(
-            f"--frontier with --objective {objective}: it is of step time against memory",
+            f"--frontier with {aim}: it is of step time against memory",
             "Leave one of the two away.",
         )
 

@@ -66,6 +66,8 @@ def _answers(own: Problem, answer: Answer) -> bool:
     best, runtime = answer.best, own.runtime
     if best is None or runtime is None or not answer.found.exact or runtime.one_process:
         return False
+    if best.setting.schedule not in SEARCHED:
+        return False  # it is none of those that are searched for the runtime
     modes = set(best.recompute)
     uniform = runtime.recompute_by_stage or (len(modes) == 1 and modes <= set(runtime.recompute))
     if not uniform or runtime.transfers != "overlapped" or not own.allows(best.proposal):

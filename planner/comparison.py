@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..cost_models.errors import UsageError
+from ..cost_models.quantities import counted
 from .candidate import Candidate
 from .find import Answer, planned_by
 from .plan_file import Baseline
+from .planned import run_in_words
 from .planners import planner_named
 from .problem import Problem
 from .search.space import share_of
@@ -57,14 +59,14 @@ def _row(name: str, plan: Candidate | str) -> Row:
     if isinstance(plan, str):
         return Row(Baseline(name=name, step_seconds=None, reason=plan))
     proposal = plan.proposal
-    detail = str(plan.setting)
-    if len(proposal.ends) > 1 or proposal.replicas[0] > 1:
-        counts = "-".join(map(str, proposal.replicas[:16]))
-        stages = len(proposal.ends) // plan.setting.virtual_stages
-        detail = (
-            f"{stages} stages, replicas {counts}; {detail}"
-            if max(proposal.replicas) > 1
-            else (f"{stages} stages; {detail}")
-        )
     size = share_of(plan.setting.micro_batch_size, min(proposal.replicas))
-    return Row(Baseline(name=name, step_seconds=plan.step_seconds, detail=detail), size)
+    return Row(Baseline(name=name, step_seconds=plan.step_seconds, detail=_in_words(plan)), size)
+
+
+def _in_words(plan: Candidate) -> str:
+    """Its stages and their replicas, where it has several, and how it runs."""
+    replicas, run = plan.proposal.replicas, run_in_words(plan)
+    stages = counted(len(replicas) // plan.setting.virtual_stages, "stage")
+    if max(replicas) > 1:
+        return f"{stages}, replicas {'-'.join(map(str, replicas[:16]))}; {run}"
+    return f"{stages}; {run}" if len(replicas) > 1 else run

@@ -19,7 +19,7 @@ from .setting import SEARCHED
 
 WORK_A_SECOND = 1e9
 """Of the search's counted work: about what one core does in a second."""
-BEST = "best"
+BEST, INTERLEAVED = "best", "interleaved"
 COSTLY = ("pipedream", "pipedream-published", "dapple", "alpa", "interleaved")
 """Planners that search themselves: where the problem is not small, they are asked only where the joint search
 proves less."""
@@ -50,9 +50,10 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
     named = problem.wishes.planner
     if named != BEST:
         plan = planned_by(planner_named(named), problem)
-        seeds = [plan] if isinstance(plan, Candidate) else []
-        found = _of_planner(next(iter(seeds), None), joint_search(problem, seeds))
-        return Answer(found, {named: plan})
+        # The bound is that of the same space as for the best plan, to which the interleaved ones belong.
+        own = {named: plan, INTERLEAVED: planned_by(planner_named(INTERLEAVED), problem)}
+        found = joint_search(problem, _plans(own))
+        return Answer(_of_planner(plan if isinstance(plan, Candidate) else None, found), {named: plan})
     quick = is_small(problem)
     first = [name for name in planners if quick or name not in COSTLY]
     by_planner = {name: planned_by(planner_named(name), problem) for name in first}

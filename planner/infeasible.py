@@ -20,7 +20,7 @@ from ..cost_models.schedules import schedule_named
 from .balance import balance_table
 from .candidate import Candidate
 from .find import BEST, find, planned_by
-from .planned import plan_recompute
+from .planned import run_in_words
 from .planners import planner_named
 from .problem import Problem
 from .search.pipelines import stage_modes
@@ -60,7 +60,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     if tightest is None or not limited:
         return InfeasibleError(
             "no plan is left by these wishes, whatever the memory",
-            "Leave out --pin, --cut-after, --keep-together, --max-stages or --use-all, one at a time.",
+            f"Leave out {_one_of(_narrowing(problem.wishes))}.",
         )
     space = problem.space
     names, places = space.chain.names, space.table(space.chain.sizes[0]).places
@@ -69,7 +69,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     if missing <= 0:
         return InfeasibleError(
             f"no plan that the wishes leave fits into {format_bytes(limit)} a GPU; without them one does",
-            "Leave out --pin, --cut-after or --use-all, or use another --planner.",
+            f"Leave out {_one_of(_narrowing(problem.wishes))}.",
         )
     terms = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(amount)}"
@@ -85,13 +85,34 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     return InfeasibleError(what, "What would fit: " + "; or ".join(_changes(problem, tightest)) + ".")
 
 
+def _narrowing(wishes: Wishes) -> list[str]:
+    """The options given that leave plans out."""
+    given = {
+        "--pin": wishes.pins,
+        "--cut-after": wishes.cut_after,
+        "--keep-together": wishes.keep_together,
+        "--max-stages": wishes.max_stages,
+        "--use-all": wishes.use_all,
+        "--runtime": wishes.runtime,
+        "--micro-batches": wishes.micro_batches,
+        "--schedule": wishes.schedule != "auto",
+        "--recompute": wishes.recompute != "auto",
+        "--planner": wishes.planner != BEST,
+    }
+    return [option for option, value in given.items() if value]
+
+
+def _one_of(options: list[str]) -> str:
+    return f"{', '.join(options[:-1])} or {options[-1]}" if len(options) > 1 else "".join(options)
+
+
 def _no_plan_of_planner(problem: Problem, others: Candidate | None) -> InfeasibleError:
     """Of a named planner, which may know why; others may have a plan."""
     named = problem.wishes.planner
     why = planned_by(planner_named(named), problem)
     hint = "Nor is there any other plan: see to the wishes."
     if others is not None:
-        hint = f"Without --planner there is one: {_run_of(others)}."
+        hint = f"Without --planner there is one: {run_in_words(others)}."
     return InfeasibleError(f"--planner {named}: {why}", hint)
 
 
@@ -160,13 +181,13 @@ def _other_runs(problem: Problem) -> list[str]:
     for option, freed in single:
         found = _solved_with(problem, freed)
         if found is not None:
-            ways.append((found.step_seconds, f"{option} auto ({_run_of(found)})"))
+            ways.append((found.step_seconds, f"{option} auto ({run_in_words(found)})"))
     if ways:
         return [words for _, words in sorted(ways)]
     with suppress(UsageError):
         found = _solved_with(problem, problem.freest.wishes)
         if found is not None:
-            return [f"{_run_of(found)} (leave --micro-batches, --schedule and --recompute at auto)"]
+            return [f"{run_in_words(found)} (leave --micro-batches, --schedule and --recompute at auto)"]
     return []
 
 
@@ -178,13 +199,6 @@ def _lighter_optimizers(problem: Problem) -> Iterator[str]:
         lighter = size[name] < size[wishes.optimizer]
         if lighter and _solved_with(problem, replace(wishes, optimizer=name)) is not None:
             yield name
-
-
-def _run_of(plan: Candidate) -> str:
-    """The micro-batches, schedule and recomputation of a plan in words."""
-    setting = plan.setting
-    mode = plan_recompute(plan).replace("_", " ")
-    return f"{setting.micro_batches} x {setting.micro_batch_size}, {setting.schedule}, recompute {mode}"
 
 
 def _solved_with(problem: Problem, wishes: Wishes) -> Candidate | None:

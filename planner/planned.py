@@ -54,6 +54,14 @@ def plan_recompute(plan: Candidate) -> Recompute:
     return modes.pop() if len(modes) == 1 else "selective"
 
 
+def run_in_words(plan: Candidate) -> str:
+    """Its micro-batches, schedule and recomputation: `32 x 8, 1f1b, recompute never`."""
+    setting = plan.setting
+    virtual = f", {setting.virtual_stages} virtual stages" if setting.virtual_stages > 1 else ""
+    mode = plan_recompute(plan).replace("_", " ")
+    return f"{setting.micro_batches} x {setting.micro_batch_size}, {setting.schedule}{virtual}, recompute {mode}"
+
+
 def bubble(space: Space, plan: Candidate) -> float:
     """Idle share of the devices' time."""
     made = assembly_of(space, plan.proposal, plan.recompute)

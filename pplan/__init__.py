@@ -377,7 +377,8 @@ def check(
     a process that failed, died or hangs, with its own words.
     """
     from .cli import arguments
-    from .cli.checking import CheckOptions, check_plan, run_in_processes
+    from .cli.checking import CheckOptions, check_plan
+    from .runtimes.checking.launching import run_in_processes
 
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     named = Path(plan).name if isinstance(plan, str | Path) else "plan"

@@ -75,8 +75,10 @@ def names_hash(names: Sequence[str]) -> str:
     return sha256("\n".join(names))
 
 
-def check_layers(document: Exported, layers: int, model: nn.Sequential, names: Sequence[str] | None) -> None:
-    """Raises ExportError where `model` is no nn.Sequential of the `layers` layers the document was made for.
+def check_layers(
+    document: Exported, layers: int, model: nn.Module, names: Sequence[str] | None
+) -> nn.Sequential:
+    """`model`. Raises ExportError where it is no nn.Sequential of the `layers` layers of the document.
 
     `names` are those of the model's layers in its profile; None takes those that `pplan.sequential` gave it.
     An nn.Sequential that knows none is only counted.
@@ -94,6 +96,7 @@ def check_layers(document: Exported, layers: int, model: nn.Sequential, names: S
         known = getattr(model, "layer_names", ())
         names = known if isinstance(known, tuple) and len(known) == layers else ()
     check_names(document, layers, len(model), names, name)
+    return model
 
 
 def check_names(document: Exported, layers: int, count: int, names: Sequence[str], model: str) -> None:

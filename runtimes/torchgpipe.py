@@ -44,9 +44,9 @@ def build(
     the export's file. `model`: any module, made sequential as `pplan.sequential` does it, or an nn.Sequential
     of the plan's layers. `example_input`: an input of it, of any batch; without one, `model` must be
     sequential, one tensor with a gradient crosses each cut, and every stage works on a clone of what it is
-    handed (else only those that overwrite it). `devices`: of the stages, instead of the plan's. `layer_names`: those of
-    the model's profile, where the model does not know them; an nn.Sequential without names must only have as
-    many layers.
+    handed (else only those that overwrite it). `devices`: of the stages, instead of the plan's.
+    `layer_names`: those of the model's profile, where the model does not know them; an nn.Sequential without
+    names must only have as many layers.
 
     Feed it mini-batches of the plan's size on `devices[0]` (a tensor, or the tuple of all tensors of the
     input); its output, the model's tensor or a tuple of its tensors, is on `devices[-1]`. Its parameters are

@@ -53,8 +53,9 @@ class DeepSpeedType:
         return KIND if self.pattern is None else f"{KIND}:{self.pattern}"
 
     def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """Each number of stages that the matching layers fill, also with the same number of replicas of every
-        stage on all devices. Raises UsageError where there is a pattern and no layer matches."""
+        """Each number of stages from two on that the matching layers fill, also with the same number of
+        replicas of every stage on all devices; one stage where there can be no more. Raises UsageError where
+        there is a pattern and no layer matches."""
         chain = problem.space.chain
         counted = self.counted(chain)
         if self.pattern is not None and not counted.any():
@@ -69,9 +70,12 @@ class DeepSpeedType:
 
         yield from all_pipelines(problem, straight_settings(problem), ends)
 
-    def refusal(self, problem: Problem) -> str:  # noqa: ARG002 - as of every planner that refuses
+    def refusal(self, problem: Problem) -> str:
         """Why it proposes nothing."""
-        return "the names of the layers tell no transformer blocks; say what to count: deepspeed-type:REGEX"
+        matching = int(self.counted(problem.space.chain).sum())
+        if not matching:
+            return "the names of the layers tell no transformer blocks; say what to count: deepspeed-type:REGEX"
+        return f"the layers that it counts ({matching}) make no stages that the devices and the wishes leave"
 
     def counted(self, chain: Chain) -> npt.NDArray[np.bool_]:
         """Which layers are counted: (layers,)."""

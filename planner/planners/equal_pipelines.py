@@ -48,6 +48,11 @@ def straight_settings(problem: Problem) -> list[Setting]:
     ]
 
 
+def fewest_stages(problem: Problem) -> int:
+    """Two, for planners of pipelines; one where the devices, cuts or wishes leave no more."""
+    return min(2, stage_counts(problem)[-1])
+
+
 def replicated_shapes(problem: Problem) -> Iterator[tuple[int, int]]:
     """Stages and replicas of each, more than one, that together are all devices."""
     devices, runtime = problem.reached, problem.runtime
@@ -80,10 +85,12 @@ def straight_pipelines(
 
 
 def all_pipelines(problem: Problem, settings: Sequence[Setting], rule: Rule) -> Iterator[Proposal]:
-    """A device a stage, and the same number of replicas of every stage on all devices."""
-    yield from straight_pipelines(problem, settings, rule)
-    for stages, replicas in replicated_shapes(problem):
-        yield from equal_pipelines(problem, settings, rule, stages, replicas)
+    """A device a stage, and the same number of replicas of every stage on all devices; of two stages or more
+    where there can be: one stage is one GPU, or data parallelism."""
+    straight = [(stages, 1) for stages in stage_counts(problem)]
+    for stages, replicas in (*straight, *replicated_shapes(problem)):
+        if stages >= fewest_stages(problem):
+            yield from equal_pipelines(problem, settings, rule, stages, replicas)
 
 
 def equal_pipelines(

@@ -23,7 +23,8 @@ class Even:
     name = "even"
 
     def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """Each number of stages, also with the same number of replicas of every stage on all devices."""
+        """Each number of stages from two on, also with the same number of replicas of every stage on all
+        devices; one stage where there can be no more."""
         settings = straight_settings(problem)
         yield from all_pipelines(problem, settings, lambda stages, _: even_ends(problem.space.chain, stages))
 

@@ -25,7 +25,8 @@ class Parameters:
     name = "parameters"
 
     def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """Each number of stages, also with the same number of replicas of every stage on all devices."""
+        """Each number of stages from two on, also with the same number of replicas of every stage on all
+        devices; one stage where there can be no more."""
         chain = problem.space.chain
 
         def ends(stages: int, _: int) -> Ends:

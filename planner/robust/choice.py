@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ...cost_models.errors import UsageError
 from ..candidate import Candidate, Proposal, replicated
-from ..find import WORK_A_SECOND, Answer
+from ..find import WORK_A_SECOND, Answer, is_small
 from ..infeasible import no_plan_fits
 from ..plan_file import TIE
 from ..problem import Problem
@@ -169,14 +169,33 @@ def _bests(problem: Problem, best: Candidate) -> list[Candidate]:
     for family in problem.families:
         alike.setdefault(family.setting, []).append(family)
     work = problem.wishes.time_limit * WORK_A_SECOND / max(1, len(alike) * len(problem.stage_counts))
-    limit = best.step_seconds * (1 + NEAR)
-    found = [
-        search(problem.space, families, [stages], work=work, limit=limit).best
-        for families in alike.values()
-        for stages in problem.stage_counts
-    ]
-    return _nearest([plan for plan in found if plan is not None])
+    searches = _Searches(problem, best.step_seconds * (1 + NEAR), work)
+    found = [plan for families in alike.values() for plan in searches.by_stages(families)]
+    return sorted(found, key=lambda plan: plan.step_seconds)[:MOST_BESTS]
 
 
-def _nearest(plans: Sequence[Candidate]) -> list[Candidate]:
-    return sorted(plans, key=lambda plan: plan.step_seconds)[:MOST_BESTS]
+@dataclass(frozen=True)
+class _Searches:
+    """Searches of a part of the space for plans below `limit` seconds, each with so much work."""
+
+    problem: Problem
+    limit: float
+    work: float
+
+    def by_stages(self, families: Sequence[Family]) -> Iterator[Candidate]:
+        """The fastest of these families with any number of stages, and those with other numbers: where the
+        problem is not small, one stage more or less."""
+        counts = self.problem.stage_counts
+        first = self._fastest(families, counts)
+        if first is None:
+            return
+        yield first
+        own = len(first.proposal.ends)
+        for stages in counts:
+            if stages != own and (is_small(self.problem) or abs(stages - own) == 1):
+                other = self._fastest(families, [stages])
+                if other is not None:
+                    yield other
+
+    def _fastest(self, families: Sequence[Family], counts: Iterable[int]) -> Candidate | None:
+        return search(self.problem.space, families, counts, work=self.work, limit=self.limit).best

@@ -143,19 +143,16 @@ class GPipeBound:
     def _fill(
         self, rows: dict[str, Floats], group: Group, reachable: npt.NDArray[np.bool_], remaining: int
     ) -> None:
-        positions = group.positions[reachable[group.positions + group.replicas].any(axis=1)]
-        after = positions + group.replicas
-        pairs, starts, first = group.some(reachable[after].any(axis=0))
-        if not len(positions) or not len(pairs):
+        stages = group.before(reachable)
+        if stages is None:
             return
-        follows = self.rows(remaining - 1)
+        follows, pairs = self.rows(remaining - 1), stages.pair
         f, b = group.forward[pairs], group.backward(self.options.held(remaining))[0][pairs]
         plain = np.where(np.isinf(b), np.inf, self._first(group.plain[pairs], b))
-        at = (after[:, None], group.end[pairs][None, :])
-        latency, slowness = (values[after][:, None] for values in self.options.runs.best_way(group.replicas))
+        latency, slowness = (values[stages.after] for values in self.options.runs.best_way(group.replicas))
         o = slowness * group.sent[pairs]
         c = o + latency * group.inner[pairs]
-        ahead = _Sums(*(getattr(follows, name)[at] for name in NAMES))
+        ahead = _Sums(*(getattr(follows, name)[stages.after, stages.end] for name in NAMES))
         most_backward = np.maximum(np.maximum(b, o), ahead.most_backward)
         suffix = plain + c + ahead.plain + ahead.cuts
         own = {
@@ -170,10 +167,8 @@ class GPipeBound:
                 suffix + _times(self._count - 1, most_backward) + group.tail[pairs], ahead.tail
             ),
         }
-        into = np.ix_(positions, starts)
         for name, values in own.items():
-            least = np.minimum.reduceat(values, first, axis=1)
-            rows[name][into] = np.minimum(rows[name][into], least)
+            stages.least_into(rows[name], values)
 
 
 def whole_bound(plans: Pipelines) -> Floats:

@@ -105,31 +105,24 @@ class RoundTripBound:
         self, rows: tuple[Floats, ...], group: Group, reachable: npt.NDArray[np.bool_], remaining: int
     ) -> None:
         """Adds a group's stages before those that are `reachable` from them."""
-        positions = group.positions[reachable[group.positions + group.replicas].any(axis=1)]
-        if not len(positions):
+        stages = group.before(reachable)
+        if stages is None:
             return
-        after = positions + group.replicas
-        pairs, starts, first = group.some(reachable[after].any(axis=0))
-        if not len(pairs):
-            return
-        to_last_backward, to_end, trips = self.rows(remaining - 1)
-        f, b = group.forward[pairs], self._least_backward(group, remaining)[pairs]
-        at = (after[:, None], group.end[pairs][None, :])
-        latency, slowness = (values[after][:, None] for values in self.options.runs.best_way(group.replicas))
-        occupancy = slowness * group.sent[pairs]
-        cut = occupancy + latency * group.inner[pairs]
-        trip = 2 * cut + trips[at]
+        to_last_backward, to_end, trips = (
+            values[stages.after, stages.end] for values in self.rows(remaining - 1)
+        )
+        f, b = group.forward[stages.pair], self._least_backward(group, remaining)[stages.pair]
+        latency, slowness = (values[stages.after] for values in self.options.runs.best_way(group.replicas))
+        occupancy = slowness * group.sent[stages.pair]
+        cut = occupancy + latency * group.inner[stages.pair]
+        trip = 2 * cut + trips
         own = self._stage_term(remaining, f, b, occupancy, trip)
-        inward = np.maximum(own, f + b + 2 * cut + to_last_backward[at])
-        whole = np.maximum(inward + group.tail[pairs], f + cut + to_end[at])
-        forward, both, _ = self.options.prefixes
-        before = np.ix_(positions, group.start[pairs])
-        too_slow = (inward + both[before] >= self._limit) | (whole + forward[before] >= self._limit)
-        into = np.ix_(positions, starts)
+        inward = np.maximum(own, f + b + 2 * cut + to_last_backward)
+        whole = np.maximum(inward + group.tail[stages.pair], f + cut + to_end)
+        forward, both, _ = (values[stages.position, stages.start] for values in self.options.prefixes)
+        too_slow = (inward + both >= self._limit) | (whole + forward >= self._limit)
         for seconds, values in zip((inward, whole, f + b + trip), rows, strict=True):
-            own_values = np.where(too_slow, np.inf, seconds)
-            least = np.minimum.reduceat(own_values, first, axis=1)
-            values[into] = np.minimum(values[into], least)
+            stages.least_into(values, np.where(too_slow, np.inf, seconds))
 
     def _least_backward(self, group: Group, remaining: int) -> Floats:
         """Of any micro-batch: under except_last the last one's, without what is run again."""

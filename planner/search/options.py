@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,23 @@ from .runs import Runs
 from .space import Space, Team, share_of
 
 Indices = npt.NDArray[np.int64]
+
+
+class Entries(NamedTuple):
+    """Stages of a group that begin at `position` and end before `after`, by entry: pair `pair`, places
+    `start` and `end`; sorted by position and start, of which `first` are the first entries."""
+
+    position: Indices
+    after: Indices
+    pair: Indices
+    start: Indices
+    end: Indices
+    first: Indices
+
+    def least_into(self, table: Floats, values: Floats) -> None:
+        """Lowers the table at each position and start to the least value of its entries."""
+        at = self.position[self.first], self.start[self.first]
+        table[at] = np.minimum(table[at], np.minimum.reduceat(values, self.first))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,12 +95,15 @@ class Group:
         """(places + 1,): where the pairs of each start begin."""
         return np.searchsorted(self.start, np.arange(self.team.table.blocks + 2))
 
-    def some(self, ends: npt.NDArray[np.bool_]) -> tuple[Indices, Indices, Indices]:
-        """The pairs that end at some of these places; the starts that they have, and the first of them that
-        has each."""
-        pairs = np.flatnonzero(ends[self.end])
-        starts, first = np.unique(self.start[pairs], return_index=True)
-        return pairs, starts, first
+    def before(self, reachable: npt.NDArray[np.bool_]) -> Entries | None:
+        """Its stages that end where others may follow: `reachable` (positions + 1, places)."""
+        after = self.positions + self.replicas
+        which, pair = np.nonzero(reachable[after].take(self.end, axis=1))
+        if not len(pair):
+            return None
+        start = self.start[pair]
+        first = np.flatnonzero(np.append(True, (which[1:] != which[:-1]) | (start[1:] != start[:-1])))
+        return Entries(self.positions[which], after[which], pair, start, self.end[pair], first)
 
     def _room(self, mode: Recompute) -> Floats:
         if mode not in self._most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -93,7 +94,7 @@ def _pass(
         torch.autograd.backward(trained, gradients)
         stamps += [clock.stamp()] * (1 if splits else 2)
     clock.settle()
-    first, second, third = (clock.seconds(one, other) for one, other in zip(stamps, stamps[1:], strict=False))
+    first, second, third = (clock.seconds(one, other) for one, other in pairwise(stamps))
     return first, second, third
 
 

@@ -20,7 +20,8 @@ SHORTEST_SECONDS = 1e-4
 
 
 def fitted(cases: Sequence[Case], results: Sequence[CaseResult], links: LinkSeconds | None) -> Corrections:
-    """The corrections under which the cases are predicted best, in the sum of squared logarithms.
+    """The corrections under which the cases are predicted best, in the sum of the logarithms' sizes, which one
+    case that was disturbed cannot pull away.
 
     The link's are those of the measured transfers, the slowdown the median over all stages of their seconds
     in the pipeline over those alone, and the overheads, one for either loop of PyTorch, are sought.
@@ -60,14 +61,9 @@ def _overhead(pairs: Sequence[tuple[Case, CaseResult]], fixed: Corrections, name
 
     def missed(overhead: float) -> float:
         tried = fixed.model_copy(update={name: overhead})
-        return sum(
-            math.log(
-                predicted_step(case, result.predicted.stages, tried).step_seconds
-                / median(result.ran.step_seconds)
-            )
-            ** 2
-            for case, result in pairs
-        )
+        steps = [predicted_step(case, result.predicted.stages, tried).step_seconds for case, result in pairs]
+        measured = [median(result.ran.step_seconds) for _, result in pairs]
+        return sum(abs(math.log(step / other)) for step, other in zip(steps, measured, strict=True))
 
     return least(missed, 0.0, MOST_OVERHEAD * longest, TINY * longest)
 

@@ -51,7 +51,7 @@ class _Waiting(torch.autograd.Function):
     """Another tensor of as many samples, whose backward takes as long as the input's gradient."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913
+    def forward(
         ctx: Any, given: Tensor, anchor: Tensor | None, elements: int, seconds: float, sleep: Sleep
     ) -> Tensor:
         ctx.seconds, ctx.sleep, ctx.shape, ctx.anchored = seconds, sleep, given.shape, anchor is not None

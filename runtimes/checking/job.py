@@ -97,7 +97,7 @@ class Job(Record):
     timeout_seconds: float = 120.0
     corrections: Corrections | None = None
     calibration: list[Case] = []
-    """Run before the cases, on as many processes: the corrections are fitted to them, where none are given."""
+    """Run before the cases: the corrections are fitted to them, where none are given."""
     link_sizes: list[int] = []
     """Bytes of the transfers that are measured between neighbours; none where it is empty."""
 

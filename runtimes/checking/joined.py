@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...cost_models.errors import MachineError, PplanError
+from ...cost_models.errors import MachineError
 from ...profiler.launched import Launched
 from .failure import Journal, failure_of
 from .job import Job, Measured
@@ -12,19 +12,21 @@ from .worker import run_job
 def run_as_one(job: Job, process: Launched) -> Measured | None:
     """What was found, in the first process; None in the others.
 
-    Raises PplanError, of the process that fails on its own account; `Lost` in those that lose it.
+    Raises RankFailed in the process that fails on its own account, Lost in those that lose it.
     """
     try:
         return run_job(job, process, Journal(None, process.rank))
-    except PplanError:
-        raise
     except Exception as error:
         failure = failure_of(error)
-        kind = Lost if failure["lost"] else MachineError
+        kind = Lost if failure["lost"] else RankFailed
         raise kind(
             f"check: rank {process.rank}: {failure['what']}",
             failure["hint"] or _hint(failure["what"], job),
         ) from error
+
+
+class RankFailed(MachineError):
+    """This process failed."""
 
 
 class Lost(MachineError):

@@ -56,10 +56,9 @@ def run_in_processes(job: Job, told: Telling | None = None) -> Measured:
 @contextmanager
 def _launched(folder: Path, processes: int) -> Iterator[subprocess.Popen[bytes]]:
     """The launcher with its processes; at the end none of them is left."""
-    command = [sys.executable, "-m", "pplan.runtimes.checking.launcher", str(folder), str(processes)]
     with (folder / "launcher.log").open("wb") as log:
         launcher = subprocess.Popen(
-            command,
+            _command(folder, processes),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -70,6 +69,10 @@ def _launched(folder: Path, processes: int) -> Iterator[subprocess.Popen[bytes]]
         yield launcher
     finally:
         _end(launcher, folder)
+
+
+def _command(folder: Path, processes: int) -> list[str]:
+    return [sys.executable, "-m", "pplan.runtimes.checking.launcher", str(folder), str(processes)]
 
 
 def _environment() -> dict[str, str]:

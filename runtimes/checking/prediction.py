@@ -1,4 +1,4 @@
-"""A step predicted from the seconds of its stages: the plan's own program in the simulator. Needs no torch."""
+"""A step predicted from the seconds of its stages, by the simulator. Needs no torch."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ def _found(case: Case) -> Iterator[Case]:
     """Those of the same schedule first; a V of stages is no loop, so that no other schedule runs it."""
     document = case.document
     devices, order = len(document.stages), document.order
-    others: tuple[str, ...] = (
-        ("gpipe", "1f1b") if len(document.stages[0]) == 1 else ("looped-bfs", "interleaved")
-    )
+    looped = len(document.stages[0]) > 1
+    others: tuple[str, ...] = ("looped-bfs", "interleaved") if looped else ("gpipe", "1f1b")
     if order in ("zb-v", "dualpipe-v"):
         others = ()
     schedules = [order, *(other for other in others if other != order)]

@@ -24,14 +24,21 @@ def planned_layers(
     *,
     granularity: str,
 ) -> nn.Sequential:
-    """`model` as it is where it is an nn.Sequential of the `count` layers of the plan, else made so.
+    """`model` as it is where it is an nn.Sequential of the `count` layers of the plan, else made so: also
+    where several of its layers register the same parameter, which runtimes refuse.
 
     Raises ExportError where it is another model, or is to be made sequential without an `example`.
     """
-    is_so = isinstance(model, nn.Sequential) and (isinstance(model, LayerSequential) or len(model) == count)
+    is_so = isinstance(model, LayerSequential) or (
+        isinstance(model, nn.Sequential) and len(model) == count and not _registers_twice(model)
+    )
     made = model if is_so or example is None else sequential(model, example, granularity=granularity)
-    check_layers(document, count, made, names)
-    return made
+    return check_layers(document, count, made, names)
+
+
+def _registers_twice(model: nn.Sequential) -> bool:
+    by_layer = sum(len(list(layer.parameters())) for layer in model)
+    return by_layer != len(list(model.parameters()))
 
 
 def check_sharing(

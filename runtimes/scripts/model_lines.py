@@ -27,7 +27,7 @@ def model_lines(profile: Profile, document: Exported, build: str, *, optimizer: 
     Raises ExportError where the model is by no name that it can be built by.
     """
     data = _Data.of(profile, "float32" if isinstance(document, DeepspeedExport) else profile.dtype)
-    lines = {
+    lines: dict[str, object] = {
         "imports": "\n".join(_imports(profile, document, data, build, optimizer)),
         "typing": "\nfrom typing import Any" if _uses_any(document, data) else "",
         "batch": data.batch(),

@@ -62,6 +62,7 @@ def test_a_gpipe_plan_is_exported_as_it_is(make_plan: MakePlan, runtime: str, re
         "devices": ["cuda:0", "cuda:1", "cuda:2"],
         "chunks": 8,
         "checkpoint": recompute,
+        "granularity": "block",
         "made_by": content(document)["made_by"],
     }
     assert content(document)["made_by"]["pplan"] == "1.2.3"
@@ -92,6 +93,7 @@ def test_a_1f1b_plan_for_deepspeed(make_plan: MakePlan) -> None:
             "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
             "pipeline": {"use_reentrant": False, "activation_checkpoint_interval": 5},
         },
+        "granularity": "block",
         "made_by": content(document)["made_by"],
     }
 

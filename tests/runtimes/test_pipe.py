@@ -28,7 +28,7 @@ from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.export import export
 
 MakePlan = Callable[..., Plan]
-BUILDERS: dict[str, Callable[[Any, nn.Sequential], Any]] = {
+BUILDERS: dict[str, Callable[..., Any]] = {
     "torchgpipe": torchgpipe.build,
     "fairscale": fairscale.build,
 }
@@ -300,6 +300,105 @@ def test_cuts_that_several_tensors_cross(
     del pipe
     assert sizes == balance
     assert_same(run, train(plain, list(plain.parameters()), batch), 1e-11)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "with_example"), [("never", True), ("always", False), ("except_last", True)]
+)
+def test_cuts_before_operations_in_place(
+    make_plan: MakePlan, runtime: str, recompute: str, with_example: bool
+) -> None:
+    """Stages begin with layers 0, 1, 4 and 8; the last three overwrite what they are handed, on a clone."""
+    model, plain, batch = small_model(), small_model(), small_batch()
+    plan = make_plan([1, 3, 4, 2], micro_batches=4, micro_batch_size=1, recompute=recompute)
+    pipe = BUILDERS[runtime](plan, model, batch[0][:3] if with_example else None, devices=["cpu"] * 4)
+    run = train(pipe, list(pipe.parameters()), batch)
+    sizes, names = [len(part) for part in pipe.partitions], sorted(pipe.state_dict())
+    del pipe
+    assert sizes == [1, 3, 4, 2]
+    assert [name.split(".", 2)[2] for name in names] == sorted(plain.state_dict())
+    assert not any(layer._forward_pre_hooks for layer in model)
+    assert_same(run, train(plain, list(plain.parameters()), batch), 1e-12)
+
+
+class Masked(nn.Module):
+    """A transformer with a mask and a table of floats, without gradients, beside the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.mixers = nn.ModuleList(nn.Linear(6, 18) for _ in range(3))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        mask, table = (ids != 0)[:, None, :], torch.sin(ids.double())[:, :, None]
+        value = self.embedding(ids)
+        for mixer in self.mixers:
+            q, k, v = mixer(value + table).chunk(3, -1)
+            value = value + functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return {"logits": self.head(value.mean(1)), "aside": None}
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_tensors_without_gradients_at_cuts(make_plan: MakePlan, runtime: str, recompute: str) -> None:
+    """Of any model, with another example than is trained on. What it returns in a dict comes as a tensor."""
+    torch.manual_seed(4)
+    plain = Masked().double()
+    ids = torch.randint(11, (8, 7))
+    ids[:, 0] = 1
+    batch = ids, torch.randint(5, (8,))
+    model = copy.deepcopy(plain)
+    count = len(chain_of(model, ids[:2], granularity="fine"))
+    plan = make_plan(
+        [6, 6, count - 12],
+        micro_batches=4,
+        recompute=recompute,
+        profile={"file": "f", "sha256": "0", "granularity": "fine"},
+    )
+    pipe = BUILDERS[runtime](export(runtime, plan, device="cpu")[0], model, ids[:2])
+    run = train(pipe, list(model.parameters()), batch)
+    del pipe
+    expected = train(lambda given: plain(given)["logits"], list(plain.parameters()), batch)
+    assert_same(run, expected, 1e-11)
+
+
+def test_devices_of_ones_own(make_plan: MakePlan, runtime: str) -> None:
+    plan = make_plan([4, 6])
+    given = small_batch()[0]
+    with pytest.raises(UsageError, match="the plan has 2 stages"):
+        BUILDERS[runtime](plan, small_model(), given, devices=["cpu"])
+    with pytest.raises(MachineError, match="a stage on cuda:"):
+        BUILDERS[runtime](plan, small_model(), given, devices=["cpu", 99])
+
+
+def test_the_best_alternative_is_told_of(
+    make_plan: MakePlan, alternative: Callable[..., dict[str, Any]], runtime: str
+) -> None:
+    plan = make_plan([4, 6], schedule="1f1b", alternatives=[alternative(balance=[3, 7])])
+    with pytest.warns(UserWarning, match="balance 3,7"):
+        pipe = BUILDERS[runtime](plan, small_model(), small_batch()[0], devices=["cpu", "cpu"])
+    assert [len(part) for part in pipe.partitions] == [3, 7]
+    assert pipe.chunks == 4
+
+
+class Adding(nn.Module):
+    def forward(self, given: Tensor, table: Tensor) -> Tensor:
+        return given + table
+
+
+def test_what_all_samples_share_is_refused(make_plan: MakePlan, runtime: str) -> None:
+    document, _ = export(runtime, make_plan([1, 1]), device="cpu")
+    with pytest.raises(ExportError, match=r"a tensor of shape \(7, 6\) that all samples share"):
+        BUILDERS[runtime](document, Adding(), (torch.randn(2, 7, 6), torch.randn(7, 6)))
+
+
+def test_parameters_on_two_devices_are_refused(make_plan: MakePlan, runtime: str) -> None:
+    """Stages on one device may share them."""
+    model, (given, _) = sharing_model("tied")
+    document, _ = export(runtime, make_plan([3, 3]), device="cpu")
+    assert len(BUILDERS[runtime](document, model, given)) == 6
+    with pytest.raises(ExportError, match="stages 0 and 1 share a parameter"):
+        BUILDERS[runtime](document, model, given, devices=["cpu", "meta"])
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])

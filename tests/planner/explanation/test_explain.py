@@ -197,9 +197,9 @@ def test_memory_that_forbids_a_faster_plan(
 ) -> None:
     """Light weights: data parallelism is fastest, but does not fit."""
     chain = make_chain(1, 6, traffic=0.1)
-    free = solved(chain, make_topology(2), mini_batch=8, recompute="never")
+    free = solved(chain, make_topology(2), mini_batch=8, recompute="never", schedule="1f1b")
     most = max(stage.memory_bytes for stage in free.plan.stages)
-    tight = solved(chain, make_topology(2, memory=most - 1), mini_batch=8, recompute="never")
+    tight = solved(chain, make_topology(2, memory=most - 1), mini_batch=8, recompute="never", schedule="1f1b")
     limits = tight.explained().limits
     assert limits.without_memory_limit is not None
     assert limits.without_memory_limit.step_seconds == pytest.approx(free.plan.prediction.step_seconds)

@@ -50,7 +50,7 @@ def test_the_largest_stage_is_the_least_there_is(
 ) -> None:
     chain = make_chain(seed, 8, cuts=0.7)
     found = by_stages(name, make_problem(chain, 4, mini_batch=8))
-    assert {stages for stages, _ in found} == set(range(1, 5))
+    assert {stages for stages, _ in found} == set(range(1 if name == "gpipe" else 2, 5))
     for (stages, size), proposal in found.items():
         at = chain.at(size)
         costs = {
@@ -60,6 +60,22 @@ def test_the_largest_stage_is_the_least_there_is(
         }[name]
         best = min(largest(costs, ends) for ends in all_ends(chain, stages))
         assert largest(costs, proposal.ends) == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["even", "parameters"])
+def test_one_stage_only_where_there_can_be_no_more(
+    make_named: Callable[..., Chain], make_problem: MakeProblem, name: str
+) -> None:
+    """It would be data parallelism, or one GPU, which are planners of their own."""
+
+    def replicas(problem: Problem) -> set[tuple[int, ...]]:
+        return {proposal.replicas for proposal in PLANNERS[name].propose(problem)}
+
+    chain = make_named(["a", "b", "c", "d"])
+    assert replicas(make_problem(chain, 4)) == {(1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2)}
+    assert replicas(make_problem(chain, 4, max_stages=1)) == {(1,), (4,)}
+    assert replicas(make_problem(chain, 1)) == {(1,)}
+    assert replicas(make_problem(make_named(["a", "b"], cuts=[]), 2)) == {(1,), (2,)}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -102,9 +118,12 @@ def test_type_refuses_what_it_cannot_count(
         list(planner_named("deepspeed-type:attention").propose(problem))
     with pytest.raises(UsageError, match="in the regular expression"):
         planner_named("deepspeed-type:(")
+    one = planner_named("deepspeed-type:conv")
+    assert list(one.propose(problem)) == []
+    assert refusal(one, problem).startswith("the layers that it counts (1) make no stages")
     named = planner_named("deepspeed-type:conv|fc")
     assert named.name == "deepspeed-type:conv|fc"
-    assert {proposal.ends for proposal in named.propose(problem)} == {(3,), (2, 3)}
+    assert {proposal.ends for proposal in named.propose(problem)} == {(2, 3)}
 
 
 def test_torchgpipe_evens_out_time_or_size(make_chain: MakeChain, make_problem: MakeProblem) -> None:

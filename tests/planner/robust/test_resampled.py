@@ -12,6 +12,7 @@ from pplan.cost_models.memory import Recompute
 from pplan.cost_models.schedules import Program
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import step_seconds
+from pplan.cost_models.topology import Device, Group
 from pplan.planner.candidate import Candidate, Proposal
 from pplan.planner.problem import Problem
 from pplan.planner.robust import resampled
@@ -134,3 +135,26 @@ def test_known_where_every_kind_of_device_tells_it(make_problem: MakeProblem) ->
     problem = make_problem(0, 4, 2)
     assert known(problem.space)
     assert not known(replace(problem, chain=replace(problem.chain, spread=None)).space)
+
+
+def test_a_kind_of_device_with_a_profile_of_its_own(
+    make_problem: MakeProblem, as_drawn: AsDrawn, every_cut: Callable[[Problem], Problem]
+) -> None:
+    """Its layers have a spread of their own, and the same draws."""
+    problem, other = (every_cut(make_problem(seed, 6, 2)) for seed in (1, 2))
+    kinds = (Device("toy", None), Device("other", None, profile="other.json"))
+    topology = replace(problem.topology, groups=tuple(Group(kind, 1) for kind in kinds))
+    both = replace(problem, topology=topology, profiles={"other.json": other.chain})
+    draws = draws_of(6, DRAWS)
+    proposal = Proposal(Setting("1f1b", "by_stage", 2, 4), (6,), ((0, 1),))
+    plan = fastest(both.space, [proposal])
+    assert plan is not None
+    steps = Resampled(both.space, draws).step_seconds(plan)
+    for number, step in enumerate(steps.tolist()):
+        own = {"other.json": as_drawn(other, draws, number).chain}
+        alone = fastest(replace(as_drawn(both, draws, number), profiles=own).space, [proposal])
+        assert alone is not None
+        assert step == pytest.approx(alone.step_seconds, rel=1e-9)
+    assert known(both.space)
+    unknown = replace(other.chain, spread=None)
+    assert not known(replace(both, profiles={"other.json": unknown}).space)

@@ -1,0 +1,68 @@
+"""What a check trains: the model as it was profiled, or stages that wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ...profiler.inputs import ModelInput
+from ...profiler.losses import loss_named
+from ...profiler.machine import dtype_named
+from ...profiler.models import load_model
+from ...profiler.modes import Modes
+from ...profiler.sequential import sequential
+from .emulated import emulated, emulated_loss
+from .job import Case, ModelSpec
+from .numerics import Loss
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """The layers to be cut, an example input of any batch, and the loss of an output."""
+
+    layers: nn.Sequential
+    example: ModelInput
+    loss: Loss
+
+
+def subject_of(model: ModelSpec | None, case: Case) -> Subject:
+    """Of a case. Raises ModelError as loading and cutting the model do."""
+    document = case.document
+    if case.waits is not None:
+        size = document.micro_batch_size // document.replicas
+        return Subject(emulated(case.waits, size), ModelInput.of(torch.zeros(2, 1)), emulated_loss)
+    if model is None:
+        raise ValueError(f"the stages of {case.name} neither wait nor have a model")
+    return named_subject(model)
+
+
+def named_subject(spec: ModelSpec) -> Subject:
+    """A model by its name, as `pplan profile` makes it."""
+    fixed = spec.name.startswith("hf:") or spec.name.endswith(".json")
+    loaded = load_model(
+        spec.name,
+        classes=spec.classes,
+        input_shape=None if fixed else spec.input_shape,
+        settings=spec.settings,
+        seed=spec.seed,
+    )
+    dtype = dtype_named(spec.dtype)
+    modes = Modes(channels_last=spec.channels_last)
+    module = modes.converted(loaded.module.to(dtype))
+    example = loaded.example.to(dtype=dtype, memory_format=modes.memory_format)
+    layers = sequential(module, example, granularity=spec.granularity)
+    named = loss_named(spec.loss, spec.seed)
+    return Subject(layers, example, partial(_sum_of_means) if named is None else lambda out, _: named.of(out))
+
+
+def _sum_of_means(output: Any, target: object) -> torch.Tensor:
+    """Something to go backward from, where no loss is named."""
+    del target
+    leaves = tree_leaves(output)
+    means = [leaf.mean() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return torch.stack(means).sum()

@@ -1,0 +1,377 @@
+"""`pplan check` around the running: what is asked of the processes, printed, written, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+import pplan
+from pplan.cost_models.errors import MachineError
+from pplan.planner.plan_file import Plan
+from pplan.profiler.profile_file import Profile
+from pplan.runtimes.checking.calibration_file import Calibration
+from pplan.runtimes.checking.job import (
+    CaseResult,
+    Corrections,
+    Job,
+    LinkSeconds,
+    Losses,
+    Measured,
+    Predicted,
+    Ran,
+    StageSeconds,
+)
+from pplan.runtimes.checking.launching import Telling
+from pplan.runtimes.checking.prediction import predicted_step
+from pplan.runtimes.checking.report import Check
+
+Run = Callable[..., Any]
+SLOWER = 1.25
+FITTED = Corrections(overhead=1e-3, looped_overhead=2e-3, slowdown=1.1, latency=5e-5, bandwidth=4e9)
+
+
+def pretended(job: Job, plain: float = 2.0) -> Measured:
+    """As processes would find it whose steps take a quarter longer than predicted."""
+
+    def result(case: Any, corrections: Corrections | None) -> CaseResult:
+        count = len(case.document.parts) - 1
+        alone = [StageSeconds(forward=0.01, backward=0.02, input=0.01, weight=0.01)] * count
+        step = predicted_step(case, alone, None).step_seconds
+        fixed = None if corrections is None else predicted_step(case, alone, corrections).step_seconds
+        losses = None if case.waits is not None else Losses(pipeline=[2.0, 1.5], plain=[plain, 1.5])
+        return CaseResult(
+            name=case.name,
+            predicted=Predicted(stages=alone, step_seconds=step, calibrated_step_seconds=fixed),
+            ran=Ran(
+                stages=alone,
+                step_seconds=[SLOWER * step, SLOWER * step, 2 * step],
+                peak_bytes=[2**30] * len(case.document.stages),
+            ),
+            losses=losses,
+        )
+
+    corrections = FITTED if job.calibration else job.corrections
+    return Measured(
+        backend="gloo",
+        device_name="some CPU",
+        cases=[result(case, corrections) for case in job.cases],
+        calibration=[result(case, None) for case in job.calibration],
+        corrections=corrections,
+        links=LinkSeconds(sizes=[1024], seconds=[1e-4]) if job.link_sizes else None,
+    )
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """The jobs that were to be run; no process is started."""
+    asked: list[Job] = []
+
+    def pretend(job: Job, told: Telling) -> Measured:
+        asked.append(job)
+        found = pretended(job)
+        for case in found.cases:
+            told.predicted(case.name, case.predicted)
+        return found
+
+    monkeypatch.setattr("pplan.cli.checking.run_in_processes", pretend)
+    monkeypatch.setattr("pplan.cli.checking.cores", lambda: 2)
+    monkeypatch.setattr("pplan.cli.checking._gpus", lambda: 0)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return asked
+
+
+@pytest.fixture
+def planned(here: Path, profile: Profile) -> Callable[..., Plan]:
+    """Writes the profile and a plan of it."""
+
+    def make(balance: str = "4,8", **options: Any) -> Plan:
+        profile.save(here / "toy.profile.json", force=True)
+        options = {"schedule": "1f1b", "mini_batch": 32, "micro_batches": 8} | options
+        plan = pplan.import_plan(balance, here / "toy.profile.json", **options)
+        plan.save(here / "toy.plan.json", force=True)
+        return plan
+
+    return make
+
+
+def test_a_plan_and_the_even_split(
+    run: Run, here: Path, planned: Callable[..., Plan], jobs: list[Job]
+) -> None:
+    plan = planned()
+    ran = run("check", "--save", "--set", "depth=3")
+    assert ran.status == 0
+    (job,) = jobs
+    assert [case.name for case in job.cases] == ["plan", "even split"]
+    assert [case.document.parts for case in job.cases] == [[0, plan.balance[0], 12], [0, 6, 12]]
+    assert job.model is not None
+    assert (job.model.name, job.model.settings) == (plan.model, {"depth": 3})
+    assert (job.device, job.calibration, job.corrections, job.link_sizes) == ("cpu", [], None, [])
+    assert job.cases[0].crossing_bytes == [4 * 2**18]
+    assert job.cases[0].links[0].latency > 0
+    predicted = predicted_step(job.cases[0], [StageSeconds(forward=0.01, backward=0.02)] * 2, None)
+    for shown in (
+        f"{plan.model}: a step takes {1e3 * SLOWER * predicted.step_seconds:.0f} ms",
+        "(-20.0 %)",
+        "2 processes of torch.distributed.pipelining over gloo on some CPU; trained for real, median of 3",
+        "even split",
+        "The plan is 1.00 x faster than the even split, measured.",
+        "The losses of 2 steps are the plain model's (difference 0.0e+00).",
+        "1.00 GiB",
+    ):
+        assert shown in ran.out
+    assert ran.lines[0] == "Using toy.plan.json (newest plan here)"
+    assert ran.lines[1].startswith("Predicted, plan: ")
+    assert ran.lines[-1] == "Wrote toy.check.json"
+    found = Check.load(here / "toy.check.json")
+    assert found.of_plan.planned_step_seconds == pytest.approx(plan.prediction.step_seconds)
+    assert found.of_plan.measured_step_seconds == pytest.approx(SLOWER * predicted.step_seconds)
+    assert found.of_plan.error == pytest.approx(1 / SLOWER - 1)
+    assert [stage.planned.forward for stage in found.of_plan.stages] == pytest.approx(
+        [stage.forward_seconds for stage in plan.stages]
+    )
+    assert [own.planned_bytes for own in found.of_plan.devices] == [own.memory_bytes for own in plan.stages]
+
+
+@pytest.mark.parametrize(
+    ("above", "plain", "status", "said"),
+    [
+        ("25%", 2.0, 0, ""),
+        ("15%", 2.0, 4, "the predicted step is off by -20.0 %, more than 15.0 %"),
+        ("25%", 2.1, 4, "the losses are not the plain model's"),
+    ],
+)
+def test_fail_above(
+    run: Run,
+    planned: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    above: str,
+    plain: float,
+    status: int,
+    said: str,
+) -> None:
+    planned()
+    monkeypatch.setattr("pplan.cli.checking.run_in_processes", lambda job, _: pretended(job, plain))
+    monkeypatch.setattr("pplan.cli.checking.cores", lambda: 2)
+    ran = run("check", "toy.plan.json", "--fail-above", above, "--json")
+    assert ran.status == status
+    assert ran.err == (said and f"{said}\n")
+    losses = json.loads(ran.out)["cases"][0]["losses"]
+    assert losses["plain"] == [plain, 1.5]
+
+
+def test_calibrate(run: Run, here: Path, planned: Callable[..., Plan], jobs: list[Job]) -> None:
+    """Other cases are run first; the link and the speed go to a topology, and all to a file for later."""
+    plan = planned()
+    ran = run("check", "--calibrate")
+    assert ran.status == 0
+    (job,) = jobs
+    reported = {(case.document.order, case.document.micro_batches) for case in job.cases}
+    assert reported.isdisjoint((case.document.order, case.document.micro_batches) for case in job.calibration)
+    assert len(job.calibration) >= 2
+    assert len(job.link_sizes) >= 3
+    assert "Calibrated: an action takes 1.00 ms besides" in ran.out
+    assert ran.lines[-2] == "Wrote toy.calibration.json and toy.topology.toml"
+    assert ran.lines[-1].startswith("Solved again with it: ")
+    topology = pplan.topology(here / "toy.topology.toml", gpus=2)
+    link = topology.levels[0].link
+    assert link.bandwidth_bytes_per_second == pytest.approx(4e9)
+    assert link.latency_seconds == pytest.approx(5e-5 + 1e-3)
+    work = sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
+    assert topology.device(0).speed == pytest.approx(work / 0.06 / 1.1)
+    assert run("solve", "toy.profile.json", "--topology", "toy.topology.toml", "--gpus", "2").status == 0
+    assert Calibration.load(here / "toy.calibration.json").corrections == FITTED
+    assert run("check", "toy.plan.json", "--calibration", "toy.calibration.json").status == 0
+    assert (jobs[-1].corrections, jobs[-1].calibration) == (FITTED, [])
+
+
+def test_more_devices_than_there_are(run: Run, planned: Callable[..., Plan], jobs: list[Job]) -> None:
+    planned("2,2,3,5")
+    ran = run("check", "toy.plan.json")
+    assert (ran.status, ran.out, jobs) == (2, "", [])
+    assert ran.lines == [
+        "pplan: check: the plan takes 4 devices, here are 0 CUDA devices and 2 cores",
+        "  With --emulate its stages wait instead of computing; --device cpu shares the cores.",
+    ]
+    ran = run("check", "toy.plan.json", "--device", "cpu")
+    assert "Note: 4 processes share 2 cores: the seconds say little" in ran.out
+
+
+def test_emulate(run: Run, planned: Callable[..., Plan], jobs: list[Job]) -> None:
+    plan = planned("2,2,3,5", schedule="zb-h1")
+    ran = run("check", "toy.plan.json", "--emulate", "--no-even", "--steps", "3")
+    assert ran.status == 0
+    (job,) = jobs
+    (case,) = job.cases
+    assert (job.model, job.steps, job.processes) == (None, 3, 4)
+    assert case.document.parts == [0, 1, 2, 3, 4]
+    assert case.waits is not None
+    assert [own.forward for own in case.waits.stages] == pytest.approx(
+        [stage.forward_seconds for stage in plan.stages]
+    )
+    assert [own.input + own.weight for own in case.waits.stages] == pytest.approx(
+        [own.backward for own in case.waits.stages]
+    )
+    assert case.waits.crossing_bytes == [4 * 2**18] * 3
+    assert "stages that wait, emulated" in ran.out
+    assert "Note: emulated: each stage waits as long as the plan says it computes" in ran.out
+    assert "losses" not in ran.out
+
+
+def test_gpus_are_taken_where_there_are_enough(
+    run: Run, planned: Callable[..., Plan], jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned()
+    monkeypatch.setattr("pplan.cli.checking._gpus", lambda: 2)
+    assert run("check", "toy.plan.json").status == 0
+    assert run("check", "toy.plan.json", "--device", "cpu").status == 0
+    assert [job.device for job in jobs] == ["cuda", "cpu"]
+    monkeypatch.setattr("pplan.cli.checking._gpus", lambda: 1)
+    ran = run("check", "toy.plan.json", "--device", "cuda")
+    assert ran.lines[0] == "pplan: check: the plan takes 2 devices, here are 1 CUDA device and 2 cores"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--timeout", "0s"], "--timeout 0s: must be at least 1 s"),
+        (["--timeout", "5"], "--timeout 5: the unit is missing"),
+        (["--fail-above", "lots"], "--fail-above lots: is not a share"),
+        (["--device", "tpu"], "--device tpu: is not one of auto, cpu, cuda"),
+        (["--runtime", "none"], "--runtime none: is not one of torch"),
+        (["--set", "depth"], "--set 'depth': there is no ="),
+        (["--calibrate", "--calibration", "x.json"], "both --calibrate and --calibration"),
+        (["--calibration", "none.json"], "none.json: no such calibration file"),
+        (["--profile", "none.json"], "none.json: no such profile file"),
+    ],
+)
+def test_what_is_refused(
+    run: Run, planned: Callable[..., Plan], jobs: list[Job], arguments: list[str], what: str
+) -> None:
+    planned()
+    ran = run("check", "toy.plan.json", *arguments)
+    assert (ran.status, ran.out, jobs) == (2, "", [])
+    assert what in ran.lines[0]
+    assert len(ran.lines) == 2
+
+
+def test_a_plan_that_torch_does_not_run(run: Run, planned: Callable[..., Plan], jobs: list[Job]) -> None:
+    planned(schedule="chimera")
+    ran = run("check", "toy.plan.json")
+    assert (ran.status, jobs) == (2, [])
+    assert "pplan solve --runtime torch" in ran.err
+
+
+def test_a_process_that_fails(
+    run: Run, planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MachineError("check: rank 1 died while step 2 (plan): exit status 7", "It printed nothing.")
+
+    planned()
+    monkeypatch.setattr("pplan.cli.checking.run_in_processes", fail)
+    monkeypatch.setattr("pplan.cli.checking.cores", lambda: 2)
+    ran = run("check", "toy.plan.json")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.lines == [
+        "pplan: check: rank 1 died while step 2 (plan): exit status 7",
+        "  It printed nothing.",
+    ]
+
+
+LAUNCHED = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+def test_inside_a_torchrun_of_the_users(
+    run: Run, planned: Callable[..., Plan], jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rendezvous that is not set, another number of processes; errors of all are told once."""
+    planned()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    ran = run("check", "toy.plan.json")
+    assert ran.status == 2
+    assert ran.lines[0] == "pplan: check: torchrun did not start this process (LOCAL_RANK is not set)"
+    assert ran.lines[1].endswith("torchrun --no-python --nproc-per-node 2 pplan check")
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    ran = run("check", "toy.plan.json")
+    assert ran.lines[0] == "pplan: check: world size 3 for a plan of 2 devices"
+    monkeypatch.setenv("RANK", "1")
+    assert run("check", "toy.plan.json") == type(ran)(2, "", "")
+    assert jobs == []
+
+
+MODEL = """
+    import torch
+    from torch import nn
+
+    def small():
+        layers = [nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)]
+        return nn.Sequential(*layers), torch.randn(3, 6)
+"""
+
+
+@pytest.fixture
+def small(here: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A plan of two stages of a real model; the environment of processes that are to find the model."""
+    (here / "small_models.py").write_text(dedent(MODEL))
+    monkeypatch.syspath_prepend(str(here))
+    profile = pplan.profile(
+        "small_models:small", micro_batch_sizes=[4], device="cpu", budget_seconds=1.0, loss="cross-entropy"
+    )
+    profile.save(here / "small.profile.json", force=False)
+    pplan.import_plan(
+        "2,3", here / "small.profile.json", schedule="1f1b", mini_batch=16, micro_batches=4
+    ).save(here / "small.plan.json", force=False)
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(here)}
+
+
+def test_two_processes_of_torchrun(here: Path, small: dict[str, str]) -> None:
+    """Each is a process of the check; the first prints and writes."""
+    (here / "run_pplan.py").write_text("import sys; from pplan.cli.app import main; sys.exit(main())")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("run_pplan.py", "check", "small.plan.json", "--device", "cpu", "--save", "--steps", "2"),
+    ]
+    ran = subprocess.run(command, cwd=here, env=small, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("a step takes") == 1
+    assert "The losses of 2 steps are the plain model's" in ran.stdout
+    assert ran.stderr.count("Wrote small.check.json") == 1
+    found = Check.load(here / "small.check.json")
+    assert (found.processes, found.backend, found.emulated) == (2, "gloo", False)
+    assert median(found.of_plan.step_seconds) > 0
+
+
+def test_a_port_that_is_in_use(here: Path, small: dict[str, str]) -> None:
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        told = LAUNCHED | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(taken.getsockname()[1])}
+        code = "import sys; from pplan.cli.app import main; sys.exit(main(['check', 'small.plan.json']))"
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=here,
+            env=small | told,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert ran.returncode == 2
+    lines = [line for line in ran.stderr.splitlines() if not line.startswith(("[W", "[E"))]
+    assert "EADDRINUSE" in lines[0]
+    assert "--master-port" in lines[1]
+    assert len(lines) == 2

@@ -1,0 +1,97 @@
+"""`pplan export --script`: what it writes and says, and refuses before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pplan.cost_models.document import sha256
+from pplan.planner.plan_file import Plan
+from pplan.profiler.profile_file import InputTensor, Profile
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def files(here: Path, profile: Profile, plan: Plan) -> Path:
+    """A plan that one process a stage runs, and the profile that it was made from."""
+    measured = profile.model_copy(
+        update={"model": "vgg19", "inputs": [InputTensor(shape=[3, 32, 32], dtype="float32")]}
+    )
+    measured.save(here / "toy.profile.json", force=False)
+    content = plan.model_dump(mode="json", by_alias=True)
+    first = content["stages"][0] | {"replicas": 1, "devices": [0]}
+    content["stages"] = [first, *content["stages"][1:]]
+    content["model"] = "vgg19"
+    content["profile"] = {"file": "toy.profile.json"}
+    content["profile"]["sha256"] = sha256((here / "toy.profile.json").read_bytes())
+    Plan.model_validate(content).save(here / "toy.plan.json", force=False)
+    return here
+
+
+def test_a_script_is_written_beside_its_export(run: Run, files: Path) -> None:
+    ran = run("export", "torch", "--script", "train.py")
+    assert ran.status == 0, ran.err
+    assert ran.lines[-2:] == [
+        "Wrote vgg19.torch.json",
+        "Wrote train.py. Run it where it is: torchrun --nproc-per-node 3 train.py",
+    ]
+    assert "build(" not in ran.out
+    text = (files / "train.py").read_text()
+    assert text.startswith("# torchrun --nproc-per-node 3 train.py [STEPS]\n")
+    assert 'PLAN = HERE / "vgg19.torch.json"' in text
+
+
+def test_without_one_the_lines_are_shown(run: Run, files: Path) -> None:
+    assert files
+    ran = run("export", "torch")
+    assert ran.status == 0, ran.err
+    assert "actions" not in ran.out
+    assert "schedule: Schedule1F1B\n" in ran.out
+    script = [line.strip() for line in ran.out.splitlines() if line.startswith("    ")]
+    assert script == [
+        "from pplan.runtimes.torch_pipelining import build",
+        "process = build('vgg19.torch.json', model, example_input=example_input, loss_fn=loss_fn)",
+    ]
+
+
+def test_the_script_finds_an_export_elsewhere(run: Run, files: Path) -> None:
+    (files / "plans").mkdir()
+    (files / "work").mkdir()
+    ran = run("export", "torch", "-o", "plans/a.json", "--script", "work/train.py")
+    assert ran.status == 0, ran.err
+    assert 'PLAN = HERE / "../plans/a.json"' in (files / "work/train.py").read_text()
+
+
+def test_a_script_is_never_overwritten(run: Run, files: Path) -> None:
+    (files / "train.py").write_text("mine")
+    ran = run("export", "torch", "--script", "train.py")
+    assert ran.status == 2
+    assert ran.lines[-2].startswith("pplan: train.py: ")
+    assert (files / "train.py").read_text() == "mine"
+    assert not (files / "vgg19.torch.json").exists()
+    assert run("export", "torch", "--script", "train.py", "--force").status == 0
+    assert (files / "train.py").read_text() != "mine"
+
+
+@pytest.mark.parametrize("path", ["toy.plan.json", "vgg19.torch.json"])
+def test_a_script_is_not_its_plan(run: Run, files: Path, path: str) -> None:
+    before = (files / "toy.plan.json").read_bytes()
+    ran = run("export", "torch", "--script", path, "--force")
+    assert ran.status == 2
+    assert ran.lines[-2] == f"pplan: {path}: --script would overwrite what the script is made from"
+    assert (files / "toy.plan.json").read_bytes() == before
+
+
+def test_the_profile_is_needed(run: Run, files: Path) -> None:
+    (files / "toy.profile.json").rename(files / "moved.json")
+    ran = run("export", "torch", "--script", "train.py")
+    assert ran.status == 2
+    assert "was made from toy.profile.json, which is not beside it" in ran.lines[-2]
+    assert not (files / "train.py").exists()
+    assert not (files / "vgg19.torch.json").exists()
+    assert run("export", "torch", "--script", "train.py", "--profile", "moved.json").status == 0
+    assert (files / "train.py").exists()

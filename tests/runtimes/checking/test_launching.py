@@ -1,0 +1,267 @@
+"""Processes of a check: real ones that train, and ones that fail, die and hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from pplan.cost_models.errors import MachineError
+from pplan.runtimes.checking import launching
+from pplan.runtimes.checking.job import Case, Job, Measured, ModelSpec, Predicted, StageSeconds
+from pplan.runtimes.checking.launching import Telling, run_in_processes
+
+MakeCase = Callable[..., Case]
+MODEL = """
+    import os
+
+    import torch
+    from torch import nn
+
+    def small():
+        layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5)]
+        return nn.Sequential(*layers, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 6)
+
+    class Dies(nn.Module):
+        def forward(self, given):
+            # Where it is a stage of its own: before, the first process runs it to make an example.
+            if os.environ["RANK"] == "1" and given.requires_grad and given.device.type == "cpu":
+                print("last words", flush=True, file=__import__("sys").stderr)
+                os._exit(7)
+            return given
+
+    def dying():
+        return nn.Sequential(nn.Linear(6, 6), Dies(), nn.Linear(6, 4)), torch.randn(3, 6)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the models."""
+    (tmp_path / "checked_models.py").write_text(dedent(MODEL))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ids of the processes of a check, as they were when it ended."""
+    found: list[int] = []
+    end = launching._end
+
+    def noting(launcher: subprocess.Popen[bytes], folder: Path) -> None:
+        found.extend([launcher.pid, *launching._pids(folder).values()])
+        end(launcher, folder)
+
+    monkeypatch.setattr(launching, "_end", noting)
+    return found
+
+
+def gone(process: int) -> bool:
+    """Waits until a process that was killed is no more, or a zombie that init has not yet collected."""
+    for _ in range(300):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture(scope="module")
+def trained(
+    make_case: MakeCase, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Measured, list[tuple[str, Predicted]]]]:
+    """Cases of one model, and one whose stages wait, in the same two processes."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "checked_models.py").write_text(dedent(MODEL))
+    said: list[tuple[str, Predicted]] = []
+    own: dict[str, Any] = {"model": "checked_models:small", "size": 3}
+    waits = StageSeconds(forward=0.004, backward=0.008, input=0.004, weight=0.004)
+    job = Job(
+        model=ModelSpec(name="checked_models:small", loss="mse"),
+        cases=[
+            make_case("1f1b", parts=[0, 2, 7], **own),
+            make_case("zb-h1", parts=[0, 3, 7], **own),
+            make_case("interleaved", parts=[0, 1, 3, 5, 7], virtual_stages=2, **own),
+            make_case("1f1b", devices=1, parts=[0, 7], replicas=2, **own),
+            make_case("zb-h1", seconds=waits),
+        ],
+        calibration=[make_case("gpipe", micro_batches=6, seconds=waits)],
+        link_sizes=[1024, 65536],
+        steps=2,
+        warm_ups=1,
+    )
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield run_in_processes(job, Telling(predicted=lambda name, made: said.append((name, made)))), said
+    finally:
+        os.chdir(before)
+
+
+def test_every_case_trains_as_the_plain_model(trained: tuple[Measured, Any]) -> None:
+    found, _ = trained
+    assert (found.backend, len(found.cases), len(found.calibration)) == ("gloo", 5, 1)
+    plain = {tuple(case.losses.plain or ()) for case in found.cases[:3] if case.losses is not None}
+    assert len(plain) == 1
+    for case in found.cases[:4]:
+        assert case.losses is not None
+        assert case.losses.plain is not None
+        assert len(set(case.losses.plain)) == 2
+        assert case.losses.pipeline == pytest.approx(case.losses.plain, rel=1e-4)
+    assert found.cases[4].losses is None
+
+
+def test_predictions_come_before_and_are_those_of_the_result(trained: tuple[Measured, Any]) -> None:
+    found, said = trained
+    results = [*found.calibration, *found.cases]
+    assert [name for name, _ in said] == [result.name for result in results]
+    for (_, told), result in zip(said, results, strict=True):
+        assert told == result.predicted
+    assert all(case.predicted.calibrated_step_seconds is not None for case in found.cases)
+    assert found.calibration[0].predicted.calibrated_step_seconds is None
+    assert found.corrections is not None
+    assert found.links is not None
+    assert found.links.sizes == [1024, 65536]
+
+
+def test_every_stage_is_measured(trained: tuple[Measured, Any]) -> None:
+    """Stages that wait take at least as long as they wait: the input's gradient apart from the weights',
+    which on the first stage PyTorch computes together."""
+    found, _ = trained
+    for case, stages in zip(found.cases, (2, 2, 4, 1, 2), strict=True):
+        assert len(case.ran.stages) == len(case.predicted.stages) == stages
+        assert len(case.ran.step_seconds) == 2
+        for own in (*case.ran.stages, *case.predicted.stages):
+            assert own.forward > 0
+            assert own.backward > 0
+    for first, last in (found.cases[4].ran.stages, found.cases[4].predicted.stages):
+        assert first.weight >= 0.008
+        assert first.input < 0.004
+        assert min(last.forward, last.input, last.weight) >= 0.004
+    assert min(found.cases[4].ran.step_seconds) >= 4 * 0.012
+
+
+def test_a_process_that_dies(make_case: MakeCase, here: Path, started: list[int]) -> None:
+    case = make_case("1f1b", parts=[0, 1, 3], model="checked_models:dying")
+    job = Job(model=ModelSpec(name="checked_models:dying"), cases=[case], compared_steps=0)
+    with pytest.raises(MachineError) as caught:
+        run_in_processes(job)
+    assert caught.value.what == (
+        "check: rank 1 died while measuring the stages alone (1f1b x 4): exit status 7"
+    )
+    assert caught.value.hint.endswith("last words")
+    assert len(started) == 3
+    assert all(map(gone, started))
+
+
+PRETENDING = """
+    import faulthandler, json, os, signal, subprocess, sys, time
+    from pathlib import Path
+
+    folder, how = Path(sys.argv[1]), {how!r}
+
+    def stuck_in_the_model():
+        time.sleep(3600)
+
+    def wait():
+        time.sleep(3600)
+
+    def rank(number):
+        faulthandler.register(signal.SIGUSR1, file=(folder / f"{{number}}.stack").open("w"), all_threads=False)
+        def write(name, content):
+            (folder / f".{{number}}").write_text(json.dumps(content))
+            (folder / f".{{number}}").replace(folder / name)
+        write(f"{{number}}.pid", os.getpid())
+        write(f"{{number}}.doing", "step 1 (plan)")
+        if how == "fails" and number == 1:
+            write("1.failed", {{"what": "it is wrong", "hint": "", "lost": False, "time": 2.0}})
+        if how == "fails" and number == 0:
+            write("0.failed", {{"what": "gone", "hint": "", "lost": True, "time": 1.0}})
+        (stuck_in_the_model if number == 1 else wait)()
+
+    if len(sys.argv) > 2:
+        rank(int(sys.argv[2]))
+    started = [
+        subprocess.Popen([sys.executable, __file__, str(folder), str(number)], start_new_session=True)
+        for number in range(2)
+    ]
+    time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Instead of torch's launcher a script that pretends to be one, with two processes that hang or fail."""
+
+    def make(how: str) -> None:
+        script = tmp_path / "pretending.py"
+        script.write_text(dedent(PRETENDING.format(how=how)))
+        monkeypatch.setattr(
+            launching, "_command", lambda folder, _: [sys.executable, str(script), str(folder)]
+        )
+
+    return make
+
+
+def test_a_process_that_hangs(
+    make_case: MakeCase, pretend: Callable[[str], None], started: list[int]
+) -> None:
+    pretend("hangs")
+    job = Job(model=None, cases=[make_case("1f1b")], timeout_seconds=2)
+    with pytest.raises(MachineError) as caught:
+        run_in_processes(job)
+    assert caught.value.what == "check: rank 1 hangs while step 1 (plan): nothing went on for 2 s"
+    assert "in stuck_in_the_model" in caught.value.hint
+    assert len(started) == 3
+    assert all(map(gone, started))
+
+
+def test_the_one_that_fails_speaks_and_not_those_that_lost_it(
+    make_case: MakeCase, pretend: Callable[[str], None], started: list[int]
+) -> None:
+    pretend("fails")
+    with pytest.raises(MachineError, match=r"^check: rank 1 while step 1 \(plan\): it is wrong"):
+        run_in_processes(Job(model=None, cases=[make_case("1f1b")]))
+    assert all(map(gone, started))
+
+
+def test_an_interruption_leaves_nothing_behind(
+    make_case: MakeCase, pretend: Callable[[str], None], started: list[int]
+) -> None:
+    def interrupt(doing: str) -> None:
+        raise KeyboardInterrupt
+
+    pretend("hangs")
+    with pytest.raises(KeyboardInterrupt):
+        run_in_processes(Job(model=None, cases=[make_case("1f1b")]), Telling(doing=interrupt))
+    assert started
+    assert all(map(gone, started))
+
+
+def test_a_launcher_that_ends_at_once(make_case: MakeCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", "print('no torch'); raise SystemExit(1)"]
+    monkeypatch.setattr(launching, "_command", lambda *_: command)
+    with pytest.raises(MachineError, match="the launcher of the processes ended: no torch"):
+        run_in_processes(Job(model=None, cases=[make_case("1f1b")]))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(-9, "memory runs out"), (-signal.SIGSEGV, "SIGSEGV"), (3, "exit status 3")]
+)
+def test_how_a_process_ended(tmp_path: Path, code: int, words: str) -> None:
+    (tmp_path / "ended.json").write_text(json.dumps({"first": 1, "exit_codes": {"0": -15, "1": code}}))
+    assert "rank 1 died before it began" in launching._error(tmp_path, []).what
+    assert words in launching._error(tmp_path, []).what
