@@ -1,6 +1,7 @@
 """Our planners on published profiles, beside published figures: python benchmarks/published_plans.py FOLDER
 
-FOLDER holds the profiles under the names in `PROFILES`: PipeDream's `graph.txt` of VGG-16 (mini-batch 128).
+FOLDER holds the profiles under the names in `PROFILES`: PipeDream's `graph.txt` of VGG-16 (mini-batch 128),
+and DAPPLE's of VGG-19 (micro-batch 32).
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from pathlib import Path
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.planners.dapple import ANY, DapplePlan, Whole, plan
 from pplan.planner.planners.pipedream import plan_asynchronous
 from pplan.planner.planners.pipedream_published import PUBLISHED
 from pplan.planner.planners.pipedream_table import PAPER
+from pplan.planner.planners.replicated import Trial
 from pplan.planner.search.space import Space
 from pplan.profiler.importing.importer import ImportOptions, import_profile
 
-PROFILES = {"pipedream-vgg16": "pipedream-vgg16-graph.txt"}
+PROFILES = {"pipedream-vgg16": "pipedream-vgg16-graph.txt", "dapple-vgg19": "dapple-vgg19-batch32.txt"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,37 @@ def pipedream(folder: Path) -> Iterator[Row]:
         yield Row(name, "VGG-16", devices, ours, published)
 
 
-SOURCES = (pipedream,)
+PARTS = 720_720
+"""Into which DAPPLE's micro-batch of 32 samples is divided here: 1 to 16 replicas share them equally, as its
+planner has it."""
+MICRO_BATCHES = 2048 // 32
+
+
+def two_machines() -> Topology:
+    """DAPPLE's configuration A: two of 8 V100, NVLink inside, one adapter of 25 Gbps for each."""
+    inside, between = Link(130e9, 0.0, "NVLink"), Link(25e9 / 8, 0.0, "Ethernet")
+    levels = (Level("node", 8, inside), Level("network", None, between, devices_per_port=8))
+    return Topology((Group(Device("V100", None), 16),), levels)
+
+
+def dapple(folder: Path) -> Iterator[Row]:
+    """VGG-19, global batch 2048: with as many stages as DAPPLE's published planner tries, and with any."""
+    chain = imported(folder, "dapple-vgg19", PARTS)
+    space, trial = Space(chain, two_machines(), "sgd"), Trial("1f1b", MICRO_BATCHES, PARTS, ("never",))
+    for limit, whole in ((", <= 2 stages", Whole(most_stages=2)), ("", ANY)):
+        found = plan(space, trial, space.topology.gpus, whole)
+        ours = "none" if found is None else in_words(found, chain)
+        yield Row(f"dapple{limit}", "VGG-19", space.topology.gpus, ours, "15:1 after conv5_2")
+
+
+def in_words(found: DapplePlan, chain: Chain) -> str:
+    """Replicas, the last layers before the cuts, and the latency."""
+    replicas = ":".join(str(len(own)) for own in found.devices)
+    cuts = ", ".join(chain.names[end - 1] for end in found.ends[:-1])
+    return f"{replicas} after {cuts}, {1e3 * found.latency_seconds:.1f} ms"
+
+
+SOURCES = (pipedream, dapple)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from ..cost_models.quantities import counted
 from ..planner.plan_file import Plan
 from ..profiler.launched import is_launched, launched
 from ..profiler.profile_file import Profile
+from ..runtimes.checking.devices import cores, gpus
 from ..runtimes.checking.job import Case, Corrections, Device, Job, Measured, ModelSpec
 from ..runtimes.checking.launching import Telling, run_in_processes
 from ..runtimes.checking.report import PLAN, Check
@@ -104,37 +105,22 @@ def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
     )
 
 
-def cores() -> int:
-    """Of the processor, that this process may use."""
-    own = getattr(os, "sched_getaffinity", None)
-    return len(own(0)) if own is not None else os.cpu_count() or 1
-
-
 def chosen_device(processes: int, options: CheckOptions) -> Device:
     """Raises MachineError where there are too few."""
     if options.emulate or options.device == "cpu":
         return "cpu"
-    gpus = _gpus()
+    found = gpus()
     if is_launched(os.environ):
         processes = launched(os.environ, "check", at_least=1).local_world_size
-    if gpus >= processes:
+    if found >= processes:
         return "cuda"
-    here = f"{counted(gpus, 'CUDA device')} and {counted(cores(), 'core')}"
+    here = f"{counted(found, 'CUDA device')} and {counted(cores(), 'core')}"
     if options.device == "cuda" or processes > cores():
         raise MachineError(
             f"check: the plan takes {counted(processes, 'device')}, here are {here}",
             "With --emulate its stages wait instead of computing; --device cpu shares the cores.",
         )
     return "cpu"
-
-
-def _gpus() -> int:
-    """Of this node; torch is imported only where there may be some."""
-    if not any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
-        return 0
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _notes(profile: Profile, options: CheckOptions) -> list[str]:
@@ -177,6 +163,6 @@ def run_here(job: Job, told: Telling | None = None) -> Measured | None:
             f"check: world size {process.world_size} for a plan of {counted(job.processes, 'device')}",
             f"Start {job.processes}: torchrun --no-python --nproc-per-node {job.processes} pplan check",
         )
-    from ..runtimes.checking.joined import run_as_one
+    from ..runtimes.checking.processes.joined import run_as_one
 
     return run_as_one(job, process)

@@ -48,7 +48,7 @@ def answer_lines(plan: Plan) -> list[str]:
     if rival is None:
         lines = [f"{what} is the fastest{_how_sure(plan)}: {figures}."]
     else:
-        lines = [_rival_answer(plan, rival), f"This plan is {_lower(what)}: {figures}."]
+        lines = [_rival_answer(plan, rival), f"This plan is {_lower(what).rstrip(',')}: {figures}."]
     used = devices_used(plan)
     if plan.gpus is not None and used < plan.gpus:
         lines.append(_fewer(plan, used, plan.gpus))
@@ -68,7 +68,7 @@ def _what(plan: Plan) -> str:
     used = devices_used(plan)
     stages, chunks = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
     if len(plan.stages) > 1:
-        each = f", {chunks} virtual stages on each" if chunks > 1 else ""
+        each = f", {chunks} virtual stages on each," if chunks > 1 else ""
         return f"A pipeline of {counted(stages, 'stage')} over {counted(used, 'GPU')}{each}"
     return f"Data parallelism over {counted(used, 'GPU')}" if used > 1 else "One GPU"
 
@@ -118,6 +118,8 @@ def _fewer(plan: Plan, used: int, offered: int) -> str:
     # A faster one is not for this plan's options: it may not stand here as the price of using all.
     slower = [row for row in on_all if row[0] >= plan.prediction.step_seconds]
     uses = f"It uses {used} of the {offered} GPUs"
+    if not slower and not plan.prediction.exact:
+        return f"{uses}: no faster plan was found on more of them."
     if not slower:
         return f"{uses}: more of them would not be faster."
     step, what = min(slower)

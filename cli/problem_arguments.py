@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
@@ -141,7 +141,9 @@ WORDS = ("runtime", "schedule", "planner", "recompute", "optimizer")
 
 def _check_word(key: str, value: Any) -> None:
     """Raises UsageError for a word that is not known."""
-    text = arguments.optional_word(key, value) or Wishes.__dataclass_fields__[key].default
+    text = arguments.optional_word(key, value)
+    if text is None:
+        return
     if key == "planner" and text != BEST:
         planner_named(text)
-    Wishes(**{key: text.replace("-", "_") if key == "recompute" else text})
+    replace(Wishes(), **{key: text.replace("-", "_") if key == "recompute" else text})

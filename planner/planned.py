@@ -59,7 +59,9 @@ def run_in_words(plan: Candidate) -> str:
     setting = plan.setting
     virtual = f", {setting.virtual_stages} virtual stages" if setting.virtual_stages > 1 else ""
     mode = plan_recompute(plan).replace("_", " ")
-    return f"{setting.micro_batches} x {setting.micro_batch_size}, {setting.schedule}{virtual}, recompute {mode}"
+    return (
+        f"{setting.micro_batches} x {setting.micro_batch_size}, {setting.schedule}{virtual}, recompute {mode}"
+    )
 
 
 def bubble(space: Space, plan: Candidate) -> float:

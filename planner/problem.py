@@ -125,7 +125,7 @@ class Problem:
         wished, runtime = self.wishes.recompute, self.runtime
         if runtime is None:
             # That of torchgpipe differs little from always: not worth as much again on many devices.
-            known: Sequence[Mode] = ("by_stage", "except_last")[: 2 if self.gpus <= EVERY_COUNT else 1]
+            known: Sequence[Mode] = ("by_stage", "except_last") if self.gpus <= EVERY_COUNT else ("by_stage",)
         elif runtime.recompute_by_stage:
             known = ("by_stage",)
         else:
@@ -284,10 +284,22 @@ class Problem:
             parts.append(f"devices {' or '.join(dict.fromkeys(p.name for p in self.placements))}")
         if self.wishes.use_all:
             parts.append("on all devices")
+        if options := self._cuts_in_words():
+            parts.append(f"under {options}")
         text = ", ".join(part for part in parts if part)
         others = [name for name in self.proposable if name not in SEARCHED]
         more = f"; of {', '.join(others)} the proposed plans" if others else ""
         return text + more
+
+    def _cuts_in_words(self) -> str:
+        """The options given that say where stages end."""
+        wishes = self.wishes
+        given = {
+            "--cut-after": wishes.cut_after,
+            "--keep-together": wishes.keep_together,
+            "--pin": wishes.pins,
+        }
+        return " and ".join(option for option, value in given.items() if value)
 
     def _modes_used(self) -> list[Mode]:
         used = {setting.recompute for setting in self.settings}

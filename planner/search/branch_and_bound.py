@@ -22,6 +22,7 @@ import numpy as np
 
 from ..candidate import Candidate
 from ..plan_file import TIE
+from .placements import Placement
 from .runs import Runs
 from .space import Space
 from .subproblem import Chunk, Family, Subproblem
@@ -150,6 +151,6 @@ class _Search:
                         return
 
 
-def _runs_key(family: Family) -> tuple[object, ...]:
+def _runs_key(family: Family) -> tuple[Placement, tuple[int, ...], bool, int]:
     """Families of the same runs share them."""
     return family.placement, family.replicas, family.on_all, family.unit

@@ -20,7 +20,7 @@ SHORTEST_SECONDS = 1e-4
 
 
 def fitted(cases: Sequence[Case], results: Sequence[CaseResult], links: LinkSeconds | None) -> Corrections:
-    """The corrections under which the cases are predicted best, in the sum of the logarithms' sizes, which one
+    """The corrections under which the cases are predicted best: in the sum of the logarithms' sizes, which a
     case that was disturbed cannot pull away.
 
     The link's are those of the measured transfers, the slowdown the median over all stages of their seconds
@@ -61,11 +61,14 @@ def _overhead(pairs: Sequence[tuple[Case, CaseResult]], fixed: Corrections, name
 
     def missed(overhead: float) -> float:
         tried = fixed.model_copy(update={name: overhead})
-        steps = [predicted_step(case, result.predicted.stages, tried).step_seconds for case, result in pairs]
-        measured = [median(result.ran.step_seconds) for _, result in pairs]
-        return sum(abs(math.log(step / other)) for step, other in zip(steps, measured, strict=True))
+        return sum(_missed(case, result, tried) for case, result in pairs)
 
     return least(missed, 0.0, MOST_OVERHEAD * longest, TINY * longest)
+
+
+def _missed(case: Case, result: CaseResult, fixed: Corrections) -> float:
+    step = predicted_step(case, result.predicted.stages, fixed).step_seconds
+    return abs(math.log(step / median(result.ran.step_seconds)))
 
 
 def least(function: Callable[[float], float], low: float, high: float, width: float) -> float:

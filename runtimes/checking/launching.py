@@ -72,7 +72,7 @@ def _launched(folder: Path, processes: int) -> Iterator[subprocess.Popen[bytes]]
 
 
 def _command(folder: Path, processes: int) -> list[str]:
-    return [sys.executable, "-m", "pplan.runtimes.checking.launcher", str(folder), str(processes)]
+    return [sys.executable, "-m", "pplan.runtimes.checking.processes.launcher", str(folder), str(processes)]
 
 
 def _environment() -> dict[str, str]:

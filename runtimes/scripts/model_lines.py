@@ -200,7 +200,7 @@ def _built(profile: Profile, document: Exported, data: _Data) -> list[str]:
         given = [name, *options]
         lines = [f"model, example = pplan.load_model({', '.join(given)})"]
         if len(lines[0]) > _WIDTH:
-            lines = ["model, example = pplan.load_model(", f"    {', '.join(given)}", ")"]
+            lines = ["model, example = pplan.load_model(", *(f"    {each}," for each in given), ")"]
     if casts:
         lines.append(f"model.to(torch.{profile.dtype})")
     if _is_torchvisions(profile.model) or (casts and data.is_one_float):

@@ -85,7 +85,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
     monkeypatch.setattr("pplan.cli.checking.run_in_processes", pretend)
     monkeypatch.setattr("pplan.cli.checking.cores", lambda: 2)
-    monkeypatch.setattr("pplan.cli.checking._gpus", lambda: 0)
+    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return asked
@@ -95,10 +95,11 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 def planned(here: Path, profile: Profile) -> Callable[..., Plan]:
     """Writes the profile and a plan of it."""
 
-    def make(balance: str = "4,8", **options: Any) -> Plan:
+    def make(balance: str = "4,8", schedule: str = "1f1b") -> Plan:
         profile.save(here / "toy.profile.json", force=True)
-        options = {"schedule": "1f1b", "mini_batch": 32, "micro_batches": 8} | options
-        plan = pplan.import_plan(balance, here / "toy.profile.json", **options)
+        plan = pplan.import_plan(
+            balance, here / "toy.profile.json", schedule=schedule, mini_batch=32, micro_batches=8
+        )
         plan.save(here / "toy.plan.json", force=True)
         return plan
 
@@ -232,11 +233,11 @@ def test_gpus_are_taken_where_there_are_enough(
     run: Run, planned: Callable[..., Plan], jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned()
-    monkeypatch.setattr("pplan.cli.checking._gpus", lambda: 2)
+    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 2)
     assert run("check", "toy.plan.json").status == 0
     assert run("check", "toy.plan.json", "--device", "cpu").status == 0
     assert [job.device for job in jobs] == ["cuda", "cpu"]
-    monkeypatch.setattr("pplan.cli.checking._gpus", lambda: 1)
+    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 1)
     ran = run("check", "toy.plan.json", "--device", "cuda")
     assert ran.lines[0] == "pplan: check: the plan takes 2 devices, here are 1 CUDA device and 2 cores"
 

@@ -32,7 +32,8 @@ def test_all() -> None:
         "Profile",
         "UsageError",
         "__version__",
-        "compare",
+        "check",
+    "compare",
         "explain",
         "export",
         "frontier",
@@ -245,3 +246,34 @@ def test_simulate_refuses_what_cannot_be(profile: Profile, wishes: dict[str, Any
 def test_export_refuses_wrong_types(plan: Plan, runtime: Any, device: Any) -> None:
     with pytest.raises(pplan.UsageError, match="is not a text but of type int"):
         pplan.export(runtime, plan, device=device)
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+
+def make(width=2, by_name=False):
+    given = torch.randn(3, width)
+    return nn.Sequential(nn.Linear(width, 4)), {"input": given} if by_name else given
+"""
+
+
+def test_models_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """As a profile says that they were built, and what it is called with."""
+    (tmp_path / "zoo_of_one.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    request.addfinalizer(lambda: sys.modules.pop("zoo_of_one", None))
+    measured = pplan.profile("zoo_of_one:make", settings={"width": 5}, device="meta")
+    assert measured.settings == {"width": 5}
+    model, example = pplan.load_model("zoo_of_one:make", settings=measured.settings)
+    assert [tuple(parameter.shape) for parameter in model.parameters()] == [(4, 5), (4,)]
+    assert getattr(example, "shape", None) == (3, 5)
+    _, example = pplan.load_model("zoo_of_one:make", settings={"by_name": True})
+    assert isinstance(example, dict)
+    assert list(example) == ["input"]
+    with pytest.raises(pplan.UsageError, match="--classes 3: zoo_of_one:make"):
+        pplan.load_model("zoo_of_one:make", classes=3)

@@ -70,6 +70,30 @@ def test_answer_pipeline_on_fewer_gpus(plan: Plan) -> None:
 def test_answer_fewer_gpus_with_nothing_on_all(plan: Plan) -> None:
     bare = changed(plan, baselines=[], alternatives=[])
     assert answer_lines(bare)[1] == "It uses 6 of the 8 GPUs: more of them would not be faster."
+    prediction = plan.prediction.model_copy(update={"exact": False})
+    unproven = answer_lines(changed(bare, prediction=prediction))[1]
+    assert unproven == "It uses 6 of the 8 GPUs: no faster plan was found on more of them."
+
+
+def test_answer_virtual_stages(plan: Plan) -> None:
+    """Three devices with two parts of the layers each."""
+    parts = [plan.stages[0].model_copy(update={"devices": [number % 3]}) for number in range(6)]
+    chunked = changed(plan, stages=parts, virtual_stages=2, schedule="interleaved", gpus=3, alternatives=[])
+    assert answer_lines(chunked) == [
+        "A pipeline of 3 stages over 3 GPUs, 2 virtual stages on each, is the fastest: "
+        "650 ms a step, 98.5 samples/s."
+    ]
+
+
+def test_only_straight_alternatives_tell_what_all_gpus_would_give(plan: Plan) -> None:
+    """Not one of eight parts on four devices, nor of eight stages with replicas."""
+    whole = {"balance": [1, 1, 1, 1, 2, 2, 2, 2], "step_seconds": 0.7}
+    others = [
+        plan.alternatives[0].model_copy(update=whole | more)
+        for more in ({"virtual_stages": 2}, {"replicas": 2})
+    ]
+    held = changed(plan, baselines=[], alternatives=others)
+    assert answer_lines(held)[1] == "It uses 6 of the 8 GPUs: more of them would not be faster."
 
 
 def test_answer_data_parallelism(plan: Plan) -> None:

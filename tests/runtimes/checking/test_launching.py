@@ -154,7 +154,8 @@ def test_every_stage_is_measured(trained: tuple[Measured, Any]) -> None:
     assert min(found.cases[4].ran.step_seconds) >= 4 * 0.012
 
 
-def test_a_process_that_dies(make_case: MakeCase, here: Path, started: list[int]) -> None:
+@pytest.mark.usefixtures("here")
+def test_a_process_that_dies(make_case: MakeCase, started: list[int]) -> None:
     case = make_case("1f1b", parts=[0, 1, 3], model="checked_models:dying")
     job = Job(model=ModelSpec(name="checked_models:dying"), cases=[case], compared_steps=0)
     with pytest.raises(MachineError) as caught:
@@ -180,7 +181,8 @@ PRETENDING = """
         time.sleep(3600)
 
     def rank(number):
-        faulthandler.register(signal.SIGUSR1, file=(folder / f"{{number}}.stack").open("w"), all_threads=False)
+        stack = (folder / f"{{number}}.stack").open("w")
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         def write(name, content):
             (folder / f".{{number}}").write_text(json.dumps(content))
             (folder / f".{{number}}").replace(folder / name)
@@ -242,7 +244,7 @@ def test_an_interruption_leaves_nothing_behind(
     make_case: MakeCase, pretend: Callable[[str], None], started: list[int]
 ) -> None:
     def interrupt(doing: str) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(doing)
 
     pretend("hangs")
     with pytest.raises(KeyboardInterrupt):

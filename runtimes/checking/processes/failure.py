@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...cost_models.errors import PplanError
-from ...profiler.out_of_memory import is_out_of_memory
-from ...profiler.user_code import at_user_line, first_line
-from .job import Predicted
+from ....cost_models.errors import PplanError
+from ....profiler.out_of_memory import is_out_of_memory
+from ....profiler.user_code import at_user_line, first_line
+from ..job import Predicted
 
 LAUNCHER = "launcher.pid"
 LOST = ("Connection closed", "Connection reset", "Broken pipe", "connect", "Timed out", "timed out", "NCCL")

@@ -1,7 +1,7 @@
 """One process of a check: runs its cases together with the others.
 
-Started by torchrun's launcher as `-m pplan.runtimes.checking.worker FOLDER`; where a torchrun of the user's
-started `pplan check`, that calls `run_job` itself.
+Started by torchrun's launcher (`-m`, with a folder); where a torchrun of the user's started `pplan check`, that
+calls `run_job` itself.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...profiler.launched import Launched, launched
-from ...profiler.machine import device_name
-from .calibration import fitted
+from ....profiler.launched import Launched, launched
+from ....profiler.machine import device_name
+from ..calibration import fitted
+from ..job import Case, CaseResult, Corrections, Job, Measured
 from .case_run import CaseRun, Together
 from .failure import Journal
-from .job import Case, CaseResult, Corrections, Job, Measured
 from .transfers import measured_links
 
 LAST_SECONDS = 30

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...cost_models.errors import MachineError
-from ...profiler.launched import Launched
+from ....cost_models.errors import MachineError
+from ....profiler.launched import Launched
+from ..job import Job, Measured
 from .failure import Journal, failure_of
-from .job import Job, Measured
 from .worker import run_job
 
 

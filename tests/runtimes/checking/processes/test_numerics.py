@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pplan.profiler.inputs import ModelInput
-from pplan.runtimes.checking.numerics import LEARNING_RATE, plain_losses, varied, without_dropout
+from pplan.runtimes.checking.processes.numerics import LEARNING_RATE, plain_losses, varied, without_dropout
 
 
 def loss(output: Tensor, target: object) -> Tensor:
@@ -25,7 +25,7 @@ def test_plain_losses() -> None:
     wanted = []
     optimizer = torch.optim.SGD(twin.parameters(), lr=LEARNING_RATE)
     for _ in range(3):
-        parts = [loss(twin(part), None) for part in samples.tensors[0].split(2)]
+        parts = [loss(twin(part), None) for part in samples.tensors[0].chunk(3)]
         total = torch.stack(parts).mean()
         optimizer.zero_grad()
         torch.autograd.backward(total)

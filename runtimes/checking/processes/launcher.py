@@ -1,4 +1,4 @@
-"""Starts the processes of a check with torchrun's own launcher: `-m pplan.runtimes.checking.launcher`.
+"""Starts the processes of a check with torchrun's own launcher (`-m`, with a folder and their number).
 
 In a process of its own, so that `pplan check` needs no torch and can end it whatever it does.
 """
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
     )
-    command = [sys.executable, "-m", "pplan.runtimes.checking.worker", str(folder)]
+    command = [sys.executable, "-m", "pplan.runtimes.checking.processes.worker", str(folder)]
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...profiler.clocks import Clock, CpuClock, CudaClock
-from ..pipelining.process import PipelineProcess
-from .job import StageSeconds
+from ....profiler.clocks import Clock, CpuClock, CudaClock
+from ...pipelining.process import PipelineProcess
+from ..job import StageSeconds
 
 Loss = Callable[[Any, Any], Tensor]
 

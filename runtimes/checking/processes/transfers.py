@@ -9,7 +9,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from .job import LinkSeconds
+from ..job import LinkSeconds
 
 REPEATS, WARM_UPS = 10, 3
 ELEMENT = 4

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ...profiler.inputs import ModelInput
-from ...profiler.losses import loss_named
-from ...profiler.machine import dtype_named
-from ...profiler.models import load_model
-from ...profiler.modes import Modes
-from ...profiler.sequential import sequential
+from ....profiler.inputs import ModelInput
+from ....profiler.losses import loss_named
+from ....profiler.machine import dtype_named
+from ....profiler.models import load_model
+from ....profiler.modes import Modes
+from ....profiler.sequential import sequential
+from ..job import Case, ModelSpec
 from .emulated import emulated, emulated_loss
-from .job import Case, ModelSpec
 from .numerics import Loss
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .job import StageSeconds, Waits
+from ..job import StageSeconds, Waits
 
 Sleep = Callable[[float], None]
 ELEMENT = 4

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...profiler.inputs import ModelInput
-from ..pipelining.inputs import InputForm
-from ..pipelining.process import PipelineProcess
-from ..pipelining.stage_module import StageModule, loss_of
-from ..torch_actions import splits_backward
-from ..torch_pipelining import build
+from ....profiler.inputs import ModelInput
+from ...pipelining.inputs import InputForm
+from ...pipelining.process import PipelineProcess
+from ...pipelining.stage_module import StageModule, loss_of
+from ...torch_actions import splits_backward
+from ...torch_pipelining import build
+from ..job import Case, CaseResult, Corrections, Job, Losses, Predicted, Ran, StageSeconds
+from ..prediction import predicted_step
 from .alone import measured_alone, stage_inputs
 from .failure import Journal
-from .job import Case, CaseResult, Corrections, Job, Losses, Predicted, Ran, StageSeconds
 from .numerics import Loss, descend, plain_losses, varied, without_dropout
-from .prediction import predicted_step
 from .stamps import Stamps, clock_for
 from .subject import Subject, subject_of
 
