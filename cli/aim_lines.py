@@ -33,14 +33,11 @@ def aim_proof(plan: Plan, aim: Aim) -> str:
 
 
 def _value(aim: Aim) -> str:
-    if aim.unit == "$/sample":
-        return f"{_amount(aim, aim.value)} a million samples"
-    if aim.unit == "seconds":
-        return _amount(aim, aim.value)
-    return f"{_amount(aim, aim.value)} on the fullest device"
+    where = " on the fullest device" if aim.unit == "bytes" else ""
+    return f"{_amount(aim, aim.value)}{where}"
 
 
 def _amount(aim: Aim, value: float) -> str:
     if aim.unit == "seconds":
         return format_seconds(value)
-    return f"${1e6 * value:.4g}" if aim.unit == "$/sample" else format_bytes(value)
+    return f"${1e6 * value:.4g} a million samples" if aim.unit == "$/sample" else format_bytes(value)

@@ -83,7 +83,8 @@ def _takes(other: Outline, own: Outline) -> str:
 def described(plan: Outline) -> str:
     """A plan in words."""
     balance = "-".join(map(str, islice(plan.balance, 16))) + ("-…" if len(plan.balance) > 16 else "")
-    parts = [f"{counted(plan.stages, 'stage')} of {balance} layers"]
+    chunks = f", {plan.virtual_stages} virtual stages on each," if plan.virtual_stages > 1 else ""
+    parts = [f"{counted(plan.stages, 'stage')}{chunks} of {balance} layers"]
     if max(plan.replicas) > 1:
         parts.append(f"replicas {'-'.join(map(str, islice(plan.replicas, 16)))}")
     parts += [f"{plan.micro_batches} x {plan.micro_batch_size}", plan.schedule]

@@ -64,7 +64,8 @@ def _proof(frontier: Frontier) -> str:
     count = counted(len(frontier.points), "plan")
     apart = "a byte" if not frontier.memory_step else f"{100 * frontier.memory_step:g} %"
     sure = "each is the fastest there is for its memory" if _exact(frontier) else "not all are proven"
-    end = "nothing smaller fits" if frontier.complete else "smaller ones may exist: raise --points"
+    more = "smaller ones may exist: raise --points" if _exact(frontier) else "smaller ones may exist"
+    end = "nothing smaller fits" if frontier.complete else more
     return f"{count}, at least {apart} of memory apart; {sure}; {end}."
 
 

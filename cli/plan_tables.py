@@ -45,6 +45,8 @@ def answer_lines(plan: Plan) -> list[str]:
     rival = _faster_baseline(plan)
     figures = _figures(plan.prediction.step_seconds, plan.prediction.samples_per_second)
     figures += _give_or_take(plan.prediction.uncertainty)
+    if plan.was_given:
+        return [f"{what} as given: {figures}."]
     if rival is None:
         lines = [f"{what} is the fastest{_how_sure(plan)}: {figures}."]
     else:
@@ -118,6 +120,9 @@ def _fewer(plan: Plan, used: int, offered: int) -> str:
     # A faster one is not for this plan's options: it may not stand here as the price of using all.
     slower = [row for row in on_all if row[0] >= plan.prediction.step_seconds]
     uses = f"It uses {used} of the {offered} GPUs"
+    runtime = None if plan.runtime is None else runtime_named(plan.runtime)
+    if runtime is not None and runtime.one_process and used == plan.gpus_per_node:
+        return f"{uses}: {runtime.name} reaches those of one node."
     if not slower and not plan.prediction.exact:
         return f"{uses}: no faster plan was found on more of them."
     if not slower:
@@ -197,7 +202,7 @@ def _summary(plan: Plan) -> list[str]:
         f"optimizer {plan.optimizer}.",
         _proof(plan),
     ]
-    if plan.searched:
+    if plan.searched and not plan.was_given:
         lines.append(f"Searched: {plan.searched}")
     if plan.topology:
         lines.append(f"Devices: {plan.topology}")
@@ -216,6 +221,8 @@ def _interval(predicted: Prediction) -> str:
 
 
 def _proof(plan: Plan) -> str:
+    if plan.was_given:
+        return "No other partition was looked at: pplan solve finds the best."
     if plan.objective is not None:
         return aim_proof(plan, plan.objective)
     predicted = plan.prediction

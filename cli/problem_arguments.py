@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
@@ -146,4 +146,5 @@ def _check_word(key: str, value: Any) -> None:
         return
     if key == "planner" and text != BEST:
         planner_named(text)
-    replace(Wishes(), **{key: text.replace("-", "_") if key == "recompute" else text})
+    wished: dict[str, Any] = {key: text.replace("-", "_") if key == "recompute" else text}
+    Wishes(**wished)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..cost_models.document import as_text, read_bytes, sha256
@@ -12,7 +12,7 @@ from ..cost_models.quantities import format_seconds
 from ..cost_models.topology import Topology
 from ..planner.layout import Overrides, devices_needed, machine_of
 from ..planner.plan_file import TIE, Plan
-from ..planner.simulated import SimulatedPlan, simulate_plan
+from ..planner.simulated import simulate_plan
 from ..profiler.profile_file import Profile
 from .machine_options import MachineOptions
 from .own_profiles import own_profiles
@@ -65,7 +65,7 @@ def simulate_read(read: Measured, asked: Asked, machine: MachineOptions) -> Simu
     found = with_options(lambda: simulate_plan(plan, chain, topology, overrides, profiles))
     as_it_is = overrides == Overrides()
     own = found if as_it_is else simulate_plan(plan, chain, topology, profiles=profiles)
-    return Simulation(
+    simulated = Simulation(
         schedule=found.schedule,
         micro_batches=asked.micro_batches or plan.micro_batches,
         virtual_stages=found.virtual_stages,
@@ -75,8 +75,12 @@ def simulate_read(read: Measured, asked: Asked, machine: MachineOptions) -> Simu
         plan_seconds=None if own is found else own.timeline.step_seconds,
         layers=found.layers,
         memory=found.memory,
-        notes=(*found.notes, *told(asked.transfers), *_differences(plan, own, given=machine.are_given)),
     )
+    bare = Simulation(
+        own.schedule, plan.micro_batches, own.virtual_stages, own.timeline, mini_batch=plan.mini_batch
+    )
+    unlike = _differences(plan, bare.mini_batch_seconds, given=machine.are_given)
+    return replace(simulated, notes=(*found.notes, *told(asked.transfers), *unlike))
 
 
 def _topology(read: Measured, machine: MachineOptions, gpus: int) -> Topology:
@@ -92,10 +96,10 @@ def _topology(read: Measured, machine: MachineOptions, gpus: int) -> Topology:
     )
 
 
-def _differences(plan: Plan, own: SimulatedPlan, *, given: bool) -> list[str]:
-    """That the plan as it is takes other than it says: it was made for another machine. `given`: the user
-    named one."""
-    step, said = own.timeline.step_seconds, plan.prediction.step_seconds
+def _differences(plan: Plan, step: float, *, given: bool) -> list[str]:
+    """That the plan as it is takes `step` seconds, other than it says: it was made for another machine.
+    `given`: the user named one."""
+    said = plan.prediction.step_seconds
     # A difference that does not show would read as a contradiction.
     if abs(step - said) <= 1e3 * TIE * said or format_seconds(step) == format_seconds(said):
         return []

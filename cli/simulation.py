@@ -70,6 +70,14 @@ class Simulation:
             return self.mini_batch / self.micro_batches / self.steady.seconds_per_micro_batch
         return self.mini_batch / self.timeline.step_seconds
 
+    @property
+    def mini_batch_seconds(self) -> float:
+        """Of a step; of a plan with an asynchronous schedule, of a further mini-batch in its steady state."""
+        rate = self.samples_per_second
+        if self.mini_batch is None or rate is None or self.steady is None:
+            return self.timeline.step_seconds
+        return self.mini_batch / rate
+
     @cached_property
     def steady(self) -> SteadyState | None:
         """The steady state of an asynchronous schedule, over as many micro-batches as it takes to see it."""

@@ -98,7 +98,7 @@ def as_text(content: bytes, path: Path, kind: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise FileError(
-            f"{path}: not a text file, so not a {kind}", f"Name a {kind} file of pplan."
+            f"{path}: not a text file, so not a {kind} file", f"Name an existing {kind} file."
         ) from None
 
 

@@ -11,7 +11,7 @@ from ..cost_models.schedules import schedule_named
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
 from .candidate import Candidate, Proposal
-from .plan_file import Plan, ProfileReference
+from .plan_file import GIVEN, Plan, ProfileReference
 from .problem import Problem
 from .scoring import assembly_of, fastest, possible
 from .search.branch_and_bound import Found
@@ -71,9 +71,7 @@ def given_plan(
     step = best.step_seconds
     found = Found(best=best, bound_seconds=step, root_bound_seconds=step, exact=True)
     plan = bare_plan(problem, best, found, model=model, profile=profile)
-    return plan.model_copy(
-        update={"searched": "this partition alone", "notes": list(dict.fromkeys([*notes, *lacking]))}
-    )
+    return plan.model_copy(update={"searched": GIVEN, "notes": list(dict.fromkeys([*notes, *lacking]))})
 
 
 def _check_cuts(problem: Problem, given: Given) -> None:

@@ -201,6 +201,10 @@ class ProfileReference(Record):
     """Whether its seconds, and so the plan's, are an estimate and not measured."""
 
 
+GIVEN = "this partition alone"
+"""What was searched of a plan whose partition was given."""
+
+
 class Plan(Document):
     """A partition, its micro-batches, schedule and recomputation, with its prediction."""
 
@@ -259,6 +263,11 @@ class Plan(Document):
         for number, other in enumerate(self.alternatives):
             _check_alternative(other, self, f"alternatives.{number}: ")
         return self
+
+    @property
+    def was_given(self) -> bool:
+        """Whether its partition is another tool's, and it is compared with no other."""
+        return self.searched == GIVEN
 
     @property
     def replicas(self) -> list[int]:

@@ -68,6 +68,12 @@ class Wishes:
 
     def _check_words(self) -> None:
         synchronous = tuple(name for name in SCHEDULES if name not in ASYNCHRONOUS)
+        if self.schedule in ASYNCHRONOUS:
+            raise UsageError(
+                f"--schedule {self.schedule}: it is asynchronous, with late gradients and without a step",
+                "Leave it away: --objective throughput chooses the best of pipedream, pipedream-2bw and the "
+                "synchronous ones.",
+            )
         modes = tuple(mode for mode in MODES if mode != "by_stage")
         for option, word, known in (
             ("--schedule", self.schedule, ("auto", *synchronous)),

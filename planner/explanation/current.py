@@ -83,6 +83,11 @@ def current_split(question: Question, current: Current) -> CurrentSplit:
     free = _freed(question.problem, current, given=False)
     own = _freed(question.problem, current, given=True)
     given = _given(own, current)
+    if given.gpus > own.gpus:
+        raise UsageError(
+            f"--current: the split takes {counted(given.gpus, 'GPU')}, the plan is for {own.gpus}",
+            f"Explain a plan for as many: pplan solve --gpus {given.gpus}",
+        )
     made = given_plan(own, given, model="", profile=ProfileReference(file="", sha256=""))
     split = candidate_of(own, made)
     plan = question.present

@@ -6,13 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
+import numpy as np
+
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import counted
-from ..candidate import Candidate
+from ...cost_models.topology import Group, Topology
+from ..candidate import Candidate, Proposal
 from ..find import Answer, find
 from ..other_schedules import work_bound
 from ..plan_file import TIE, Aim
 from ..problem import EVERY_COUNT, Problem
+from ..scoring import fastest, least_in_parts
+from ..search.space import Space, share_of
 from .objective import price_by_kind
 from .outcome import Outcome, of_fastest, search_again
 
@@ -24,7 +29,9 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> Outcome:
 
     For every number of devices, from rank 0 on, the fastest plan on them is searched, unless a bound on its
     step leaves nothing cheaper than what is known. Proven for plans that use the first n devices, for any n.
-    Raises UsageError for prices that do not go with the devices.
+    Where there are several kinds of devices, plans on those of one kind, and the named planners', are looked
+    at, too, and the bound is on plans on any devices. Raises UsageError for prices that do not go with the
+    devices.
     """
     own = price_by_kind(prices, problem.topology)
     hourly = [own[problem.topology.device(rank).name] for rank in range(problem.gpus)]
@@ -63,6 +70,55 @@ class _Search:
         """Looks at every number of devices, all of them first: that plan is known."""
         for count in self._counts():
             self._look(count)
+        if len(self.problem.topology.kinds) > 1 and not self.problem.wishes.use_all:
+            self._look_at_kinds()
+
+    def _look_at_kinds(self) -> None:
+        """At plans on devices that are not the first."""
+        for known in self.answer.by_planner.values():
+            if isinstance(known, Candidate):
+                self._take(known)
+        start = 0
+        for device, number in self.problem.topology.groups:
+            for count in range(1, number + 1):
+                if count <= EVERY_COUNT or count & (count - 1) == 0:
+                    self._look_at_group(Group(device, count), start)
+            start += number
+        self.bound = min(self.bound, self._work_cost())
+
+    def _look_at_group(self, group: Group, start: int) -> None:
+        """At plans on these devices, of which the first has rank `start`."""
+        alone = self._on(replace(self.problem.topology, groups=(group,)))
+        least = self._cost(group.number * self.hourly[start], self._least_step(alone))
+        if alone is None or least >= self.cost * (1 - TIE):
+            return
+        found = search_again(alone, []).best
+        if found is not None:
+            # Where the group does not begin with a node, other links are crossed: scored again.
+            moved = _moved(found.proposal, start)
+            scored = fastest(self.problem.space, [moved] if self.problem.allows(moved) else [])
+            if scored is not None:
+                self._take(scored)
+
+    def _work_cost(self) -> float:
+        """A bound on plans on any devices: each layer's work where it is the cheapest."""
+        problem, space, kinds, start = self.problem, self.problem.space, list[tuple[float, Space]](), 0
+        for device, number in problem.topology.groups:
+            alone = replace(problem.topology, groups=(Group(device, 1),))
+            kinds.append((self.hourly[start], replace(space, topology=alone)))
+            start += number
+        bounds = []
+        for setting in problem.settings:
+            size = setting.micro_batch_size
+            counts = [n for n in range(1, min(size, problem.reached) + 1) if space.fits_someone(size, n)]
+            works = [
+                n * hourly * own.least_work(share_of(size, n), again=False)
+                for n in counts
+                for hourly, own in kinds
+            ]
+            if works:
+                bounds.append(setting.micro_batches * float(np.minimum.reduce(works).sum()))
+        return min(bounds, default=inf) * least_in_parts(space) / HOUR / problem.mini_batch
 
     def _counts(self) -> Iterator[int]:
         gpus, per_node = self.problem.gpus, self.problem.topology.gpus_per_node
@@ -88,15 +144,23 @@ class _Search:
         found = self.answer.found if whole else search_again(problem, _inside(seeds, count))
         self._bound(count, found.bound_seconds)
         if found.best is not None:
-            cost = self._cost(self.dollars(found.best), found.best.step_seconds)
-            if cost < self.cost * (1 - TIE):
-                self.best, self.cost = found.best, cost
+            self._take(found.best)
+
+    def _take(self, plan: Candidate) -> None:
+        """Where it is cheaper."""
+        cost = self._cost(self.dollars(plan), plan.step_seconds)
+        if cost < self.cost * (1 - TIE):
+            self.best, self.cost = plan, cost
 
     def _with(self, count: int) -> Problem | None:
-        """The problem on the first devices; None where there is none, as for a mini-batch of other sizes."""
+        """The problem on the first devices."""
+        return self._on(self.problem.topology.with_gpus(count))
+
+    def _on(self, topology: Topology) -> Problem | None:
+        """The problem on these devices; None where there is none, as for a mini-batch of other sizes."""
         wishes = replace(self.problem.wishes, mini_batch=self.problem.mini_batch)
         try:
-            return replace(self.problem, topology=self.problem.topology.with_gpus(count), wishes=wishes)
+            return replace(self.problem, topology=topology, wishes=wishes)
         except UsageError:
             return None
 
@@ -112,6 +176,12 @@ class _Search:
 
     def _cost(self, hourly: float, step: float) -> float:
         return hourly / HOUR * step / self.problem.mini_batch
+
+
+def _moved(proposal: Proposal, start: int) -> Proposal:
+    """The same on devices of later ranks."""
+    devices = tuple(tuple(rank + start for rank in own) for own in proposal.devices)
+    return replace(proposal, devices=devices)
 
 
 def _inside(plans: list[Candidate], count: int) -> list[Candidate]:

@@ -22,7 +22,7 @@ from .throughput import throughput
 
 BESIDES = {
     THROUGHPUT: f"; and {' and '.join(ASYNCHRONOUS)} of two stages or more",
-    COST: "; each on the first so many devices",
+    COST: "; each on the first so many devices, or on those of one kind",
 }
 """What an objective adds to the searched space, in words."""
 

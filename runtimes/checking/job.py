@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from ...cost_models.document import Record
+from ..deepspeed import DeepspeedExport
+from ..exported import bounds_of
+from ..fairscale import FairscaleExport
 from ..torch_pipelining import TorchExport
+from ..torchgpipe import TorchgpipeExport
 
 Device = Literal["cpu", "cuda"]
 
@@ -30,12 +34,15 @@ class StageSeconds(Record):
     """Seconds of one micro-batch on one replica of a stage.
 
     `backward` is the whole one; `input` and `weight` are its two parts where the schedule runs them apart.
+    `forward_launch` and `backward_launch`: the host's, where that is not the device itself.
     """
 
     forward: float
     backward: float
     input: float = 0.0
     weight: float = 0.0
+    forward_launch: float = 0.0
+    backward_launch: float = 0.0
 
 
 class Waits(Record):
@@ -84,11 +91,49 @@ class Case(Record):
     waits: Waits | None = None
 
 
+class RuntimeCase(Record):
+    """One pipeline of a runtime that is not torch.distributed.pipelining. `links` by cut, `all_reduce` by
+    device and chunk: seconds, as for the plan's machine."""
+
+    name: str
+    document: Annotated[
+        TorchgpipeExport | FairscaleExport | DeepspeedExport, Field(discriminator="runtime")
+    ]
+    links: list[Link]
+    all_reduce: list[list[float]] | None = None
+
+    @property
+    def parts(self) -> list[int]:
+        """Layers before each stage, and all."""
+        document = self.document
+        return document.parts if isinstance(document, DeepspeedExport) else bounds_of(document.balance)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return self.document.mini_batch // self.document.micro_batch_size
+
+    @property
+    def replicas(self) -> int:
+        """Of every stage."""
+        return self.document.replicas if isinstance(self.document, DeepspeedExport) else 1
+
+    @property
+    def processes(self) -> int:
+        """One for all stages, or one for each stage and replica."""
+        document = self.document
+        return len(document.devices) if isinstance(document, DeepspeedExport) else 1
+
+
 class Job(Record):
-    """A check: its cases one after another, in the same processes. `model`: None where all stages wait."""
+    """A check: its cases one after another, in the same processes. `model`: None where all stages wait.
+
+    `cases` are those of torch.distributed.pipelining, `runtime_cases` those of another runtime.
+    """
 
     model: ModelSpec | None
-    cases: list[Case]
+    cases: list[Case] = []
+    runtime_cases: list[RuntimeCase] = []
     device: Device = "cpu"
     steps: int = 5
     warm_ups: int = 2
@@ -104,14 +149,21 @@ class Job(Record):
     @property
     def processes(self) -> int:
         """How many it takes; the same for every case."""
-        return len(self.cases[0].document.devices)
+        return self._counts()[0]
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        counts = {len(case.document.devices) for case in (*self.cases, *self.calibration)}
+        counts = set(self._counts())
         if len(counts) != 1:
             raise ValueError(f"the cases take {sorted(counts)} processes, they must take the same")
+        kinds = {case.document.runtime for case in self.runtime_cases} | {"torch" for _ in self.cases}
+        if len(kinds) != 1:
+            raise ValueError(f"the cases are of {sorted(kinds)}, they must be of one runtime")
         return self
+
+    def _counts(self) -> list[int]:
+        own = [len(case.document.devices) for case in (*self.cases, *self.calibration)]
+        return own + [case.processes for case in self.runtime_cases]
 
 
 class Predicted(Record):

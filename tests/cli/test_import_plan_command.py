@@ -98,7 +98,9 @@ def test_a_file_and_the_verbs_after_it(run: Run, decoder_file: Path) -> None:
     plan = imported(run, "flags.sh")
     assert (plan["schedule"], plan["virtual_stages"], plan["micro_batches"]) == ("interleaved", 2, 8)
     assert [stage["devices"] for stage in plan["stages"]] == [[0], [1], [0], [1]]
-    assert run("show", "toy.imported.plan.json").status == 0
+    shown = run("show", "toy.imported.plan.json")
+    assert "as given: " in shown.out.splitlines()[0]
+    assert "fastest" not in shown.out
     simulated = run("simulate", "toy.imported.plan.json", "--json")
     assert simulated.status == 0, simulated.err
     assert json.loads(simulated.out)["step_seconds"] == pytest.approx(plan["prediction"]["step_seconds"])

@@ -193,6 +193,7 @@ def test_throughput_says_how_late_gradients_are(run: Run, toy: Path) -> None:
     assert plan.prediction.step_seconds == pytest.approx(16 / plan.prediction.samples_per_second)
     simulated = run("simulate", "toy.plan.json", "--json")
     assert simulated.status == 0, simulated.err
+    assert "it says" not in simulated.out, "a step of the plan is no filling of the pipeline"
     rate = json.loads(simulated.out)["samples_per_second"]
     assert rate == pytest.approx(plan.prediction.samples_per_second, rel=1e-3)
 

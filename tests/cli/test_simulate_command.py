@@ -374,7 +374,7 @@ def test_a_kind_of_device_with_a_profile_of_its_own(run: Run, here: Path, planne
     )
     ran = run("simulate", "--topology", "machines/mixed.toml", "--json")
     assert ran.status == 2
-    assert ran.lines[-2].startswith("pplan: machines/b.profile.json: no such profile file")
+    assert ran.lines[-2].startswith("pplan: machines/b.profile.json: no such file; the topology says that")
     content = json.loads((here / "toy.profile.json").read_text())
     for layer in content["layers"]:
         for cost in layer["costs"]:

@@ -75,6 +75,11 @@ def test_answer_fewer_gpus_with_nothing_on_all(plan: Plan) -> None:
     assert unproven == "It uses 6 of the 8 GPUs: no faster plan was found on more of them."
 
 
+def test_answer_fewer_gpus_as_a_runtime_reaches(plan: Plan) -> None:
+    held = changed(plan, baselines=[], alternatives=[], runtime="torchgpipe", gpus_per_node=6)
+    assert answer_lines(held)[1] == "It uses 6 of the 8 GPUs: torchgpipe reaches those of one node."
+
+
 def test_answer_virtual_stages(plan: Plan) -> None:
     """Three devices with two parts of the layers each."""
     parts = [plan.stages[0].model_copy(update={"devices": [number % 3]}) for number in range(6)]

@@ -14,11 +14,15 @@ from pplan.cost_models.communication import exposed_all_reduce_seconds
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
-from pplan.planner.candidate import straight
+from pplan.planner.alternatives import alternatives_of
+from pplan.planner.candidate import Candidate, straight
+from pplan.planner.find import Answer, planned_by
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
+from pplan.planner.search.branch_and_bound import Found
+from pplan.planner.setting import SEARCHED
 from pplan.planner.solve import solve
 from pplan.planner.wishes import Wishes
 
@@ -100,6 +104,19 @@ def test_alternatives_hold_the_best_of_each_schedule(
     assert without_host == pytest.approx(
         solved(free, topology, mini_batch=8, schedule="gpipe").prediction.step_seconds
     )
+
+
+def test_alternatives_where_an_interleaved_plan_is_the_best(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """Pinned layers may leave nothing faster; of the other schedules nothing is proven by it."""
+    own = problem(make_chain(2, 8, cuts=1.1), make_topology(2), mini_batch=8)
+    best = planned_by(PLANNERS["interleaved"], own)
+    assert isinstance(best, Candidate)
+    found = Found(best, best.step_seconds, best.step_seconds, exact=True)
+    made = alternatives_of(own, Answer(found, {"interleaved": best}))
+    assert {"deepspeed", "torch"} <= {name for other in made for name in other.runtimes}
+    assert {other.schedule for other in made} <= set(SEARCHED)
 
 
 def test_one_process_pays_for_all_launches(make_chain: MakeChain, make_topology: MakeTopology) -> None:
@@ -199,7 +216,7 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
             {"mini_batch": 2**20, "micro_batches": 2**20},
             "--micro-batches 1048576: at most 16384 are simulated",
         ),
-        ({"schedule": "pipedream"}, "--schedule 'pipedream': not known"),
+        ({"schedule": "pipedream"}, "--schedule pipedream: it is asynchronous"),
         ({"recompute": "sometimes"}, "--recompute 'sometimes': not known"),
         ({"optimizer": "lion"}, "--optimizer 'lion': not known"),
         ({"runtime": "gpipe"}, "unknown runtime 'gpipe'"),

@@ -17,6 +17,8 @@ from ..job import StageSeconds
 from .stamps import clock_for
 
 REPEATS, WARM_UPS = 5, 2
+Pass = tuple[float, float, float]
+"""Seconds of the forward, of the backward or its first part, and of the second."""
 
 
 def stage_inputs(layers: nn.Sequential, first: int, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -54,11 +56,17 @@ def measured_alone(
         taken.append(_pass(module, own, clock, loss=loss, is_first=is_first, splits=splits))
     for parameter in module.parameters():
         parameter.grad = None
-    kept = taken[WARM_UPS:]
+    kept = [seconds for seconds, _ in taken[WARM_UPS:]]
     forward, input, weight = (median(each) for each in zip(*kept, strict=True))
     whole = median(first + second for _, first, second in kept)
+    hosts = [host for _, host in taken[WARM_UPS:]] if clock.has_host else [(0.0, 0.0, 0.0)]
     return StageSeconds(
-        forward=forward, backward=whole, input=input if splits else 0.0, weight=weight if splits else 0.0
+        forward=forward,
+        backward=whole,
+        input=input if splits else 0.0,
+        weight=weight if splits else 0.0,
+        forward_launch=median(first for first, _, _ in hosts),
+        backward_launch=median(second + third for _, second, third in hosts),
     )
 
 
@@ -70,8 +78,8 @@ def _pass(
     loss: Callable[..., Tensor] | None,
     is_first: bool,
     splits: bool,
-) -> tuple[float, float, float]:
-    """Seconds of the forward, of the backward or its first part, and of the second."""
+) -> tuple[Pass, Pass]:
+    """The device's and the host's."""
     stamps = [clock.stamp()]
     made = module(*given)
     outputs = [made] if isinstance(made, Tensor) else list(made)
@@ -94,8 +102,9 @@ def _pass(
         torch.autograd.backward(trained, gradients)
         stamps += [clock.stamp()] * (1 if splits else 2)
     clock.settle()
-    first, second, third = (clock.seconds(one, other) for one, other in pairwise(stamps))
-    return first, second, third
+    own = [(clock.seconds(one, other), clock.host_seconds(one, other)) for one, other in pairwise(stamps)]
+    (first, on_host), (second, then_on_host), (third, last_on_host) = own
+    return (first, second, third), (on_host, then_on_host, last_on_host)
 
 
 def _leaf(tensor: Tensor, *, wants: bool) -> Tensor:

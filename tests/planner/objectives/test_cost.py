@@ -13,6 +13,7 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.objectives.cost import least_cost
 from pplan.planner.objectives.objective import Objective, objective_of, price_by_kind, prices_of
 from pplan.planner.problem import Problem
+from pplan.planner.scoring import fastest
 
 MakeProblem = Callable[..., Problem]
 EveryPlan = Callable[[Problem], list[tuple[Proposal, float, float]]]
@@ -56,6 +57,33 @@ def test_prices_by_kind(seed: int, price: float, make_problem: MakeProblem, ever
     least = min(dollars(problem, prices, proposal, step) for proposal, step, _ in every_plan(problem))
     assert outcome.aim is not None
     assert outcome.aim.value <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("seed", "price"), [(0, 3.0), (1, 20.0), (2, 3.0)])
+def test_the_cheapest_devices_may_stand_last(
+    seed: int, price: float, make_problem: MakeProblem, every_plan: EveryPlan
+) -> None:
+    """Twice as fast for more than twice the price: no plan on the others alone is cheaper than the answer,
+    and none on any neighbours is below the bound."""
+    problem = mixed(make_problem(seed, 3, 3))
+    prices = {"big A100": price, "toy": 1.0}
+    outcome = least_cost(problem, {"A100": price, "": 1.0})
+    assert outcome.aim is not None
+    assert outcome.best is not None
+    assert {rank for own in outcome.best.proposal.devices for rank in own} <= {1, 2}
+    alone = 0
+    for proposal in dict.fromkeys(proposal for proposal, _, _ in every_plan(problem)):
+        for start in range(3 - proposal.used + 1):
+            devices = tuple(tuple(rank + start for rank in own) for own in proposal.devices)
+            moved = replace(proposal, devices=devices)
+            scored = fastest(problem.space, [moved])
+            assert scored is not None
+            cost = dollars(problem, prices, moved, scored.step_seconds)
+            assert cost >= outcome.aim.lower_bound * (1 - 1e-9)
+            if start > 0:
+                alone += 1
+                assert cost >= outcome.aim.value * (1 - 1e-9)
+    assert alone > 10
 
 
 def test_the_mini_batch_is_that_of_all_devices(make_problem: MakeProblem) -> None:
