@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cost_models.document import write_whole
+from ..cost_models.errors import InfeasibleError
 from .output import Target
 from .provenance import command_line, made_by
 from .streams import console, remark, result
@@ -56,3 +57,5 @@ def run_sweep(options: SweepOptions, profile: Profile, given: Mapping[str, Any])
     if options.csv is not None:
         write_whole(options.csv, as_csv(made), force=options.force)
         remark(f"Wrote {options.csv}")
+    if all(row.step_seconds is None for row in made.rows):
+        raise InfeasibleError("no point of the sweep has a plan", "Every row says why.")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
+from ..cost_models.errors import UsageError
 from .candidate import Candidate, Planner
 from .other_schedules import transplanted, work_bound
 from .plan_file import TIE
@@ -63,7 +64,27 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
     if others:
         by_planner |= {name: planned_by(planner_named(name), problem) for name in others}
         found = _with(problem, found, _plans(by_planner))
+    if not found.exact:
+        found = _with(problem, found, _on_fewer(problem))
     return Answer(found, by_planner)
+
+
+def _on_fewer(problem: Problem) -> list[Candidate]:
+    """The best plan on the largest power of two of devices below all of them: more devices may not make the
+    answer worse, also where it is not proven."""
+    if problem.gpus == 1 or problem.wishes.use_all or is_large(problem.space, problem.families):
+        return []
+    gpus = 1 << ((problem.gpus - 1).bit_length() - 1)
+    wishes = replace(problem.wishes, mini_batch=problem.mini_batch)
+    try:
+        fewer = replace(problem, topology=problem.topology.with_gpus(gpus), wishes=wishes)
+    except UsageError:
+        return []  # so few cannot have what is wished
+    best = find(fewer).best
+    if best is None or not problem.allows(best.proposal):
+        return []
+    again = fastest(problem.space, [best.proposal])
+    return [] if again is None else [again]
 
 
 def is_small(problem: Problem) -> bool:
@@ -112,8 +133,9 @@ def joint_search(problem: Problem, seeds: Iterable[Candidate] = ()) -> Found:
     others = [name for name in problem.schedules if name not in SEARCHED]
     more = [plan for plan in seeds if plan.setting.schedule not in SEARCHED]
     made = fastest(problem.space, transplanted(problem, others, found.best)) if others else None
-    # Of a schedule that was left open only the proposed plans belong to the space.
-    bound = min(found.bound_seconds, work_bound(problem)) if others else found.bound_seconds
+    # Beside schedules that are searched only the proposed plans of others belong to the space.
+    alone = others and not problem.families
+    bound = work_bound(problem) if alone else found.bound_seconds
     plans = [plan for plan in (found.best, made, *more) if plan is not None]
     best = min(plans, key=lambda plan: plan.step_seconds, default=None)
     step = inf if best is None else best.step_seconds

@@ -77,4 +77,6 @@ def work_bound(problem: Problem) -> float:
         works = [n * space.least_work(share_of(size, n), again=False) for n in counts]
         if works:
             bounds.append(setting.micro_batches * float(np.minimum.reduce(works).sum()) / problem.reached)
-    return min(bounds, default=inf) * least_in_parts(space)
+    # Nothing overlaps in naive model parallelism: all the work is done by one device at a time.
+    at_once = problem.reached if problem.schedules == ("naive",) else 1
+    return min(bounds, default=inf) * least_in_parts(space) * at_once

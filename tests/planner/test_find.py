@@ -178,3 +178,21 @@ def test_the_same_file_in_any_process(tmp_path: Path, toy_profile: Path) -> None
         texts.append(json.dumps(document))
     assert texts[0] == texts[1] == texts[2]
     assert len(json.loads(texts[0])["alternatives"]) > 2
+
+
+def test_more_devices_are_never_worse_without_a_proof(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """Where the work ends early, the search starts from the answer on fewer devices."""
+    unproven = 0
+    for seed in range(4):
+        chain, last = make_chain(seed, 10, cuts=1.1, traffic=3), np.inf
+        for gpus in (2, 4, 8):
+            made = problem(
+                chain, make_topology(gpus, per_node=2, latency=0.2), mini_batch=16, time_limit=1e-9
+            )
+            answer = find(made)
+            assert answer.best is not None
+            assert answer.best.step_seconds <= last * (1 + 1e-9)
+            last, unproven = answer.best.step_seconds, unproven + (not answer.found.exact)
+    assert unproven > 0
