@@ -8,11 +8,9 @@ from typing import ClassVar
 
 from ...cost_models.document import Document, Record
 from ..candidate import Candidate
-from ..comparison import FREE, accumulating
-from ..find import BEST, Answer, find, planned_by
+from ..find import BEST, Answer, find
 from ..plan_file import Plan
 from ..planned import bubble, planned_stages
-from ..planners import planner_named
 from .question import Question
 
 
@@ -89,8 +87,6 @@ def _of_planners(question: Question) -> list[Compared]:
     """The joint search, and each named planner; those without a plan last."""
     answer = find(question.problem)
     plans: dict[str, Candidate | str] = {BEST: answer.best or "no plan fits", **answer.by_planner}
-    free = accumulating(question.problem)
-    plans |= {name: planned_by(planner_named(name), free) for name in FREE}
     rows = [_of_planner(question, answer, name, plan) for name, plan in plans.items()]
     return sorted(rows, key=lambda row: row.step_seconds or inf)
 

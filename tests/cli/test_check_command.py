@@ -17,7 +17,7 @@ import pytest
 
 import pplan
 from pplan.cost_models.errors import MachineError
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import Alternative, Plan
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.calibration_file import Calibration
 from pplan.runtimes.checking.job import (
@@ -29,11 +29,15 @@ from pplan.runtimes.checking.job import (
     Measured,
     Predicted,
     Ran,
+    RuntimeCase,
     StageSeconds,
 )
 from pplan.runtimes.checking.launching import Telling
 from pplan.runtimes.checking.prediction import predicted_step
 from pplan.runtimes.checking.report import Check
+from pplan.runtimes.checking.runtime_prediction import predicted_seconds
+from pplan.runtimes.fairscale import FairscaleExport
+from pplan.runtimes.torchgpipe import TorchgpipeExport
 
 Run = Callable[..., Any]
 SLOWER = 1.25
@@ -60,6 +64,12 @@ def pretended(job: Job, plain: float = 2.0) -> Measured:
             losses=losses,
         )
 
+    if job.runtime_cases:
+        return Measured(
+            backend="one process" if job.processes == 1 else "gloo",
+            device_name="some CPU",
+            cases=[pretended_run(case, plain) for case in job.runtime_cases],
+        )
     corrections = FITTED if job.calibration else job.corrections
     return Measured(
         backend="gloo",
@@ -68,6 +78,18 @@ def pretended(job: Job, plain: float = 2.0) -> Measured:
         calibration=[result(case, None) for case in job.calibration],
         corrections=corrections,
         links=LinkSeconds(sizes=[1024], seconds=[1e-4]) if job.link_sizes else None,
+    )
+
+
+def pretended_run(case: RuntimeCase, plain: float) -> CaseResult:
+    """Of another runtime."""
+    alone = [StageSeconds(forward=0.01, backward=0.02)] * (len(case.parts) - 1)
+    step = predicted_seconds(case, alone)
+    return CaseResult(
+        name=case.name,
+        predicted=Predicted(stages=alone, step_seconds=step),
+        ran=Ran(stages=alone, step_seconds=[SLOWER * step]),
+        losses=Losses(pipeline=[2.0, 1.5], plain=[plain, 1.5]),
     )
 
 
@@ -250,7 +272,10 @@ def test_gpus_are_taken_where_there_are_enough(
         (["--timeout", "5"], "--timeout 5: the unit is missing"),
         (["--fail-above", "lots"], "--fail-above lots: is not a share"),
         (["--device", "tpu"], "--device tpu: is not one of auto, cpu, cuda"),
-        (["--runtime", "none"], "--runtime none: is not one of torch"),
+        (["--runtime", "none"], "--runtime none: is not one of torch, torchgpipe, fairscale, deepspeed"),
+        (["--runtime", "torchgpipe"], "torchgpipe cannot run this plan"),
+        (["--runtime", "torchgpipe", "--emulate"], "check: --emulate with --runtime torchgpipe"),
+        (["--runtime", "fairscale", "--calibrate"], "check: --calibrate and --calibration with --runtime"),
         (["--set", "depth"], "--set 'depth': there is no ="),
         (["--calibrate", "--calibration", "x.json"], "both --calibrate and --calibration"),
         (["--calibration", "none.json"], "none.json: no such calibration file"),
@@ -272,6 +297,108 @@ def test_a_plan_that_torch_does_not_run(run: Run, planned: Callable[..., Plan], 
     ran = run("check", "toy.plan.json")
     assert (ran.status, jobs) == (2, [])
     assert "pplan solve --runtime torch" in ran.err
+
+
+@pytest.mark.parametrize("runtime", ["torchgpipe", "fairscale"])
+def test_one_process_for_all_stages(
+    run: Run, here: Path, planned: Callable[..., Plan], jobs: list[Job], runtime: str
+) -> None:
+    """More stages than cores: on the CPU they run one after another, which the prediction sums up."""
+    plan = planned("2,2,3,5", schedule="gpipe")
+    ran = run("check", "--runtime", runtime, "--save")
+    assert (ran.status, len(jobs)) == (0, 1)
+    (job,) = jobs
+    assert (job.cases, job.processes, job.device) == ([], 1, "cpu")
+    assert [case.parts for case in job.runtime_cases] == [[0, 2, 4, 7, 12], [0, 3, 6, 9, 12]]
+    document = job.runtime_cases[0].document
+    assert (document.runtime, document.mini_batch, document.micro_batch_size) == (runtime, 32, 4)
+    predicted = 8 * 4 * 0.03
+    for shown in (
+        f"a step takes {SLOWER * predicted:.2f} s, predicted were {1e3 * predicted:.0f} ms (-20.0 %)",
+        f"1 process of {runtime} on some CPU; trained for real, median of 1 step.",
+        f"on the CPU all stages of {runtime} share one thread and run one after another",
+        "The losses of 2 steps are the plain model's",
+    ):
+        assert shown in " ".join(ran.out.split())
+    found = Check.load(here / "toy.check.json")
+    assert (found.runtime, found.processes, found.of_plan.balance) == (runtime, 1, plan.balance)
+    assert found.of_plan.predicted_step_seconds == pytest.approx(predicted)
+    # The plan was made for no runtime that launches from one process: those launches are added.
+    assert found.of_plan.planned_step_seconds >= plan.prediction.step_seconds
+
+
+def test_the_alternative_for_the_runtime(
+    run: Run, here: Path, planned: Callable[..., Plan], jobs: list[Job]
+) -> None:
+    """It is checked in place of a plan that the runtime does not run, which is said."""
+    plan = planned("4,8")
+    other = Alternative(
+        runtimes=["torchgpipe", "fairscale"],
+        balance=[6, 6],
+        schedule="gpipe",
+        micro_batches=4,
+        micro_batch_size=8,
+        recompute="except_last",
+        step_seconds=1.0,
+    )
+    plan.model_copy(update={"alternatives": [other]}).save(here / "toy.plan.json", force=True)
+    ran = run("check", "--runtime", "fairscale", "--no-even")
+    assert ran.status == 0
+    (case,) = jobs[0].runtime_cases
+    document = case.document
+    assert isinstance(document, FairscaleExport)
+    assert (document.balance, document.chunks, document.checkpoint) == ([6, 6], 4, "except_last")
+    said = " ".join(ran.out.split())
+    assert "Note: fairscale cannot run the plan itself: its schedule is 1f1b, fairscale runs gpipe." in said
+    assert "Checked instead its best alternative for fairscale: balance 6,6" in said
+
+
+def test_gpus_for_one_process(
+    run: Run, planned: Callable[..., Plan], jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU for each stage; the host's launches are part of the prediction, nothing is summed up."""
+    planned(schedule="gpipe")
+    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 2)
+    ran = run("check", "--runtime", "torchgpipe", "--no-even")
+    document = jobs[0].runtime_cases[0].document
+    assert isinstance(document, TorchgpipeExport)
+    assert (jobs[0].device, document.devices) == ("cuda", ["cuda:0", "cuda:1"])
+    assert "one after another" not in ran.out
+    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 1)
+    ran = run("check", "--runtime", "torchgpipe", "--device", "cuda")
+    assert ran.lines[-2] == "pplan: check: the plan takes 2 devices, here are 1 CUDA device and 2 cores"
+
+
+def test_deepspeed(
+    run: Run, planned: Callable[..., Plan], jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned()
+    monkeypatch.setattr("pplan.cli.check_runtimes.find_spec", lambda _: object())
+    ran = run("check", "--runtime", "deepspeed")
+    assert ran.status == 0
+    (job,) = jobs
+    assert [case.parts for case in job.runtime_cases] == [[0, 4, 12], [0, 6, 12]]
+    assert (job.processes, job.device) == (2, "cpu")
+    assert "2 processes of deepspeed over gloo on some CPU" in ran.out
+    assert "one after another" not in ran.out
+
+
+@pytest.mark.parametrize("runtime", ["torchgpipe", "fairscale", "deepspeed"])
+def test_a_missing_package(
+    run: Run,
+    planned: Callable[..., Plan],
+    jobs: list[Job],
+    monkeypatch: pytest.MonkeyPatch,
+    runtime: str,
+) -> None:
+    planned()
+    monkeypatch.setattr("pplan.cli.check_runtimes.find_spec", lambda _: None)
+    ran = run("check", "toy.plan.json", "--runtime", runtime)
+    assert (ran.status, ran.out, jobs) == (2, "", [])
+    assert ran.lines == [
+        f"pplan: check: {runtime} is not installed",
+        f'  Install it: pip install "pplan[{runtime}]"',
+    ]
 
 
 def test_a_process_that_fails(

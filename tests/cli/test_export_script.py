@@ -41,7 +41,7 @@ def test_a_script_is_written_beside_its_export(run: Run, files: Path) -> None:
     ]
     assert "build(" not in ran.out
     text = (files / "train.py").read_text()
-    assert text.startswith("# torchrun --nproc-per-node 3 train.py [STEPS]\n")
+    assert text.startswith("# torchrun --nproc-per-node 3 train.py\n")
     assert 'PLAN = HERE / "vgg19.torch.json"' in text
 
 

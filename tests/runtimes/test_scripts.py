@@ -69,7 +69,7 @@ def written(plan: Plan, measured: Profile | None, runtime: str, folder: Path, de
     document.save(plan_path, force=True)
     script = script_for(document, plan, measured, path=path, plan_path=plan_path, device=device)
     path.write_text(script.text)
-    assert script.text.startswith(f"# {script.command} [STEPS]\n")
+    assert script.text.startswith(f"# {script.command}\n")
     return script.text
 
 
@@ -77,7 +77,6 @@ def started(runtime: str, steps: int, folder: Path) -> subprocess.Popen[str]:
     """By the command of the script's first line."""
     script = folder / f"train_{runtime}.py"
     program, *command = shlex.split(script.read_text().splitlines()[0].removeprefix("# "), comments=False)
-    assert command.pop() == "[STEPS]"
     if runtime == "deepspeed":
         (folder / "without_compiler.py").write_text(WITHOUT_COMPILER)
         command.insert(-1, "without_compiler.py")
@@ -257,7 +256,7 @@ def test_half_precision(make_plan: MakePlan, tmp_path: Path) -> None:
 def test_commands_of_several_nodes(make_plan: MakePlan, tmp_path: Path) -> None:
     plan = make_plan([2, 2], schedule="1f1b", gpus_per_node=1)
     text = written(plan, profile("vgg19", NAMES), "torch", tmp_path)
-    assert text.startswith("# torchrun --nnodes 2 --nproc-per-node 1 train_torch.py [STEPS]\n")
+    assert text.startswith("# torchrun --nnodes 2 --nproc-per-node 1 train_torch.py\n")
 
 
 def test_what_has_no_script(make_plan: MakePlan, make_decoder_plan: MakePlan, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class Quantized(nn.Module):
 @pytest.mark.parametrize("granularity", ["block", "fine"])
 @pytest.mark.parametrize("way", ["itself", "deepcopy", "pickle"])
 def test_gradients_are_those_of_the_functions_own_backward(granularity: str, way: str) -> None:
+    torch.manual_seed(0)  # with some weights everything is rounded to zero
     model, x = Quantized(), torch.randn(3, 4)
     layers = sequential(model, torch.randn(2, 4), granularity=granularity)
     assert layers.layer_names == ("first", "Rounded_0", "second", "Rounded_1", "last")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
 
 import pytest
 
-from pplan.runtimes.checking.job import Case, Link, StageSeconds, Waits
+from pplan.runtimes.checking.job import Case, Link, RuntimeCase, StageSeconds, Waits
 from pplan.runtimes.torch_actions import action_rows, class_of, program_of, stages_of
 from pplan.runtimes.torch_pipelining import TorchExport
 
@@ -57,6 +59,59 @@ def make_case() -> MakeCase:
             links=[link or Link(latency=0.0, occupancy=0.0)] * (count - 1),
             crossing_bytes=crossing,
             waits=waits,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_runtime_case() -> Callable[..., RuntimeCase]:
+    """A case of another runtime, of transfers that take no time."""
+
+    def make(
+        runtime: str,
+        balance: Sequence[int],
+        micro_batches: int = 4,
+        *,
+        checkpoint: str = "never",
+        device: str = "cpu",
+        size: int = 2,
+        replicas: int = 1,
+    ) -> RuntimeCase:
+        count = len(balance)
+        document: dict[str, Any] = {
+            "schema": 1,
+            "runtime": runtime,
+            "model": "small",
+            "mini_batch": micro_batches * size,
+            "micro_batch_size": size,
+            "step_seconds": 1.0,
+        }
+        if runtime == "deepspeed":
+            document |= {
+                "num_stages": count,
+                "replicas": replicas,
+                "parts": [0, *accumulate(balance)],
+                "devices": list(range(count * replicas)),
+                "config": {
+                    "train_batch_size": micro_batches * size,
+                    "train_micro_batch_size_per_gpu": size // replicas,
+                    "gradient_accumulation_steps": micro_batches,
+                    "gradient_clipping": 0.0,
+                    "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+                    "pipeline": {"use_reentrant": False, "activation_checkpoint_interval": 0},
+                },
+            }
+        else:
+            document |= {
+                "balance": list(balance),
+                "devices": [device if device == "cpu" else f"cuda:{i}" for i in range(count)],
+                "chunks": micro_batches,
+                "checkpoint": checkpoint,
+            }
+        links = [Link(latency=0.0, occupancy=0.0)] * (count - 1)
+        return RuntimeCase.model_validate(
+            {"name": f"{runtime} {list(balance)} {checkpoint}", "document": document, "links": links}
         )
 
     return make

@@ -111,6 +111,27 @@ def trained(
         os.chdir(before)
 
 
+@pytest.mark.parametrize("first", ["main", "worker"])
+def test_the_thread_that_computes(first: str) -> None:
+    """Where torchgpipe's main thread waits for one of its workers."""
+    threads = {
+        "worker": """Thread 0x7f01 (most recent call first):
+  File "/models/mine.py", line 12 in forward
+  File "/torchgpipe/worker.py", line 85 in worker""",
+        "main": """Current thread 0x7f03 (most recent call first):
+  File "/python/threading.py", line 320 in wait
+  File "/python/queue.py", line 171 in get
+  File "/torchgpipe/pipeline.py", line 200 in compute""",
+    }
+    watching = """Thread 0x7f02 (most recent call first):
+  File "/pplan/failure.py", line 90 in watch"""
+    order = sorted(threads, key=lambda name: name != first)
+    dump = "\n\n".join([watching, *(threads[name] for name in order)])
+    assert launching.busy_frames(dump)[0] == "/models/mine.py:12, in forward"
+    assert launching.busy_frames(threads["main"])[0] == "/python/threading.py:320, in wait"
+    assert launching.busy_frames("") == []
+
+
 def test_every_case_trains_as_the_plain_model(trained: tuple[Measured, Any]) -> None:
     found, _ = trained
     assert (found.backend, len(found.cases), len(found.calibration)) == ("gloo", 5, 1)

@@ -1,0 +1,65 @@
+"""Checks of torchgpipe and DeepSpeed in the processes that the launcher starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from pplan.runtimes.checking.job import Job, ModelSpec, Predicted, RuntimeCase
+from pplan.runtimes.checking.launching import Telling, run_in_processes
+
+MakeRuntimeCase = Callable[..., RuntimeCase]
+MODEL = """
+    import torch
+    from torch import nn
+
+    def small():
+        layers = [nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)]
+        return nn.Sequential(*layers), torch.randn(3, 6)
+"""
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Predicted]]:
+    """The predictions that are announced; a working directory with the models."""
+    (tmp_path / "runtime_models.py").write_text(dedent(MODEL))
+    monkeypatch.chdir(tmp_path)
+    return []
+
+
+def job_of(cases: list[RuntimeCase]) -> Job:
+    spec = ModelSpec(name="runtime_models:small", loss="mse")
+    return Job(model=spec, runtime_cases=cases, steps=2, warm_ups=1)
+
+
+def check(job: Job, told: list[tuple[str, Predicted]], backend: str) -> None:
+    """Every case trains as the plain model, and was predicted before it ran."""
+    found = run_in_processes(job, Telling(predicted=lambda name, made: told.append((name, made))))
+    assert found.backend == backend
+    assert told == [(case.name, case.predicted) for case in found.cases]
+    assert len(told) == len(job.runtime_cases)
+    for case, ran in zip(job.runtime_cases, found.cases, strict=True):
+        assert ran.losses is not None
+        assert ran.losses.plain is not None
+        assert len(set(ran.losses.plain)) == 2
+        assert ran.losses.pipeline == pytest.approx(ran.losses.plain, rel=1e-4)
+        assert len(ran.ran.step_seconds) == 2
+        assert len(ran.ran.stages) == len(ran.predicted.stages) == len(case.parts) - 1
+        assert all(own.forward > 0 and own.backward > 0 for own in (*ran.ran.stages, *ran.predicted.stages))
+
+
+def test_one_process(make_runtime_case: MakeRuntimeCase, told: list[tuple[str, Predicted]]) -> None:
+    """It ends, with FairScale's threads."""
+    cases = [make_runtime_case("fairscale", [2, 3], checkpoint=word) for word in ("never", "except_last")]
+    check(job_of(cases), told, "one process")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_deepspeed(make_runtime_case: MakeRuntimeCase, told: list[tuple[str, Predicted]]) -> None:
+    """Two stages, and one of two replicas."""
+    cases = [make_runtime_case("deepspeed", [2, 3]), make_runtime_case("deepspeed", [5], replicas=2)]
+    check(job_of(cases), told, "gloo")
