@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import ExportError, PplanError
 from ..cost_models.layer import Chain
+from ..cost_models.simulator.costs import Costs
 from ..cost_models.topology import Topology
 from ..planner.balance import balance
 from ..planner.given import Given, given_plan
@@ -18,22 +20,23 @@ from ..planner.plan_file import Plan
 from ..planner.simulated import SimulatedPlan, simulate_plan
 from ..planner.solve import problem_of
 from ..planner.wishes import Wishes
-from ..runtimes.checking.job import Case, CaseResult, Link, StageSeconds, Waits
+from ..runtimes.checking.job import Case, CaseResult, Link, RuntimeCase, StageSeconds, Waits
 from ..runtimes.checking.report import PLAN, CheckedCase, CheckedDevice, CheckedStage
 from ..runtimes.torch_pipelining import TorchExport
 from ..runtimes.torch_pipelining import export as export_for_torch
 
 EVEN = "even split"
+C_co = TypeVar("C_co", Case, RuntimeCase, covariant=True)
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class Prepared(Generic[C_co]):
     """A plan to be run, what it predicts, and its case."""
 
     name: str
     plan: Plan
     simulated: SimulatedPlan
-    case: Case
+    case: C_co
 
     def checked(self, found: CaseResult) -> CheckedCase:
         """The prediction beside what was found."""
@@ -71,7 +74,7 @@ class Prepared:
 
 def prepared(
     name: str, plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain], *, emulate: bool
-) -> Prepared:
+) -> Prepared[Case]:
     """Raises ExportError where torch.distributed.pipelining does not run the plan itself."""
     document, remark = export_for_torch(plan, device="cpu", made_by=MadeBy())
     if remark is not None:
@@ -94,6 +97,7 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
             schedule=plan.schedule,
             recompute="auto" if plan.recompute == "selective" else plan.recompute,
             optimizer=plan.optimizer,
+            runtime=plan.runtime,
         )
         given = Given(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
         problem = problem_of(chain, topology, wishes, plan.profile, profiles)
@@ -128,14 +132,6 @@ def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPl
     share = document.micro_batch_size / document.replicas
     sent = chain.at(share, past_largest=True).output_bytes
     crossing = [round(float(sent[end - 1])) for end in document.parts[1:-1]]
-    latency, occupancy = costs.forward_latency, costs.forward_occupancy
-    links = [
-        Link(
-            latency=0.0 if latency is None else float(latency[0, cut]),
-            occupancy=0.0 if occupancy is None else float(occupancy[0, cut]),
-        )
-        for cut in range(len(crossing))
-    ]
     waits = None
     if emulate:
         waits = Waits(stages=stage_seconds(simulated), crossing_bytes=crossing)
@@ -149,11 +145,23 @@ def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPl
     return Case(
         name=name,
         document=document,
-        links=links,
+        links=links_of(costs, len(crossing)),
         crossing_bytes=crossing,
         all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
         waits=waits,
     )
 
 
-__all__ = ["EVEN", "PLAN", "Prepared", "even_plan", "prepared", "stage_seconds"]
+def links_of(costs: Costs, cuts: int) -> list[Link]:
+    """What a transfer over each of the cuts takes."""
+    latency, occupancy = costs.forward_latency, costs.forward_occupancy
+    return [
+        Link(
+            latency=0.0 if latency is None else float(latency[0, cut]),
+            occupancy=0.0 if occupancy is None else float(occupancy[0, cut]),
+        )
+        for cut in range(cuts)
+    ]
+
+
+__all__ = ["EVEN", "PLAN", "Prepared", "even_plan", "links_of", "prepared", "stage_seconds"]

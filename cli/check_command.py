@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .checking import CheckOptions
     from .simulated_plan import Measured
 
-RUNTIMES = ("torch",)
+RUNTIMES = ("torch", "torchgpipe", "fairscale", "deepspeed")
 PlanFile = Annotated[
     Path | None, typer.Argument(metavar="PLAN", help="A plan; else the newest here.", show_default=False)
 ]
@@ -36,7 +36,12 @@ Settings = Annotated[
 ]
 RuntimeName = Annotated[
     str,
-    typer.Option("--runtime", metavar="NAME", help="What runs it.", parser=word("--runtime", RUNTIMES)),
+    typer.Option(
+        "--runtime",
+        metavar="NAME",
+        help=f"What runs it: {', '.join(RUNTIMES)}.",
+        parser=word("--runtime", RUNTIMES),
+    ),
 ]
 Device = Annotated[
     Any,
@@ -94,7 +99,7 @@ def check_command(
     profile_file: ProfileFile = None,
     model: ModelName = None,
     setting: Settings = None,
-    runtime: RuntimeName = "torch",  # noqa: ARG001  there is one
+    runtime: RuntimeName = "torch",
     device: Device = "auto",
     emulate: Emulate = False,
     no_even: NoEven = False,
@@ -124,6 +129,7 @@ def check_command(
     if timeout_seconds < 1:
         raise UsageError(f"--timeout {timeout}: must be at least 1 s", "For example: --timeout 120s")
     options = CheckOptions(
+        runtime=runtime,
         model=model,
         settings=parse_settings(setting or ()),
         device=device,

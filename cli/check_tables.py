@@ -44,10 +44,9 @@ def _where(found: Check) -> str:
     how = "stages that wait, emulated" if found.emulated else "trained for real"
     steps = counted(len(found.of_plan.step_seconds), "step")
     processes = "1 process" if found.processes == 1 else f"{found.processes} processes"
-    return (
-        f"{processes} of torch.distributed.pipelining over {found.backend} on {found.device_name}; {how}, "
-        f"median of {steps}."
-    )
+    of = "torch.distributed.pipelining" if found.runtime == "torch" else found.runtime
+    over = "" if found.processes == 1 and found.runtime != "torch" else f" over {found.backend}"
+    return f"{processes} of {of}{over} on {found.device_name}; {how}, median of {steps}."
 
 
 def signed(share: float) -> str:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..cost_models.errors import MachineError, UsageError
+from ..cost_models.errors import MachineError, PplanError, UsageError
 from ..cost_models.quantities import counted
+from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import Plan
 from ..profiler.launched import is_launched, launched
 from ..profiler.profile_file import Profile
 from ..runtimes.checking.devices import cores, gpus
-from ..runtimes.checking.job import Case, Corrections, Device, Job, Measured, ModelSpec
+from ..runtimes.checking.job import Case, Corrections, Device, Job, Measured, ModelSpec, RuntimeCase
 from ..runtimes.checking.launching import Telling, run_in_processes
 from ..runtimes.checking.report import PLAN, Check
 from ..runtimes.checking.variants import variants
 from .check_cases import EVEN, Prepared, even_plan, prepared
+from .check_runtimes import TORCH, Placed, check_runtime, for_runtime, serial_note
 from .planned_machine import planned_machine
 
 LEAST_SIZE = 1024
@@ -31,6 +33,7 @@ class CheckOptions:
     """How a plan is checked. `device`: auto takes CUDA where there are enough GPUs. `model`: another name of
     the model than the profile's, `settings` what it was profiled with."""
 
+    runtime: str = TORCH
     model: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -53,8 +56,10 @@ def check_plan(
     """
     chain = profile.chain()
     topology, profiles = planned_machine(plan, profile, folder)
-    cases = [prepared(PLAN, plan, chain, topology, profiles, emulate=options.emulate)]
     notes = _notes(profile, options)
+    if options.runtime != TORCH:
+        return _check_runtime(plan, profile, Placed(chain, topology, profiles), name, options, run, notes)
+    cases = [prepared(PLAN, plan, chain, topology, profiles, emulate=options.emulate)]
     if options.even and len(plan.stages) > 1:
         even = even_plan(plan, chain, topology, profiles)
         if isinstance(even, str):
@@ -62,13 +67,58 @@ def check_plan(
         else:
             cases.append(prepared(EVEN, even, chain, topology, profiles, emulate=options.emulate))
     job = _job(cases, profile, options)
-    if job.device == "cpu" and job.processes > cores() and not options.emulate:
-        notes.append(f"{job.processes} processes share {counted(cores(), 'core')}: the seconds say little")
+    notes += _crowded(job)
     found = run(job)
     return None if found is None else _checked(found, cases, job, name, notes)
 
 
-def _job(cases: list[Prepared], profile: Profile, options: CheckOptions) -> Job:
+def _check_runtime(
+    plan: Plan,
+    profile: Profile,
+    placed: Placed,
+    name: str,
+    options: CheckOptions,
+    run: Runner,
+    notes: list[str],
+) -> Check | None:
+    """By torchgpipe, FairScale or DeepSpeed."""
+    check_runtime(options.runtime, emulate=options.emulate, calibrate=_calibrates(options))
+    own, remark = placed.chosen(plan, options.runtime)
+    notes += [] if remark is None else [remark]
+    one_process = runtime_named(options.runtime).one_process
+    devices = sum(stage.replicas for stage in own.stages)
+    device = chosen_device(devices, options, one_process=one_process)
+    cases = [for_runtime(PLAN, own, placed, options.runtime, device)]
+    if options.even and len(own.stages) > 1:
+        try:
+            even = placed.even(own)
+            cases.append(for_runtime(EVEN, even, placed, options.runtime, device))
+        except PplanError as error:
+            notes.append(f"no even split beside it: {error.what}")
+    job = Job(
+        model=model_spec(profile, options),
+        runtime_cases=[each.case for each in cases],
+        device=device,
+        steps=options.steps,
+        warm_ups=options.warm_ups,
+        timeout_seconds=options.timeout_seconds,
+    )
+    notes += [*_crowded(job), *serial_note(cases[0].case)]
+    found = run(job)
+    return None if found is None else _checked(found, cases, job, name, notes)
+
+
+def _calibrates(options: CheckOptions) -> bool:
+    return options.calibrate or options.corrections is not None
+
+
+def _crowded(job: Job) -> list[str]:
+    if job.device == "cpu" and job.processes > cores() and job.model is not None:
+        return [f"{job.processes} processes share {counted(cores(), 'core')}: the seconds say little"]
+    return []
+
+
+def _job(cases: list[Prepared[Case]], profile: Profile, options: CheckOptions) -> Job:
     own = [each.case for each in cases]
     processes = len(own[0].document.devices)
     return Job(
@@ -105,19 +155,20 @@ def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
     )
 
 
-def chosen_device(processes: int, options: CheckOptions) -> Device:
-    """Raises MachineError where there are too few."""
+def chosen_device(devices: int, options: CheckOptions, *, one_process: bool = False) -> Device:
+    """`one_process`: that uses all of them. Raises MachineError where there are too few."""
     if options.emulate or options.device == "cpu":
         return "cpu"
     found = gpus()
-    if is_launched(os.environ):
-        processes = launched(os.environ, "check", at_least=1).local_world_size
-    if found >= processes:
+    needed = devices
+    if is_launched(os.environ) and not one_process:
+        needed = launched(os.environ, "check", at_least=1).local_world_size
+    if found >= needed:
         return "cuda"
     here = f"{counted(found, 'CUDA device')} and {counted(cores(), 'core')}"
-    if options.device == "cuda" or processes > cores():
+    if options.device == "cuda" or (needed > cores() and not one_process):
         raise MachineError(
-            f"check: the plan takes {counted(processes, 'device')}, here are {here}",
+            f"check: the plan takes {counted(needed, 'device')}, here are {here}",
             "With --emulate its stages wait instead of computing; --device cpu shares the cores.",
         )
     return "cpu"
@@ -134,10 +185,17 @@ def _notes(profile: Profile, options: CheckOptions) -> list[str]:
     return notes
 
 
-def _checked(found: Measured, cases: list[Prepared], job: Job, name: str, notes: list[str]) -> Check:
+def _checked(
+    found: Measured,
+    cases: Sequence[Prepared[Case] | Prepared[RuntimeCase]],
+    job: Job,
+    name: str,
+    notes: list[str],
+) -> Check:
     return Check(
         plan=name,
         model=cases[0].plan.model,
+        runtime=cases[0].case.document.runtime,
         backend=found.backend,
         device_name=found.device_name,
         processes=job.processes,

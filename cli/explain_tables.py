@@ -83,8 +83,9 @@ def _takes(other: Outline, own: Outline) -> str:
 def described(plan: Outline) -> str:
     """A plan in words."""
     balance = "-".join(map(str, islice(plan.balance, 16))) + ("-…" if len(plan.balance) > 16 else "")
-    chunks = f", {plan.virtual_stages} virtual stages on each," if plan.virtual_stages > 1 else ""
-    parts = [f"{counted(plan.stages, 'stage')}{chunks} of {balance} layers"]
+    parts = [f"{counted(plan.stages, 'stage')} of {balance} layers"]
+    if plan.virtual_stages > 1:
+        parts.append(f"{plan.virtual_stages} virtual stages each")
     if max(plan.replicas) > 1:
         parts.append(f"replicas {'-'.join(map(str, islice(plan.replicas, 16)))}")
     parts += [f"{plan.micro_batches} x {plan.micro_batch_size}", plan.schedule]

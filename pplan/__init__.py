@@ -351,6 +351,7 @@ def check(
     plan: Plan | str | Path,
     profile: Profile | str | Path,
     *,
+    runtime: str = "torch",
     model: str | None = None,
     settings: Mapping[str, object] | None = None,
     device: Literal["auto", "cpu", "cuda"] | str = "auto",
@@ -360,8 +361,10 @@ def check(
     steps: int = 5,
     timeout: float = 120.0,
 ) -> Check:
-    """Runs `plan`, made from `profile`, for `steps` timed steps on torch.distributed.pipelining, in processes
-    of this machine.
+    """Runs `plan`, made from `profile`, for `steps` timed steps in processes of this machine.
+
+    `runtime`: torch (torch.distributed.pipelining), torchgpipe, fairscale or deepspeed; where it does not run
+    the plan itself, the plan's best alternative for it is checked, which a note says.
 
     They make the model again by the name in its profile, or by `model`, with `settings`, what it was profiled
     with. `device`: CUDA with a GPU each, "cpu" with one thread each, or what there is enough of. `emulate`:
@@ -373,8 +376,8 @@ def check(
     down before the steps, from the stages measured alone), `planned_step_seconds` (the plan's own), `error`,
     `stages` and `losses`, which are held against the plain model's.
 
-    Raises UsageError, FileError, ExportError (torch does not run the plan), MachineError: too few devices, or
-    a process that failed, died or hangs, with its own words.
+    Raises UsageError, FileError, ExportError (the runtime does not run the plan), MachineError: too few
+    devices, a missing package, or a process that failed, died or hangs, with its own words.
     """
     from .cli import arguments
     from .cli.checking import CheckOptions, check_plan
@@ -388,6 +391,7 @@ def check(
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device {device!r} is not known", "Use auto, cpu or cuda.")
     options = CheckOptions(
+        runtime=arguments.word("runtime", runtime),
         model=arguments.optional_word("model", model),
         settings=dict(settings or {}),
         device=device,

@@ -14,6 +14,7 @@ from ..torch_pipelining import TorchExport
 from ..torchgpipe import TorchgpipeExport
 
 Device = Literal["cpu", "cuda"]
+RuntimeDocument = TorchgpipeExport | FairscaleExport | DeepspeedExport
 
 
 class ModelSpec(Record):
@@ -96,9 +97,7 @@ class RuntimeCase(Record):
     device and chunk: seconds, as for the plan's machine."""
 
     name: str
-    document: Annotated[
-        TorchgpipeExport | FairscaleExport | DeepspeedExport, Field(discriminator="runtime")
-    ]
+    document: Annotated[RuntimeDocument, Field(discriminator="runtime")]
     links: list[Link]
     all_reduce: list[list[float]] | None = None
 

@@ -25,6 +25,8 @@ STARTING_SECONDS = 60.0
 OWN_WORDS_SECONDS = 1.0
 """How long to wait after a failure for the words of the process that failed first, or where it stands."""
 LAST_LINES = 3
+IDLE = r"in watch$|/(threading|queue)\.py:\d+, in (wait|get)$"
+"""Frames of a thread that looks after its parent, or waits for another thread."""
 
 
 @dataclass(frozen=True)
@@ -207,9 +209,19 @@ def _stacks(folder: Path) -> dict[str, list[str]]:
     time.sleep(OWN_WORDS_SECONDS)
     found = {}
     for rank in pids:
-        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', "\n".join(_lines(folder / f"{rank}.stack")))
-        found[rank] = [f"{file}:{line}, in {function}" for file, line, function in frames]
+        found[rank] = busy_frames("\n".join(_lines(folder / f"{rank}.stack")))
     return found
+
+
+def busy_frames(dump: str) -> list[str]:
+    """Of the thread that computes, as faulthandler writes the stacks of one or all; the innermost first."""
+    threads = []
+    for told in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE):
+        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', told)
+        threads.append([f"{file}:{line}, in {function}" for file, line, function in frames])
+    threads = [frames for frames in threads if frames]
+    busy = [frames for frames in threads if not any(re.search(IDLE, frame) for frame in frames[:2])]
+    return (busy or threads or [[]])[0]
 
 
 def _waits(frames: list[str]) -> bool:

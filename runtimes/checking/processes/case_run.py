@@ -113,7 +113,7 @@ class CaseRun:
                 splits=splits,
             )
         everyone = self.together.told(own)
-        stages = [_slowest([one[stage] for one in everyone if stage in one]) for stage in range(count)]
+        stages = [slowest([one[stage] for one in everyone if stage in one]) for stage in range(count)]
         raw = predicted_step(self.case, stages, None)
         fixed = self.corrections
         calibrated = None if fixed is None else predicted_step(self.case, stages, fixed).step_seconds
@@ -182,7 +182,7 @@ class CaseRun:
         by_step = zip(*(own[0] for own in everyone), strict=True)
         steps = [max(end - start for start, end in each) for each in by_step]
         count, replicas = len(self.document.parts) - 1, self.document.replicas
-        stages = [_slowest([own[1][stage] for own in everyone if stage in own[1]]) for stage in range(count)]
+        stages = [slowest([own[1][stage] for own in everyone if stage in own[1]]) for stage in range(count)]
         peaks: list[int | None] = []
         for device in range(len(self.document.stages)):
             own = [everyone[device * replicas + replica][2] for replica in range(replicas)]
@@ -203,7 +203,7 @@ class CaseRun:
             torch.cuda.synchronize(self.device)
 
 
-def _slowest(each: Sequence[StageSeconds]) -> StageSeconds:
+def slowest(each: Sequence[StageSeconds]) -> StageSeconds:
     """Of replicas."""
     return max(each, key=lambda own: own.forward + own.backward)
 

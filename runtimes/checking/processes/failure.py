@@ -28,14 +28,17 @@ class Journal:
         self.folder, self.rank = folder, rank
         self._predictions = 0
 
-    def listen(self) -> None:
-        """From now on the parent may ask where this process stands, and it does not outlive the launcher."""
+    def listen(self, *, all_threads: bool = False) -> None:
+        """From now on the parent may ask where this process stands, and it does not outlive the launcher.
+
+        `all_threads`: not the main one only, which may wait for others.
+        """
         if self.folder is None:
             return
         self.write(f"{self.rank}.pid", os.getpid())
         if hasattr(signal, "SIGUSR1"):
             file = (self.folder / f"{self.rank}.stack").open("w")
-            faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+            faulthandler.register(signal.SIGUSR1, file=file, all_threads=all_threads)
         end_with(json.loads((self.folder / LAUNCHER).read_text()))
 
     def begin(self, doing: str) -> None:

@@ -108,10 +108,10 @@ class PipeRun:
             descend(list(pipe.parameters()))
         return Losses(pipeline=losses, plain=plain, reason=reason)
 
-    def _ran(
-        self, pipe: Any, devices: Sequence[torch.device], subject: Subject, samples: ModelInput
-    ) -> Ran:
-        stamps = [StageStamps(partition, device) for partition, device in zip(pipe.partitions, devices)]
+    def _ran(self, pipe: Any, devices: Sequence[torch.device], subject: Subject, samples: ModelInput) -> Ran:
+        stamps = [
+            StageStamps(partition, device) for partition, device in zip(pipe.partitions, devices, strict=True)
+        ]
         seconds = []
         for number in range(self.job.warm_ups + self.job.steps):
             self._begin(f"step {number + 1}")

@@ -78,7 +78,7 @@ class StageStamps:
         if not self._watched:
             self._watched = True
             self._handles += [
-                own.register_post_accumulate_grad_hook(lambda _: self._end_backward())
+                own.register_post_accumulate_grad_hook(lambda _: self._end_backward())  # type: ignore[no-untyped-call]
                 for own in self._parameters
             ]
 

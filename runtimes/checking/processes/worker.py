@@ -10,9 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +21,9 @@ from ..calibration import fitted
 from ..job import Case, CaseResult, Corrections, Job, Measured
 from .case_run import CaseRun, Together
 from .failure import Journal
+from .meeting import backend_of, device_of, patience, talk_group
+from .runtime_job import run_runtime_job
 from .transfers import measured_links
-
-LAST_SECONDS = 30
-"""By which the processes are more patient than their parent, who knows which of them hangs."""
 
 
 def run_job(job: Job, process: Launched, journal: Journal) -> Measured | None:
@@ -34,15 +31,14 @@ def run_job(job: Job, process: Launched, journal: Journal) -> Measured | None:
 
     `journal` is told what is being done. Raises PplanError; what the model raises is left as it is.
     """
-    journal.begin("meeting the other processes")
-    device = _device(job, process)
     torch.set_num_threads(1)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    seconds = job.timeout_seconds if journal.folder is None else 2 * job.timeout_seconds + LAST_SECONDS
-    wait = timedelta(seconds=seconds)
+    if job.runtime_cases:
+        return run_runtime_job(job, process, journal)
+    journal.begin("meeting the other processes")
+    device = device_of(job, process)
+    backend, wait = backend_of(device), patience(job, journal)
     dist.init_process_group(backend, timeout=wait)
-    # What the processes tell each other goes through gloo: NCCL would put it on the GPU.
-    talk: Any = dist.new_group(backend="gloo", timeout=wait) if backend == "nccl" else None
+    talk = talk_group(backend, wait)
     links = None
     if job.link_sizes:
         journal.begin("measuring the links")
@@ -71,20 +67,13 @@ def run_job(job: Job, process: Launched, journal: Journal) -> Measured | None:
     )
 
 
-def _device(job: Job, process: Launched) -> torch.device:
-    if job.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", process.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def main(arguments: Sequence[str]) -> int:
     """`FOLDER`: of the job, of what is found, and of what is done meanwhile."""
     folder = Path(arguments[0])
     process = launched(os.environ, "check", at_least=1)
     journal = Journal(folder, process.rank)
-    journal.listen()
+    # torchgpipe and FairScale, in one process, compute in threads of theirs.
+    journal.listen(all_threads=process.world_size == 1)
     job = Job.model_validate_json((folder / "job.json").read_text())
     try:
         found = run_job(job, process, journal)
