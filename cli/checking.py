@@ -141,10 +141,11 @@ def _sizes(cases: list[Case]) -> list[int]:
 
 
 def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
-    """How the processes make the model again."""
+    """How the processes make the model again: as it was profiled, unless another is named."""
+    own = {} if options.model else profile.settings or {}
     return ModelSpec(
         name=options.model or profile.model,
-        settings=dict(options.settings),
+        settings={**own, **options.settings},
         input_shape=profile.input_shape if len(profile.inputs) < 2 else None,
         classes=profile.classes if ":" not in (options.model or profile.model) else None,
         seed=profile.seed or 0,

@@ -151,9 +151,12 @@ def _show(document: Exported, path: Path, script: Script | None) -> None:
     name = document.runtime
     if name == "huggingface":
         result(
-            "\nIn the training script, after `import json`:\n"
-            f"    device_map = json.load(open({str(path)!r}))['device_map']\n"
-            "    model = AutoModelForCausalLM.from_pretrained(NAME, device_map=device_map)\n"
+            "\nIn the training script:\n"
+            "    from pplan.runtimes.huggingface import device_map  # completes the map for the model\n"
+            "    with torch.device('meta'):\n"
+            "        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(NAME))\n"
+            f"    places = device_map({str(path)!r}, empty)\n"
+            "    model = AutoModelForCausalLM.from_pretrained(NAME, device_map=places)\n"
         )
         return
     if script is None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import pplan
+from pplan.cli.checking import CheckOptions, model_spec
 from pplan.cost_models.errors import MachineError
 from pplan.planner.plan_file import Alternative, Plan
 from pplan.profiler.profile_file import Profile
@@ -503,3 +504,9 @@ def test_a_port_that_is_in_use(here: Path, small: dict[str, str]) -> None:
     assert "EADDRINUSE" in lines[0]
     assert "--master-port" in lines[1]
     assert len(lines) == 2
+
+
+def test_the_model_is_made_with_the_settings_it_was_profiled_with() -> None:
+    profile = Profile.model_construct(model="toy", dtype="float32", settings={"depth": 3, "width": 8})
+    assert model_spec(profile, CheckOptions(settings={"width": 4})).settings == {"depth": 3, "width": 4}
+    assert model_spec(profile, CheckOptions(model="package.module:other")).settings == {}

@@ -95,3 +95,15 @@ def test_the_profile_is_needed(run: Run, files: Path) -> None:
     assert not (files / "vgg19.torch.json").exists()
     assert run("export", "torch", "--script", "train.py", "--profile", "moved.json").status == 0
     assert (files / "train.py").exists()
+
+
+def test_a_device_map_is_completed_for_the_model(run: Run, files: Path) -> None:
+    """A profile names a layer by its first module: from_pretrained refuses a map without those beside it."""
+    plan = Plan.load(files / "toy.plan.json")
+    plan.model_copy(update={"schedule": "naive"}).save(files / "naive.plan.json", force=False)
+    ran = run("export", "huggingface", "naive.plan.json", "--device", "cpu")
+    assert ran.status == 0, ran.err
+    shown = [line.strip() for line in ran.out.splitlines() if line.startswith("    ")]
+    assert shown[0].startswith("from pplan.runtimes.huggingface import device_map")
+    assert "places = device_map('vgg19.huggingface.json', empty)" in shown
+    assert shown[-1].endswith("device_map=places)")

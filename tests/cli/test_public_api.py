@@ -33,7 +33,7 @@ def test_all() -> None:
         "UsageError",
         "__version__",
         "check",
-    "compare",
+        "compare",
         "explain",
         "export",
         "frontier",
