@@ -53,7 +53,8 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[NemoExport, str
             "takes as many as devices, or more",
             f"Make a plan with more: pplan solve --micro-batches {made.devices}",
         )
-    names = _with_positions(made.model, parts(made.model, made.ends, _words(made.model)))
+    words = _words(made.model)
+    names = _with_positions(made.model, parts(made.model, made.ends, words))
     document = NemoExport(
         **made.fields,
         module_fqns_per_model_part=names,
@@ -61,7 +62,16 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[NemoExport, str
         actions=list(made.actions),
         made_by=made_by,
     )
-    return document, joined(made.remark, on_devices(made.choice))
+    return document, joined(made.remark, on_devices(made.choice), None if words else _others(made.model))
+
+
+def _others(model: Transformer) -> str:
+    """A plan knows the first module of a layer only."""
+    return (
+        f"The model is not built as Llama is: NeMo keeps only what is named, so add to the first stage what "
+        f"stands beside {model.embedding[0]} before the blocks (a position embedding, a dropout), and to the "
+        "last what stands behind them."
+    )
 
 
 def _words(model: Transformer) -> Words | None:

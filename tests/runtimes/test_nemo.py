@@ -73,3 +73,15 @@ def test_fewer_micro_batches_than_devices(make_decoder_plan: MakePlan) -> None:
 def test_it_has_no_dualpipe(make_decoder_plan: MakePlan) -> None:
     with pytest.raises(ExportError, match="its schedule is dualpipe-v"):
         export("nemo-automodel", make_decoder_plan([3, 3], schedule="dualpipe-v", virtual=2))
+
+
+def test_modules_that_a_plan_does_not_know_are_told(make_decoder_plan: MakePlan) -> None:
+    """GPT-2's position embedding lies in the first layer, which has the name of the token embedding."""
+    _, remark = export("nemo-automodel", make_decoder_plan([3, 2]))
+    assert remark is None
+    blocks = [f"transformer.h.{index}" for index in range(2)]
+    names = ["transformer.wte", *blocks, "transformer.ln_f", "lm_head"]
+    plan = make_decoder_plan([3, 2]).model_copy(update={"layer_names": names})
+    _, remark = export("nemo-automodel", plan)
+    assert remark is not None
+    assert "beside transformer.wte before the blocks" in remark
