@@ -93,7 +93,8 @@ def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) 
         if works[index] >= limit or fitting == MOST_SCORED:
             break
         narrow = narrowed(space, own[index].ends)
-        fitting += modes_of(narrow, own[index]) is not None
+        straight = own[index].setting.schedule in SEARCHED
+        fitting += not straight or modes_of(narrow, own[index]) is not None
         found = _fastest_of(_trials(narrow, [own[index]]), limit)
         if found is not None:
             best, limit = found, found.step_seconds

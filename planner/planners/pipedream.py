@@ -130,6 +130,10 @@ def plan_asynchronous(
     )
 
 
+LONG = 200
+"""Blocks between the cuts that are left of a long chain."""
+
+
 @dataclass(frozen=True)
 class PipeDream:
     """The planner, with the paper's recurrence or another: the same partition under the wished schedule."""
@@ -139,8 +143,11 @@ class PipeDream:
 
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """For every setting its partition with the shortest bottleneck, where one fits. A runtime that runs
-        no replicas, or the same number everywhere, is given one device a stage."""
+        no replicas, or the same number everywhere, is given one device a stage. Of a long chain some of the
+        cuts: tables of all its stages would be too large."""
         space, settings = _within_reach(problem.space), _wanted(problem.settings)
+        if space.is_long:
+            space = thinned(space, LONG)
         runtime = space.runtime
         for setting in settings:
             size = setting.micro_batch_size
