@@ -4,7 +4,7 @@ python benchmarks/check.py [--stages 2 4 8] [--schedules gpipe 1f1b] [--table st
 Stages wait instead of computing (about 20 ms forward, 40 ms backward of a micro-batch), but are processes
 with real transfers, so that eight of them fit on two cores. Every prediction is written to a file before its
 case runs. The corrections are fitted to other cases than those that are reported: another set of stages, and
-other numbers of micro-batches. Both tables together take about six minutes.
+other numbers of micro-batches. Both tables together take about seven minutes.
 """
 
 from __future__ import annotations
