@@ -7,15 +7,13 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
-import numpy as np
-
 from ..cost_models.errors import UsageError
 from ..cost_models.schedules import schedule_named
 from .balance import balance
 from .candidate import Candidate, Proposal, straight
+from .planners.equal_pipelines import ends_of, work_seconds
 from .problem import Problem
 from .scoring import least_in_parts
-from .search.space import share_of
 from .setting import Setting
 
 
@@ -40,16 +38,15 @@ def _in_parts(problem: Problem, setting: Setting) -> Iterator[Proposal]:
     parts = schedule.default_virtual_stages
     if parts == 1 or setting.virtual_stages > 1 or not space.fits_someone(setting.micro_batch_size, 1):
         return
-    costs = space.chain.at(setting.micro_batch_size, past_largest=True)
-    work = costs.forward_seconds + costs.backward_seconds
+    work = work_seconds(problem, setting.micro_batch_size)
     for stages in problem.stage_counts:
         if stages * parts > space.chain.max_stages:
             return
         with suppress(UsageError):  # the schedule does not run with these numbers
             pipe = schedule.program(stages, setting.micro_batches, parts).pipes[0]
-            ends = np.cumsum(balance(work, stages * parts, cut_after=space.chain.cut_after)).tolist()
+            ends = ends_of(balance(work, stages * parts, cut_after=space.chain.cut_after))
             devices = tuple((place.device,) for place in pipe)
-            yield Proposal(replace(setting, virtual_stages=parts), tuple(ends), devices)
+            yield Proposal(replace(setting, virtual_stages=parts), ends, devices)
 
 
 def _balanced(problem: Problem, size: int, best: Candidate | None) -> Iterator[Proposal]:
@@ -57,14 +54,12 @@ def _balanced(problem: Problem, size: int, best: Candidate | None) -> Iterator[P
     space = problem.space
     if not space.fits_someone(size, 1):
         return
-    costs = space.chain.at(size, past_largest=True)
-    work = costs.forward_seconds + costs.backward_seconds
+    work = work_seconds(problem, size)
     counts = problem.stage_counts
     chosen = {count for count in counts if count & (count - 1) == 0} | {counts[-1]}
     chosen |= set() if best is None else {len(best.proposal.ends)} & set(counts)
     for stages in sorted(chosen):
-        ends = np.cumsum(balance(work, stages, cut_after=space.chain.cut_after)).tolist()
-        yield straight(problem.settings[0], ends)
+        yield straight(problem.settings[0], ends_of(balance(work, stages, cut_after=space.chain.cut_after)))
 
 
 def work_bound(problem: Problem) -> float:
@@ -72,11 +67,9 @@ def work_bound(problem: Problem) -> float:
     shared evenly over all devices."""
     space, bounds = problem.space, []
     for setting in problem.settings:
-        size = setting.micro_batch_size
-        counts = [n for n in range(1, min(size, problem.reached) + 1) if space.fits_someone(size, n)]
-        works = [n * space.least_work(share_of(size, n), again=False) for n in counts]
-        if works:
-            bounds.append(setting.micro_batches * float(np.minimum.reduce(works).sum()) / problem.reached)
+        work = space.cheapest_work(setting.micro_batch_size, range(1, problem.reached + 1))
+        if work is not None:
+            bounds.append(setting.micro_batches * float(work.sum()) / problem.reached)
     # Nothing overlaps in naive model parallelism: all the work is done by one device at a time.
     at_once = problem.reached if problem.schedules == ("naive",) else 1
     return min(bounds, default=inf) * least_in_parts(space) * at_once

@@ -17,7 +17,7 @@ from ..other_schedules import work_bound
 from ..plan_file import TIE, Aim
 from ..problem import EVERY_COUNT, Problem
 from ..scoring import fastest, least_in_parts
-from ..search.space import Space, share_of
+from ..search.space import Space
 from .objective import price_by_kind
 from .outcome import Outcome, of_fastest, search_again
 
@@ -109,12 +109,11 @@ class _Search:
             start += number
         bounds = []
         for setting in problem.settings:
-            size = setting.micro_batch_size
-            counts = [n for n in range(1, min(size, problem.reached) + 1) if space.fits_someone(size, n)]
+            counts = range(1, problem.reached + 1)
             works = [
-                n * hourly * own.least_work(share_of(size, n), again=False)
-                for n in counts
+                hourly * work
                 for hourly, own in kinds
+                if (work := own.cheapest_work(setting.micro_batch_size, counts)) is not None
             ]
             if works:
                 bounds.append(setting.micro_batches * float(np.minimum.reduce(works).sum()))

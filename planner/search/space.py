@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...cost_models.collectives import alike, all_reduce_seconds
 from ...cost_models.errors import UsageError
-from ...cost_models.layer import Chain
+from ...cost_models.layer import Chain, LayerCosts
 from ...cost_models.machines.hardware import Device
 from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.runtime import Runtime
@@ -127,22 +127,25 @@ class Space:
     def least_work(self, size: int, *, again: bool) -> Floats:
         """(layers,): seconds of so many samples, forward (twice with `again`) and backward, on the device
         that is fastest for each layer."""
-        kinds = self.topology.kinds
-        timed = [(self._timed(kind, size).costs, kind.seconds_scale) for kind in kinds]
-        least: Floats = np.minimum.reduce(
-            [((1 + again) * own.forward_seconds + own.backward_seconds) * scale for own, scale in timed]
-        )
-        return least
+        return self._least(size, lambda own: (1 + again) * own.forward_seconds + own.backward_seconds)
 
     def least_forward(self, size: int) -> Floats:
         """(layers,): forward seconds of so many samples on the device that is fastest for each layer."""
+        return self._least(size, lambda own: own.forward_seconds)
+
+    def _least(self, size: int, seconds: Callable[[LayerCosts], Floats]) -> Floats:
+        """(layers,): the seconds on the device that is fastest for each layer."""
         least: Floats = np.minimum.reduce(
-            [
-                self._timed(kind, size).costs.forward_seconds * kind.seconds_scale
-                for kind in self.topology.kinds
-            ]
+            [seconds(self._timed(kind, size).costs) * kind.seconds_scale for kind in self.topology.kinds]
         )
         return least
+
+    def cheapest_work(self, size: int, counts: Iterable[int], *, again: bool = False) -> Floats | None:
+        """(layers,): `least_work` of a micro-batch on all replicas together, of these numbers of replicas the
+        one with which each layer takes least; None where none can be costed."""
+        fitting = [n for n in counts if n <= size and self.fits_someone(size, n)]
+        works = [n * self.least_work(share_of(size, n), again=again) for n in fitting]
+        return np.minimum.reduce(works) if works else None
 
     def team(self, size: int, devices: Sequence[int]) -> Team:
         """What stages cost on these devices, which share micro-batches of `size` samples."""

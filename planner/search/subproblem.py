@@ -18,7 +18,7 @@ from .partial import Expansion, Known, Partial, extended, joined, nothing
 from .pipelines import Pipelines
 from .placements import Placement
 from .runs import Runs
-from .space import Space, share_of
+from .space import Space
 from .work import Work
 
 BEAM = 32
@@ -242,9 +242,6 @@ def quick_bound(space: Space, family: Family) -> float:
     """A bound that needs no tables of stages: the work, as cheap as any number of replicas makes each layer,
     shared evenly over all devices."""
     setting, devices = family.setting, len(family.placement.ranks)
-    size, again = setting.micro_batch_size, setting.recompute == "always"
-    counts = [n for n in family.replicas if n <= min(devices, size) and space.fits_someone(size, n)]
-    if not counts:
-        return np.inf
-    work = np.minimum.reduce([n * space.least_work(share_of(size, n), again=again) for n in counts])
-    return float(setting.micro_batches * work.sum() / devices)
+    counts, again = [n for n in family.replicas if n <= devices], setting.recompute == "always"
+    work = space.cheapest_work(setting.micro_batch_size, counts, again=again)
+    return np.inf if work is None else float(setting.micro_batches * work.sum() / devices)
