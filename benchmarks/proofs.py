@@ -47,7 +47,8 @@ def table(found: Iterable[Result]) -> str:
     """By kind of problem, and by check."""
     known = list(found)
     lines = [
-        f"{'problems of kind':18} {'number':>7} {'refused':>8} {'plans':>12} {'simulated':>10} {'violations':>11}"
+        f"{'problems of kind':18} {'number':>7} {'refused':>8} {'plans':>12} {'simulated':>10} "
+        f"{'violations':>11}"
     ]
     for kind in KINDS:
         own = [result for result in known if result.kind == kind]

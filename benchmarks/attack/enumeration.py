@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -76,15 +77,16 @@ class Enumeration:
     def best(self, below: float = inf, peak_below: float = inf) -> Scored | None:
         """The fastest plan with a step below `below` that holds less than `peak_below`; None where there is
         none."""
-        found: Scored | None = None
-        for plan in self.below(lambda: below if found is None else found.step_seconds, peak_below):
-            if found is None or plan.step_seconds < found.step_seconds:
-                found = plan
-        return found
+        found = deque[Scored](maxlen=1)
+        found.extend(self.below(lambda: found[0].step_seconds if found else below, peak_below))
+        return found[0] if found else None
 
-    def below(self, limit: object = inf, peak_below: float = inf) -> Iterator[Scored]:
+    def below(self, limit: float | Callable[[], float] = inf, peak_below: float = inf) -> Iterator[Scored]:
         """Every plan that fits with a step below a limit (seconds, or a function that says them)."""
-        now = limit if callable(limit) else lambda: limit
+
+        def now() -> float:
+            return limit() if callable(limit) else limit
+
         for name in self.schedules:
             for size in self.rules.sizes:
                 count = self.rules.mini_batch // size
@@ -196,10 +198,10 @@ class Enumeration:
         setting, device = proposal.setting, self.problem.topology.device
         if setting.schedule not in STRAIGHT:
             return []
+        here = setting.schedule, setting.micro_batches, len(modes)
         stages = zip(proposal.bounds, proposal.devices, modes, strict=True)
         return [
-            (setting.schedule, setting.micro_batches, len(modes), index, bounds, len(ranks))
-            + (frozenset(map(device, ranks)), mode)
+            (*here, index, bounds, len(ranks), frozenset(map(device, ranks)), mode)
             for index, (bounds, ranks, mode) in enumerate(stages)
         ]
 
@@ -211,8 +213,8 @@ class Enumeration:
 
 
 def _runs_late(schedule: str, stages: int, micro_batches: int) -> bool:
-    """Whether an asynchronous pipeline is in the running: of two stages or more; PipeDream's micro-batches are
-    whole mini-batches, and 2BW has one for every stage."""
+    """Whether an asynchronous pipeline is in the running: of two stages or more; micro-batches are whole
+    mini-batches (PipeDream), or one for every stage (2BW)."""
     fits = micro_batches == 1 if schedule == "pipedream" else micro_batches >= max(2, stages)
     return stages > 1 and fits
 

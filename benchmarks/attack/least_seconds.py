@@ -23,8 +23,12 @@ from pplan.planner.search.space import Space
 
 Ranks = tuple[int, ...]
 Floats = npt.NDArray[np.float64]
-STRAIGHT = ("naive", "gpipe", "1f1b", "dapple", "zb-h1", "zb-h2", "pipedream", "pipedream-2bw")
+STRAIGHT = ("naive", "gpipe", "1f1b", "dapple", "zb-h1", "zb-h2")
 """Schedules whose every micro-batch goes whole through one stage a device."""
+
+
+MANY = 16
+"""Devices beyond which transfers are taken to need no time: too many ways from stage to stage."""
 
 
 class _Sums(NamedTuple):
@@ -119,6 +123,8 @@ class LeastSeconds:
         return self._sums[key]
 
     def _cut(self, size: int, end: int, here: Ranks, there: Ranks) -> float:
+        if self.space.topology.gpus > MANY:
+            return 0.0
         key = here, there
         if key not in self._ways:
             self._ways[key] = Ways(self.space.topology).way(here, there)
