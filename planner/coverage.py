@@ -41,7 +41,7 @@ def as_searched(problem: Problem, proposal: Proposal) -> Proposal:
 
 
 def _shapes(problem: Problem, proposal: Proposal) -> Iterator[list[Shape]]:
-    """By order of the devices, the choices of them that are searched for as many replicas of as many stages."""
+    """By order of the devices, those that are searched for stages of as many replicas."""
     setting, counts = proposal.setting, proposal.replicas
     if setting.schedule not in SEARCHED or len(proposal.ends) not in problem.stage_counts:
         return

@@ -59,7 +59,7 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
         plan = planned_by(planner_named(named), problem)
         own = {named: plan}
         best = plan if isinstance(plan, Candidate) else None
-        return Answer(with_bound(problem, best, joint_search(problem, _plans(own))), own)
+        return Answer(with_bound(problem, best, searched(problem, _plans(own))), own)
     quick = is_small(problem)
     first = [name for name in planners if quick or name not in COSTLY]
     by_planner = {name: planned_by(planner_named(name), _opened_to(name, problem)) for name in first}
@@ -78,7 +78,9 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
 def _opened_to(planner: str, problem: Problem) -> Problem:
     """The problem as a planner is asked: the one of interleaved pipelines for its own, also where they are
     not in the running."""
-    return replace(problem, wishes=replace(problem.wishes, planner=planner)) if planner == INTERLEAVED else problem
+    if planner != INTERLEAVED:
+        return problem
+    return replace(problem, wishes=replace(problem.wishes, planner=planner))
 
 
 def _running(problem: Problem, by_planner: Mapping[str, Candidate | str]) -> list[Candidate]:
@@ -170,15 +172,15 @@ def with_bound(problem: Problem, best: Candidate | None, found: Found) -> Found:
     best = _as_searched(problem, best)
     step, own = best.step_seconds, problem.unsearched
     inside = is_searched(problem, best.proposal) or best.setting.schedule in own
-    bound, universal = found.bound_seconds, not inside or not problem.families
+    bound, universal = found.bound_seconds, found.universal or not inside or not problem.families
     if universal:
         bound = universal_bound(problem, problem.proposable, step)
     elif own:
         bound = min(bound, universal_bound(problem, own, step))
     if bound > step * (1 + TIE):
         raise DefectError(
-            f"a plan of {step!r} s ({best.setting}; ends {best.proposal.ends}, devices {best.proposal.devices}) "
-            f"is below its bound of {bound!r} s"
+            f"a plan of {step!r} s is below its bound of {bound!r} s: {best.setting}, stages end at "
+            f"{best.proposal.ends}, devices {best.proposal.devices}"
         )
     exact = bound >= step * (1 - TIE)
     root = min(bound, found.root_bound_seconds)

@@ -16,7 +16,6 @@ from .candidate import Candidate, Proposal
 from .problem import Problem
 from .search.branch_and_bound import search
 from .search.placements import REORDERED, placement_of
-from .search.subproblem import Family
 from .symmetry import Shape, Symmetry, path_of
 
 FEW = 8
@@ -27,8 +26,10 @@ MOST_ASSIGNMENTS = 400
 """Of the devices to the stages of a plan."""
 MOST_ORDERS = 24
 """Of the devices, in which stages take them one run after another."""
-WORK = 1e8
-"""Of the search along each further order, see `search.work.Work`."""
+MOST_ENTRIES = 4_000
+"""Devices times blocks between cuts times orders that are searched along."""
+WORK = 5e8
+"""Of the search along further orders, see `search.work.Work`; less of a time limit below a second."""
 
 
 def reassigned(problem: Problem, plans: Iterable[Candidate]) -> Iterator[Proposal]:
@@ -48,23 +49,28 @@ def reassigned(problem: Problem, plans: Iterable[Candidate]) -> Iterator[Proposa
 
 
 def along_other_orders(problem: Problem, best: Candidate) -> Candidate | None:
-    """A faster plan with the best one's micro-batches, where a short search along other orders of few devices
-    finds one."""
+    """A faster plan of the best one's schedule, where a short search along other orders of few devices finds
+    one."""
     topology = problem.topology
     if problem.runtime is not None or problem.gpus > FEW or _is_uniform(topology):
         return None
-    if best.setting not in {family.setting for family in problem.families}:
-        return None
     known = {placement.ranks for placement in problem.placements}
-    orders = [order for order in _orders(topology) if order not in known]
-    families = [
-        Family(best.setting, placement_of(REORDERED, topology, order), counts, problem.wishes.use_all)
-        for order in orders
-        for counts in dict.fromkeys(family.replicas for family in problem.families)
+    most = min(MOST_ORDERS, MOST_ENTRIES // (problem.gpus * problem.space.chain.max_stages))
+    placements = [
+        placement_of(REORDERED, topology, order)
+        for order in _orders(topology)[: most + len(known)]
+        if order not in known
     ]
-    limit = best.step_seconds
-    work = min(WORK * len(families), problem.wishes.time_limit * 1e9)
-    return search(problem.space, families, problem.stage_counts, work=work, limit=limit).best
+    families = [
+        replace(family, placement=placement)
+        for family in problem.families
+        if family.placement == problem.placements[0] and family.setting.schedule == best.setting.schedule
+        for placement in placements[:most]
+    ]
+    if not families:
+        return None
+    work = min(WORK, problem.wishes.time_limit * WORK)
+    return search(problem.space, families, problem.stage_counts, work=work, limit=best.step_seconds).best
 
 
 def _is_uniform(topology: Topology) -> bool:

@@ -159,8 +159,8 @@ class Alternative(Record):
 
 
 class Aim(Record):
-    """What the plan is the best of, where that is not its step. `lower_bound`: none of the plans has less that
-    `covers` says in words (0: nothing is proven)."""
+    """What the plan is the best of, where that is not its step. `lower_bound`: no plan has less of those
+    that `covers` names (0: nothing is proven)."""
 
     name: str
     value: float

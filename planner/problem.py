@@ -111,7 +111,7 @@ class Problem:
 
     @property
     def proposable(self) -> tuple[str, ...]:
-        """The schedules in the running: a planner of interleaved pipelines makes them where all is left open."""
+        """The schedules in the running; the planner of interleaved pipelines makes them where all is open."""
         left_open = self.wishes.schedule == "auto" and self.runtime is None
         named = self.wishes.planner == INTERLEAVED and left_open
         return (*self.schedules, INTERLEAVED) if named else self.schedules
