@@ -1,4 +1,4 @@
-"""The cuts that DeepSpeed 0.19.8 makes of weights: its `partition_balanced`, of `parameters` and `type:REGEX`.
+"""The cuts that DeepSpeed 0.19.8 makes of weights by `partition_balanced`: `parameters` and `type:REGEX`.
 
 Stage by stage it keeps, for the first i layers in j stages, one partition: of those that add a last stage to
 the partitions kept for j - 1 stages the one whose heaviest and lightest stage differ least, of equal ones
