@@ -29,7 +29,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.baselines:
         titled(console, "Against simpler ways to train", _baselines(plan, console))
     if plan.alternatives:
-        title = "Alternatives: the best plans that each runtime can run"
+        title = "Alternatives: the best 1f1b and gpipe plans that each runtime can run, and what was proposed"
         titled(console, title, _alternatives(plan, console))
     if plan.notes:
         console.print()
@@ -226,12 +226,11 @@ def _proof(plan: Plan) -> str:
     if plan.objective is not None:
         return aim_proof(plan, plan.objective)
     predicted = plan.prediction
+    covers = f" ({predicted.bound_covers})" if predicted.bound_covers else ""
+    if predicted.exact:
+        return f"Optimal in the search space{covers}: none of these plans is faster."
     bound = format_seconds(predicted.lower_bound_seconds)
-    how = "exact" if predicted.exact else "not exact: not every plan was scored or excluded"
-    return (
-        f"Proven: no plan of the searched space is faster than {bound} a step; "
-        f"gap {percent(predicted.gap)}, {how}."
-    )
+    return f"Best found; at most {percent(predicted.gap)} from the proven bound of {bound}{covers}."
 
 
 def _baselines(plan: Plan, console: Console) -> Table:

@@ -13,11 +13,11 @@ from ...cost_models.quantities import counted
 from ...cost_models.topology import Group, Topology
 from ..candidate import Candidate, Proposal
 from ..find import Answer, find
-from ..other_schedules import work_bound
 from ..plan_file import TIE, Aim
 from ..problem import EVERY_COUNT, Problem
 from ..scoring import fastest, least_in_parts
 from ..search.space import Space
+from ..universal_bound import universal_bound
 from .objective import price_by_kind
 from .outcome import Outcome, of_fastest, search_again
 
@@ -52,7 +52,7 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> Outcome:
     notes = [f"a million samples cost {1e6 * search.cost:.4g} dollars"]
     if used < problem.gpus:
         notes.append(f"the cheapest plan uses {used} of the {problem.gpus} devices; the others cost nothing")
-    return Outcome(of_fastest(answer.found, search.best), answer, aim, tuple(notes))
+    return Outcome(of_fastest(problem, answer.found, search.best), answer, aim, tuple(notes))
 
 
 @dataclass
@@ -164,7 +164,7 @@ class _Search:
             return None
 
     def _least_step(self, problem: Problem | None) -> float:
-        return inf if problem is None else work_bound(problem)
+        return inf if problem is None else universal_bound(problem, problem.proposable)
 
     def _bound(self, count: int, step: float) -> None:
         self.bound = min(self.bound, self._cost(sum(self.hourly[:count]), step))

@@ -15,7 +15,6 @@ from math import inf
 from ...cost_models.errors import InfeasibleError, UsageError
 from ..candidate import Candidate, Proposal
 from ..find import BEST, find
-from ..other_schedules import work_bound
 from ..plan_file import TIE
 from ..planners.pipedream import plan_asynchronous
 from ..planners.replicated import thinned
@@ -23,6 +22,7 @@ from ..problem import Problem
 from ..search.branch_and_bound import Found
 from ..search.space import Space
 from ..setting import Mode, Setting
+from ..universal_bound import work_bound
 from .asynchronous import ASYNCHRONOUS, PIPEDREAM, TWO_VERSIONS, asynchronous_notes, steady_seconds
 from .outcome import Outcome
 from .steady_search import SteadySearch
