@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -75,22 +74,23 @@ class Pipelines:
         routes = None if self.routes is None else self.routes.some(chosen)
         return replace(self, routes=routes, **arrays)  # type: ignore[arg-type] # arrays only
 
-    def step_seconds(self, limit: float = inf) -> Floats:
-        """(pipelines,): simulated; of one that takes no less than `limit`, a bound that is not below it."""
+    def step_seconds(self, limit: float | None = None) -> Floats:
+        """(pipelines,): simulated. With a `limit`, only the fastest, where it takes less; of the others a
+        bound that is not below it, nor below the limit."""
         if self.routes is None:
             return step_seconds(self._program, self._general())
         sharings = self._sharings(self.routes)
         steps = np.array([own.port_seconds for own in sharings])
         patterns: dict[bytes, list[int]] = {}
-        for row in np.flatnonzero(steps < limit).tolist():
+        for row in range(len(self)) if limit is None else np.flatnonzero(steps < limit).tolist():
             patterns.setdefault(sharings[row].pattern, []).append(row)
         for rows in patterns.values():
             own = self.some(np.array(rows))._alike([sharings[row] for row in rows], limit)
             steps[rows] = np.maximum(steps[rows], own)
-            limit = min(limit, float(steps[rows].min()))
+            limit = None if limit is None else min(limit, float(steps[rows].min()))
         return steps
 
-    def _alike(self, sharings: Sequence[PortSharing], limit: float) -> Floats:
+    def _alike(self, sharings: Sequence[PortSharing], limit: float | None) -> Floats:
         """`step_seconds` of pipelines whose transfers wait for each other in the same way."""
         costs = replace(self._general(), links=sharings[0].links)
         blocked = self.transfers != "overlapped" and (
@@ -99,15 +99,19 @@ class Pipelines:
         if runs_in_order(self._program, costs) and not blocked:
             return _reduced(computed(self._program, costs), self.tail, sharings)
         # Ports only make steps longer: what is alike without them is a bound.
-        steps = replace(self, routes=None).step_seconds()
+        steps = self.without_sharing().step_seconds()
         for row in np.argsort(steps, kind="stable").tolist():
-            if steps[row] >= limit:
+            if limit is not None and steps[row] >= limit:
                 break
             own = sharings[row]
             single = replace(costs.candidate(row), links=own.links, reduce_loads=own.reduce_loads)
             steps[row] = step_seconds(self._program, single)[0]
-            limit = min(limit, float(steps[row]))
+            limit = None if limit is None else min(limit, float(steps[row]))
         return steps
+
+    def without_sharing(self) -> Pipelines:
+        """The same where every transfer and every all-reduce has ports of its own."""
+        return replace(self, routes=None)
 
     def _sharings(self, routes: Routes) -> list[PortSharing]:
         """What the stages of each share."""
