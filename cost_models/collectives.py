@@ -78,6 +78,28 @@ def best_algorithm(topology: Topology, devices: Iterable[int], bytes: float) -> 
     return min(ways, key=lambda way: all_reduce_seconds(topology, ranks, bytes, way))
 
 
+def all_reduce_loads(topology: Topology, devices: Iterable[int]) -> dict[tuple[int, int], float]:
+    """By port (level and owner, leaving and entering alike): for how many seconds of each byte of an
+    all-reduce it is taken at the least, whatever the algorithm.
+
+    Where k members of a group take part, the sum of their parts has to leave and to enter each of them:
+    2 (k - 1) / k of the bytes (Patarasuk and Yuan 2009, theorem 1), over all ports that its devices have.
+    """
+    ranks = sorted(set(devices))
+    loads: dict[tuple[int, int], float] = {}
+    for index, level in enumerate(topology.levels):
+        groups, members = topology.places_in(index, ranks)
+        joined = Counter(group for group, _ in set(zip(groups, members, strict=True)))
+        sizes = Counter(members)
+        behind = Counter(rank // level.devices_per_port for rank in ranks)
+        for rank, group, member in zip(ranks, groups, members, strict=True):
+            k, port = joined[group], rank // level.devices_per_port
+            if k > 1:
+                share = 2 * (k - 1) / k * behind[port] / sizes[member]
+                loads[index, port] = share / level.link.bandwidth_bytes_per_second
+    return loads
+
+
 def is_even(topology: Topology, devices: Iterable[int]) -> bool:
     """Whether every group of a level holds as many of these devices: what hierarchical algorithms need."""
     return all(len(members) == 1 for members in topology.members(devices))

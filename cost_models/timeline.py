@@ -60,8 +60,20 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
     for seconds in (_by_device(general.all_reduce), None if program.update_every else general.optimizer):
         if seconds is not None:
             ends = ends + seconds
-    latest: Array = np.max(ends, axis=0)
+    latest: Array = np.maximum(np.max(ends, axis=0), general.port_seconds)
     return latest
+
+
+def computed(program: Program, costs: Costs, engine: Engine = "auto") -> Array:
+    """(devices, candidates): when each device has run its last action, of many candidates whose links each
+    serve one device."""
+    return run_many(lowered(order_of(program), costs), engine)
+
+
+def runs_in_order(program: Program, costs: Costs) -> bool:
+    """Whether every link serves one device, so that it is known beforehand in which order."""
+    order = order_of(program)
+    return statically_served(lowered(order, costs if costs.candidates is None else costs.candidate(0)))
 
 
 def runs_side_by_side(program: Program, costs: Costs) -> bool:
@@ -97,7 +109,7 @@ def _general(program: Program, costs: PipelineCosts | Costs) -> Costs:
 
 def _step(values: Lowered, engine: Engine) -> float:
     ran = run(values, engine)
-    return max(_stage_ends(values, ran, reductions(values, ran)))
+    return max(*_stage_ends(values, ran, reductions(values, ran)), values.costs.port_seconds)
 
 
 def _stage_ends(values: Lowered, ran: Run, reduced: Sequence[Reduction]) -> tuple[float, ...]:
@@ -118,6 +130,8 @@ def _ends_alone(values: Lowered) -> bool:
     program, costs = values.order.program, values.costs
     straight_through = len(program.pipes) == 1 and program.parts == 1
     alone = straight_through and costs.buckets == 1 and program.update_every is None
+    if costs.reduce_loads:
+        return False
     # A device that blocks sends its last result while it reduces.
     return costs.all_reduce is None or (alone and costs.transfers == "overlapped")
 
@@ -133,6 +147,8 @@ __all__ = [
     "StageTime",
     "Timeline",
     "Transfer",
+    "computed",
+    "runs_in_order",
     "runs_side_by_side",
     "simulate",
     "step_seconds",

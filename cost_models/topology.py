@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
-
-import numpy as np
-import numpy.typing as npt
 
 from .errors import UsageError
 from .machines.hardware import Amount, Device, Group, Level, Link, Port
@@ -127,20 +124,6 @@ class Topology:
         each = self.levels[index].devices_per_port
         return Port(index, "out", a // each), Port(index, "in", b // each)
 
-    def link_ids(self, devices: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Which transfers wait for each other, as the simulator takes it: (devices, devices), -1 for none.
-
-        Entry [i, j] is the number of the port that a transfer from devices[i] to devices[j] leaves by: one
-        port, so transfers that only arrive by the same port do not wait. Raises UsageError.
-        """
-        numbers: dict[Port, int] = {}
-        made = np.full((len(devices), len(devices)), -1, dtype=np.int64)
-        for i, a in enumerate(devices):
-            for j, b in enumerate(devices):
-                if a != b:
-                    made[i, j] = numbers.setdefault(self.ports(a, b)[0], len(numbers))
-        return made
-
     def members(self, devices: Iterable[int]) -> list[frozenset[int]]:
         """By level: how many members of a group hold some of these devices, over the groups that hold any.
 
@@ -149,10 +132,17 @@ class Topology:
         ranks = set(devices)
         self._check(*ranks)
         made = []
-        for inner, outer in zip(self._inner, (*self._inner[1:], None), strict=True):
-            held = {(0 if outer is None else rank // outer, rank // inner) for rank in ranks}
+        for index in range(len(self.levels)):
+            held = set(zip(*self.places_in(index, ranks), strict=True))
             made.append(frozenset(Counter(group for group, _ in held).values()))
         return made
+
+    def places_in(self, index: int, ranks: Iterable[int]) -> tuple[list[int], list[int]]:
+        """By rank, the group of that level that it is in, and the member of the group."""
+        inner, outer = self._inner[index], (*self._inner[1:], None)[index]
+        listed = list(ranks)
+        groups = [0 if outer is None else rank // outer for rank in listed]
+        return groups, [rank // inner for rank in listed]
 
     def with_gpus(self, gpus: int) -> Topology:
         """The same with the first `gpus` devices; with more of them where there is one kind only.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,6 +19,7 @@ class Ways:
 
     topology: Topology
     _known: dict[tuple[Ranks, Ranks], tuple[float, float]] = field(default_factory=dict)
+    _loads: dict[tuple[Ranks, Ranks], Mapping[Port, float]] = field(default_factory=dict)
     _pairs: dict[tuple[int, int], tuple[Link, tuple[Port, Port]]] = field(default_factory=dict)
 
     def way(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
@@ -49,6 +50,25 @@ class Ways:
         return len(self.topology.levels) <= 2 and own_ports
 
     def _way(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
+        loads, latency = self._loaded(senders, receivers)
+        return latency, max(loads.values())
+
+    def loads(self, senders: Ranks, receivers: Ranks) -> Mapping[Port, float]:
+        """By port that the transfer goes through, leaving or entering: for how many seconds of each byte of a
+        whole micro-batch it is taken."""
+        key = senders, receivers
+        if key not in self._loads:
+            self._loads[key] = self._loaded(senders, receivers)[0]
+        return self._loads[key]
+
+    def exit_port(self, senders: Ranks, receivers: Ranks) -> Port:
+        """Of the ports that the transfer leaves by, the one that it takes longest (of equal ones the first):
+        transfers with the same one are served one after another."""
+        leaving = [(-load, port) for port, load in self.loads(senders, receivers).items() if port.leaves]
+        return min(leaving)[1]
+
+    def _loaded(self, senders: Ranks, receivers: Ranks) -> tuple[dict[Port, float], float]:
+        """What `loads` returns, and the longest latency."""
         loads: defaultdict[Port, float] = defaultdict(float)
         latency = 0.0
         for a, b, share in _parts(senders, receivers):
@@ -58,7 +78,7 @@ class Ways:
             latency = max(latency, link.latency_seconds)
             for port in ports:
                 loads[port] += share / link.bandwidth_bytes_per_second
-        return latency, max(loads.values())
+        return dict(loads), latency
 
 
 def _parts(senders: Ranks, receivers: Ranks) -> Iterator[tuple[int, int, float]]:

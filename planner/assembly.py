@@ -15,6 +15,7 @@ from ..cost_models.communication import exposed_all_reduce_seconds
 from ..cost_models.device_memory import device_ledger
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain, LayerCosts
+from ..cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced
 from ..cost_models.schedules import Place, Program, Schedule
 from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
 from ..cost_models.stage_bytes import StageBytes
@@ -131,6 +132,7 @@ class Assembly:
         weight = self.by_place("weight") if self.program.splits_backward else None
         shares = self._recomputed()
         occupancy, latency = self._transfers()
+        sharing, all_reduce = self.sharing(occupancy), self._all_reduce()
         launch = self.by_place("forward_launch") if self.launches else None
         relaunch = None
         if launch is not None:
@@ -146,7 +148,10 @@ class Assembly:
             forward_latency=latency,
             backward_occupancy=occupancy,
             backward_latency=latency,
-            all_reduce=self._all_reduce(),
+            all_reduce=all_reduce,
+            links=sharing.links,
+            reduce_loads=sharing.reduce_loads,
+            port_seconds=sharing.port_seconds,
             transfers=transfers_named(self.transfers),
         )
 
@@ -172,6 +177,32 @@ class Assembly:
                 sent = max(float(self.table(own).crossing[place]) for own in (here.device, there.device))
                 occupancy[row, cut] = sent * min(len(senders), len(receivers)) * pace
         return occupancy, latency
+
+    def sharing(self, occupancy: Floats) -> PortSharing:
+        """The ports that transfers of this `occupancy` (pipes, cuts) and the all-reduces share."""
+        program = self.program
+        counts = np.zeros(len(program.pipes))
+        for micro_batch, pipe in enumerate(program.pipe_of):
+            counts[pipe] += program.share(micro_batch)
+        hops = [
+            Hop(*way, float(occupancy[row, cut] * counts[row]))
+            for row, pipe in enumerate(program.pipes)
+            for cut, (here, there) in enumerate(pairwise(pipe))
+            for way in ((here.device, there.device), (there.device, here.device))
+            if here.device != there.device
+        ]
+        ranks = [tuple(own) for own in self.ranks]
+        return PortSharings(self.topology).of(ranks, hops, list(self._reductions()))
+
+    def _reductions(self) -> Iterator[Reduced]:
+        """What is added up, by part of the layers."""
+        every = self.program.update_every
+        times = 1 if every is None else self.program.micro_batches // every
+        for part, place in enumerate(self.program.pipes[0]):
+            ranks = self.ranks_of(part)
+            if len(ranks) > 1:
+                bytes = float(self.table(place.device).stage_bytes.trainable[self.bounds[part]])
+                yield Reduced(part, tuple(ranks), bytes, times)
 
     def _all_reduce(self) -> Floats | None:
         """(devices, chunks): what of the all-reduce follows a place's last backward."""

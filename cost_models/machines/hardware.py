@@ -132,3 +132,8 @@ class Port(NamedTuple):
     level: int
     direction: str
     owner: int
+
+    @property
+    def leaves(self) -> bool:
+        """Whether transfers leave by it."""
+        return self.direction == "out"

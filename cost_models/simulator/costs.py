@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
+from ..port_sharing import Loads
 from ..schedules.action import Program
 from .validation import check_count, check_finite, check_shape, check_share
 
@@ -59,6 +60,10 @@ class Costs:
     transfers at a time; None: each ordered pair has its own. A link carries one transfer at a time, in the
     order in which they are ready, for its occupancy; the latency follows and occupies nothing.
 
+    `reduce_loads`: by part of the layers whose all-reduce goes through ports that others go through as well,
+    the seconds for which it takes each of them (see `port_sharing`). `port_seconds`: for how long the most
+    loaded port is taken: no step is shorter.
+
     `transfers`, by what a device does meanwhile:
       "overlapped": it computes on.
       "blocking": a device starts nothing until what its last action sent has arrived. The receiver takes it
@@ -93,6 +98,8 @@ class Costs:
     optimizer: Array | None = None
     all_reduce: Array | None = None
     links: npt.NDArray[np.int64] | None = None
+    reduce_loads: Mapping[int, Loads] = field(default_factory=dict)
+    port_seconds: float = 0.0
     transfers: Transfers = "overlapped"
     hosts: Hosts = "one"
     buckets: int = 1
@@ -190,7 +197,7 @@ class PipelineCosts:
         def pick(values: Any) -> Any:
             return None if values is None else values[..., index]
 
-        return PipelineCosts(*(pick(getattr(self, field.name)) for field in fields(self)))
+        return PipelineCosts(*(pick(getattr(self, own.name)) for own in fields(self)))
 
     def check(self, stages: int, micro_batches: int) -> None:
         """Raises UsageError where a shape or a value cannot be."""
@@ -203,7 +210,7 @@ class PipelineCosts:
                 f"{micro_batches} micro-batches",
                 f"Give forward and backward as ({stages}, {micro_batches}).",
             )
-        for name in (field.name for field in fields(self)):
+        for name in (own.name for own in fields(self)):
             values = getattr(self, name)
             if values is None:
                 continue

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..port_sharing import Loads, end_on_ports
 from .engine import Run
 from .lowered import Lowered, recomputed, updating
 
@@ -25,34 +26,38 @@ class _Request(NamedTuple):
     nth: int
     stages: tuple[int, ...]
     seconds: float
+    loads: Loads
 
 
 def reductions(values: Lowered, run: Run) -> tuple[Reduction, ...]:
-    """All of one candidate: whoever is ready first begins first, once its devices have ended others."""
-    table = values.costs.all_reduce
-    if table is None or not table.any():
+    """All of one candidate: whoever is ready first begins first, once its devices have ended others; on ports
+    that several go through, each takes its turn."""
+    table, shared = values.costs.all_reduce, values.costs.reduce_loads
+    if (table is None or not table.any()) and not shared:
         return ()
-    free = [0.0] * values.order.program.devices
+    free, ports = [0.0] * values.order.program.devices, Loads()
     made = []
-    for request in sorted(_requests(values, run)):
+    for request in sorted(_requests(values, run), key=lambda own: own[:3]):
         start = max(request.ready, *(free[stage] for stage in request.stages))
+        end = end_on_ports(start + request.seconds, request.loads, ports)
         for stage in request.stages:
-            free[stage] = start + request.seconds
-        made.append(Reduction(request.part, request.stages, start, start + request.seconds))
+            free[stage] = end
+        made.append(Reduction(request.part, request.stages, start, end))
     return tuple(made)
 
 
 def _requests(values: Lowered, run: Run) -> list[_Request]:
     program, buckets = values.order.program, values.costs.buckets
-    assert values.costs.all_reduce is not None
-    seconds = np.broadcast_to(values.costs.all_reduce, (program.devices, program.chunks))
+    given = values.costs.all_reduce
+    seconds = np.broadcast_to(0.0 if given is None else given, (program.devices, program.chunks))
     last = _last_actions(values)
     lead = _lead(values)
     requests = []
     for part in range(program.places):
         members = sorted({pipe[part] for pipe in program.pipes})
         longest = float(max(seconds[member] for member in members))
-        if not longest:
+        loads = {port: own / buckets for port, own in values.costs.reduce_loads.get(part, {}).items()}
+        if not longest and not loads:
             continue
         rounds = [last.get((device, chunk), []) for device, chunk in members]
         for nth in range(max(map(len, rounds))):
@@ -63,7 +68,7 @@ def _requests(values: Lowered, run: Run) -> list[_Request]:
                     float(run.end[i] - (run.end[i] - run.start[i] - lead[i]) * (1 - bucket / buckets))
                     for _, i in taking_part
                 )
-                requests.append(_Request(ready, part, nth, stages, longest / buckets))
+                requests.append(_Request(ready, part, nth, stages, longest / buckets, loads))
     return requests
 
 

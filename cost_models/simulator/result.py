@@ -106,8 +106,8 @@ class Timeline:
 
     @cached_property
     def step_seconds(self) -> float:
-        """From the first start to the last end."""
-        return max(self.stage_end)
+        """From the first start to the last end; as long as the most loaded port is taken, at the least."""
+        return max(*self.stage_end, self.costs.port_seconds)
 
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:

@@ -50,7 +50,8 @@ def steady_state(program: Program, costs: Costs, engine: Engine = "auto") -> Ste
     period = _period(late)
     count = period or len(late) - 1
     seconds = float(late[-1] - late[-1 - count]) / count
-    return SteadyState(max(seconds, _reducing(order, costs)), count, period is not None)
+    least = max(_reducing(order, costs), costs.port_seconds / program.micro_batches)
+    return SteadyState(max(seconds, least), count, period is not None)
 
 
 def _completed(order: Order, end: Array) -> Array:

@@ -10,14 +10,30 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.memory import Recompute
-from ...cost_models.schedules import schedule_named
-from ...cost_models.simulator.costs import PipelineCosts, transfers_named
+from ...cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced, ends_reduced
+from ...cost_models.schedules import Program, schedule_named
+from ...cost_models.simulator.costs import Costs, PipelineCosts, transfers_named
 from ...cost_models.simulator.kept import kept_program
-from ...cost_models.timeline import step_seconds
+from ...cost_models.timeline import computed, runs_in_order, step_seconds
+from ...cost_models.ways import Ranks
 from ..candidate import Proposal
 from ..setting import Setting
 from ..stage_table import Floats
 from .space import Space, Team
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Where pipelines run: by pipeline, the devices of each stage, and the bytes of gradients of each
+    (pipelines, stages)."""
+
+    ports: PortSharings
+    devices: Sequence[tuple[Ranks, ...]]
+    gradients: Floats
+
+    def some(self, chosen: npt.NDArray[np.int64]) -> Routes:
+        """Of a part of them."""
+        return Routes(self.ports, [self.devices[row] for row in chosen], self.gradients[chosen])
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +43,7 @@ class Pipelines:
 
     `backward` with what is run again; `plain` without (of the last micro-batch under except_last). `tail`: of
     the all-reduce after the last backward. `forward_launch` and `backward_launch`: on the host, where one
-    process drives all stages.
+    process drives all stages. `routes`: for the ports that stages share; None: there are none.
     """
 
     setting: Setting
@@ -40,6 +56,7 @@ class Pipelines:
     forward_launch: Floats | None = None
     backward_launch: Floats | None = None
     transfers: str = "overlapped"
+    routes: Routes | None = None
 
     def __len__(self) -> int:
         return len(self.forward)
@@ -54,15 +71,73 @@ class Pipelines:
         arrays = {
             name: values[chosen] for name, values in vars(self).items() if isinstance(values, np.ndarray)
         }
-        return replace(self, **arrays)  # type: ignore[arg-type] # arrays only
+        routes = None if self.routes is None else self.routes.some(chosen)
+        return replace(self, routes=routes, **arrays)  # type: ignore[arg-type] # arrays only
 
-    def step_seconds(self) -> Floats:
-        """(pipelines,): simulated."""
-        name, costs = self.setting.schedule, self.costs()
-        if self.transfers == "overlapped":
-            return step_seconds(name, costs)
-        program = kept_program(name, self.stages, self.setting.micro_batches)
-        return step_seconds(program, replace(costs.general(), transfers=transfers_named(self.transfers)))
+    def step_seconds(self, limit: float | None = None) -> Floats:
+        """(pipelines,): simulated. With a `limit`, only the fastest, where it takes less; of the others a
+        bound that is not below it, nor below the limit."""
+        if self.routes is None:
+            return step_seconds(self._program, self._general())
+        sharings = self._sharings(self.routes)
+        steps = np.array([own.port_seconds for own in sharings])
+        patterns: dict[bytes, list[int]] = {}
+        for row in range(len(self)) if limit is None else np.flatnonzero(steps < limit).tolist():
+            patterns.setdefault(sharings[row].pattern, []).append(row)
+        for rows in patterns.values():
+            own = self.some(np.array(rows))._alike([sharings[row] for row in rows], limit)
+            steps[rows] = np.maximum(steps[rows], own)
+            limit = None if limit is None else min(limit, float(steps[rows].min()))
+        return steps
+
+    def _alike(self, sharings: Sequence[PortSharing], limit: float | None) -> Floats:
+        """`step_seconds` of pipelines whose transfers wait for each other in the same way."""
+        costs = replace(self._general(), links=sharings[0].links)
+        blocked = self.transfers != "overlapped" and (
+            self.tail.any() or any(s.reduce_loads for s in sharings)
+        )
+        if runs_in_order(self._program, costs) and not blocked:
+            return _reduced(computed(self._program, costs), self.tail, sharings)
+        # Ports only make steps longer: what is alike without them is a bound.
+        steps = self.without_sharing().step_seconds()
+        for row in np.argsort(steps, kind="stable").tolist():
+            if limit is not None and steps[row] >= limit:
+                break
+            own = sharings[row]
+            single = replace(costs.candidate(row), links=own.links, reduce_loads=own.reduce_loads)
+            steps[row] = step_seconds(self._program, single)[0]
+            limit = None if limit is None else min(limit, float(steps[row]))
+        return steps
+
+    def without_sharing(self) -> Pipelines:
+        """The same where every transfer and every all-reduce has ports of its own."""
+        return replace(self, routes=None)
+
+    def _sharings(self, routes: Routes) -> list[PortSharing]:
+        """What the stages of each share."""
+        count, made = self.setting.micro_batches, []
+        for devices, gradients, occupancy in zip(
+            routes.devices, routes.gradients.tolist(), self.occupancy.tolist(), strict=True
+        ):
+            hops = [
+                Hop(*way, seconds * count)
+                for cut, seconds in enumerate(occupancy)
+                for way in ((cut, cut + 1), (cut + 1, cut))
+            ]
+            reduced = [
+                Reduced(stage, own, bytes)
+                for stage, (own, bytes) in enumerate(zip(devices, gradients, strict=True))
+                if len(own) > 1
+            ]
+            made.append(routes.ports.of(devices, hops, reduced))
+        return made
+
+    @property
+    def _program(self) -> Program:
+        return kept_program(self.setting.schedule, self.stages, self.setting.micro_batches)
+
+    def _general(self) -> Costs:
+        return replace(self.costs().general(), transfers=transfers_named(self.transfers))
 
     def costs(self) -> PipelineCosts:
         """For the simulator."""
@@ -93,6 +168,17 @@ class Pipelines:
         if self.setting.recompute != "except_last":
             return values
         return np.concatenate([values[:, :-1], last.T[:, None, :]], axis=1)
+
+
+def _reduced(computed: Floats, tail: Floats, sharings: Sequence[PortSharing]) -> Floats:
+    """(pipelines,): the step, where `computed` (stages, pipelines) is when the stages have run their last
+    actions."""
+    ends = computed + tail.T
+    for row, own in enumerate(sharings):
+        if own.reduce_loads:
+            ends[:, row] = ends_reduced(computed[:, row].tolist(), tail[row].tolist(), own.reduce_loads)
+    latest: Floats = ends.max(axis=0)
+    return latest
 
 
 def stage_modes(setting: Setting) -> tuple[Recompute, ...]:
@@ -137,6 +223,7 @@ def pipelines_of(
     columns = {name: np.zeros(shape) for name in ("forward", "backward", "plain", "tail")}
     launches = {name: np.zeros(shape) for name in ("forward_launch", "backward_launch")}
     occupancy, latency = (np.zeros((shape[0], shape[1] - 1)) for _ in range(2))
+    gradients = np.zeros(shape)
     for row, proposal in enumerate(proposals):
         teams = [space.team(setting.micro_batch_size, devices) for devices in proposal.devices]
         for stage, (team, (first, end)) in enumerate(zip(teams, proposal.bounds, strict=True)):
@@ -145,6 +232,7 @@ def pipelines_of(
             columns["forward"][row, stage], columns["plain"][row, stage] = team.forward[at], team.backward[at]
             columns["backward"][row, stage] = team.backward[at] + again
             columns["tail"][row, stage] = team.tail[at]
+            gradients[row, stage] = team.table.stage_bytes.trainable[at]
             for name, values in launches.items():
                 values[row, stage] = getattr(team.table, name)[at]
         for cut, (here, there) in enumerate(pairwise(proposal.devices)):
@@ -161,4 +249,5 @@ def pipelines_of(
         occupancy=occupancy,
         latency=latency,
         transfers="overlapped" if runtime is None else runtime.transfers,
+        routes=Routes(space.ports, [proposal.devices for proposal in proposals], gradients),
     )

@@ -16,6 +16,7 @@ from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain, LayerCosts
 from ...cost_models.machines.hardware import Device
 from ...cost_models.memory import LedgerOptions, Recompute
+from ...cost_models.port_sharing import PortSharings
 from ...cost_models.runtime import Runtime
 from ...cost_models.topology import Topology
 from ...cost_models.ways import Ways
@@ -108,6 +109,11 @@ class Space:
     def ways(self) -> Ways:
         """The ways from stages to stages."""
         return Ways(self.topology)
+
+    @cached_property
+    def ports(self) -> PortSharings:
+        """The ports that stages share."""
+        return PortSharings(self.topology, self.ways)
 
     def pace(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[float, float]:
         """Latency from stage to stage, and seconds of each byte that a replica of the smaller one sends or

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...cost_models.memory import Recompute
 from ..candidate import Candidate, Proposal
 from ..plan_file import TIE
 from ..setting import Setting
@@ -15,7 +16,7 @@ from .gpipe import GPipeBound
 from .one_f_one_b import RoundTripBound
 from .options import Group, Indices, Options, options_of
 from .partial import Expansion, Known, Partial, extended, joined, nothing
-from .pipelines import Pipelines
+from .pipelines import Pipelines, Routes
 from .placements import Placement
 from .runs import Runs
 from .space import Space
@@ -150,7 +151,7 @@ class Subproblem:
         order = np.arange(len(chunk))
         now, later = order[: chunk.batch], order[chunk.batch :]
         pipelines = self._pipelines(options, joined([chunk.plans], now))
-        steps = pipelines.step_seconds()
+        steps = pipelines.step_seconds(limit)
         self.work.simulate(len(steps), 2 * pipelines.stages * self.family.setting.micro_batches)
         first = int(steps.argmin())
         best = self._candidate(options, chunk.plans, first, steps[first]) if steps[first] < limit else None
@@ -162,25 +163,33 @@ class Subproblem:
 
     def _pipelines(self, options: Options, plans: Partial) -> Pipelines:
         runtime, columns = self.space.runtime, dict(plans.columns)
+        table = options.groups[0].team.table
+        starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
         for name in ("occupancy", "latency"):
             columns[name] = columns[name][:, 1:]
         if self.space.one_process:
-            table = options.groups[0].team.table
-            starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
             columns["forward_launch"] = table.forward_launch[starts, plans.ends]
             columns["backward_launch"] = table.backward_launch[starts, plans.ends]
         transfers = "overlapped" if runtime is None else runtime.transfers
-        return Pipelines(self.family.setting, **columns, transfers=transfers)
+        gradients = np.asarray(table.stage_bytes.trainable)[starts, plans.ends]
+        devices = [self._devices(options, plans, row) for row in range(len(plans))]
+        routes = Routes(self.space.ports, devices, gradients)
+        return Pipelines(self.family.setting, **columns, transfers=transfers, routes=routes)
+
+    def _devices(self, options: Options, plans: Partial, row: int) -> tuple[tuple[int, ...], ...]:
+        """Of the stages of a whole plan."""
+        ranks, groups = self.family.placement.ranks, options.groups
+        runs = zip(plans.begins[row].tolist(), plans.groups[row].tolist(), strict=True)
+        return tuple(ranks[begin : begin + groups[group].replicas] for begin, group in runs)
 
     def _candidate(self, options: Options, plans: Partial, row: int, step: float) -> Candidate:
-        places, ranks = options.groups[0].team.table.places, self.family.placement.ranks
-        devices, modes = [], []
-        for begin, group, again in zip(plans.begins[row], plans.groups[row], plans.again[row], strict=True):
-            devices.append(ranks[begin : begin + options.groups[group].replicas])
-            mode = self.family.setting.recompute
-            modes.append(("always" if again else "never") if mode == "by_stage" else mode)
+        places, mode = options.groups[0].team.table.places, self.family.setting.recompute
+        modes: list[Recompute] = [
+            ("always" if again else "never") if mode == "by_stage" else mode for again in plans.again[row]
+        ]
         ends = tuple(places[end] for end in plans.ends[row])
-        return Candidate(Proposal(self.family.setting, ends, tuple(devices)), tuple(modes), float(step))
+        devices = self._devices(options, plans, row)
+        return Candidate(Proposal(self.family.setting, ends, devices), tuple(modes), float(step))
 
 
 def _chunks(

@@ -89,18 +89,6 @@ def test_ports_are_those_of_a_device_or_of_those_that_share_one() -> None:
     assert topology.ports(2, 20) == (Port(3, "out", 0), Port(3, "in", 5))
 
 
-def test_link_ids_are_equal_where_transfers_leave_by_one_port() -> None:
-    topology = four_levels()
-    ids = topology.link_ids([2, 3, 4, 20])
-    assert ids.shape == (4, 4)
-    assert (np.diag(ids) == -1).all()
-    assert ids[0, 2] == ids[1, 2]  # 2 and 3 share the adapter of the rack
-    assert ids[0, 3] == ids[1, 3]  # and that of the hall
-    assert ids[0, 2] != ids[0, 3]
-    assert ids[0, 1] != ids[1, 0]
-    assert len(set(ids[ids >= 0].tolist())) == 2 + 2 + 2 + 1
-
-
 @pytest.mark.parametrize("rank", [-1, 8])
 def test_ranks_that_are_not_there(rank: int) -> None:
     topology = two_nodes_of_four()

@@ -1,0 +1,149 @@
+"""What the stages of a pipeline share: the ports of a node or a device, for transfers and for all-reduces.
+
+Every port sends at its bandwidth, whatever it carries. So transfers that leave by one port are served one
+after another, all-reduces that go through one port share it, and no step is shorter than the bytes through
+its most loaded port take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .collectives import all_reduce_loads
+from .machines.hardware import Port
+from .topology import Topology
+from .ways import Ranks, Ways
+
+NONE = -1
+Loads = dict[tuple[int, int], float]
+"""By port, its level and owner: seconds."""
+
+
+class Hop(NamedTuple):
+    """All that one device of a program sends to another in a step; `seconds`: how long its busiest port is
+    taken by them together."""
+
+    sender: int
+    receiver: int
+    seconds: float
+
+
+class Reduced(NamedTuple):
+    """The gradients that an all-reduce over `ranks` adds up, bytes, so many `times` in a step; `key` names it
+    to the caller."""
+
+    key: int
+    ranks: Ranks
+    bytes: float
+    times: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class PortSharing:
+    """`links` (devices, devices): a number for the port that each transfer waits for, -1 where there is none.
+    `reduce_loads`: by key of an all-reduce, the seconds for which it takes each port that others take, too.
+    `port_seconds`: for how long the most loaded port is taken in a step."""
+
+    links: npt.NDArray[np.int64]
+    reduce_loads: dict[int, Loads]
+    port_seconds: float
+
+    @property
+    def pattern(self) -> bytes:
+        """The same for pipelines whose transfers wait for each other in the same way."""
+        numbers: dict[int, int] = {NONE: NONE}
+        same = [numbers.setdefault(int(link), len(numbers)) for link in self.links.flat]
+        return np.array(same, dtype=np.int64).tobytes()
+
+
+class PortSharings:
+    """Of the pipelines on a topology; what its ports carry is remembered."""
+
+    def __init__(self, topology: Topology, ways: Ways | None = None) -> None:
+        self.topology = topology
+        self._ways = Ways(topology) if ways is None else ways
+        self._numbers: dict[Port, int] = {}
+        self._exits: dict[tuple[Ranks, Ranks], int] = {}
+        self._parts: dict[tuple[Ranks, Ranks], list[tuple[Port, float]]] = {}
+        self._reduced: dict[Ranks, Loads] = {}
+
+    def of(self, ranks: Sequence[Ranks], hops: Sequence[Hop], reductions: Sequence[Reduced]) -> PortSharing:
+        """`ranks`: by device of the program, those of its replicas."""
+        links = np.full((len(ranks), len(ranks)), NONE, dtype=np.int64)
+        taken: defaultdict[Port, float] = defaultdict(float)
+        for sender, receiver, seconds in hops:
+            links[sender, receiver] = self._exit(ranks[sender], ranks[receiver])
+            if seconds:
+                for port, part in self._shares(ranks[sender], ranks[receiver]):
+                    taken[port] += part * seconds
+        loads = {
+            own.key: {port: own.bytes * each for port, each in self._loads(own.ranks).items()}
+            for own in reductions
+            if own.bytes
+        }
+        times = {own.key: own.times for own in reductions}
+        for key, made in loads.items():
+            for (level, owner), seconds in made.items():
+                for direction in ("out", "in"):
+                    taken[Port(level, direction, owner)] += seconds * times[key]
+        return PortSharing(links, _of_several(loads), max(taken.values(), default=0.0))
+
+    def _exit(self, senders: Ranks, receivers: Ranks) -> int:
+        key = senders, receivers
+        if key not in self._exits:
+            port = self._ways.exit_port(senders, receivers)
+            self._exits[key] = self._numbers.setdefault(port, len(self._numbers))
+        return self._exits[key]
+
+    def _shares(self, senders: Ranks, receivers: Ranks) -> list[tuple[Port, float]]:
+        """By port, its part of the seconds for which the busiest is taken."""
+        key = senders, receivers
+        if key not in self._parts:
+            loads = self._ways.loads(senders, receivers)
+            most = max(loads.values())
+            self._parts[key] = [(port, load / most) for port, load in loads.items() if most]
+        return self._parts[key]
+
+    def _loads(self, ranks: Ranks) -> Loads:
+        if ranks not in self._reduced:
+            self._reduced[ranks] = all_reduce_loads(self.topology, ranks)
+        return self._reduced[ranks]
+
+
+def _of_several(loads: dict[int, Loads]) -> dict[int, Loads]:
+    """Without the ports that a single all-reduce takes: there it waits for no other."""
+    uses = Counter(port for own in loads.values() for port in own)
+    made = {
+        key: {port: seconds for port, seconds in own.items() if uses[port] > 1} for key, own in loads.items()
+    }
+    return {key: own for key, own in made.items() if own}
+
+
+def end_on_ports(end: float, loads: Loads, free: Loads) -> float:
+    """When an all-reduce ends whose ports others take, too; `end`: by itself. `free`: until when each port is
+    taken, brought up to date.
+
+    Each port works through what it is given, one after another; by itself, what it sends of this one ends
+    with it.
+    """
+    last = end
+    for port, seconds in loads.items():
+        free[port] = max(end - seconds, free.get(port, 0.0)) + seconds
+        last = max(last, free[port])
+    return last
+
+
+def ends_reduced(ready: Sequence[float], seconds: Sequence[float], loads: dict[int, Loads]) -> list[float]:
+    """By stage, when its gradients are added up: `ready` when its last backward ends, `seconds` of its
+    all-reduce by itself, `loads` of shared ports by stage. Whoever is ready first goes first."""
+    ends = [begin + more for begin, more in zip(ready, seconds, strict=True)]
+    free: Loads = {}
+    for stage in sorted(loads, key=lambda own: (ready[own], own)):
+        ends[stage] = end_on_ports(ends[stage], loads[stage], free)
+    return ends
