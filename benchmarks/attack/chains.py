@@ -78,3 +78,27 @@ def slower_by_layer(rng: np.random.Generator, chain: Chain) -> Chain:
         backward_input_seconds=chain.backward_input_seconds * factor,
         backward_weight_seconds=chain.backward_weight_seconds * factor,
     )
+
+
+def one_that_scales(layers: int, scaling: int, sizes: tuple[int, ...]) -> Chain:
+    """Layers that take a second at any size, but for one that takes a second a sample."""
+    seconds = np.ones((layers, len(sizes)))
+    seconds[scaling] = sizes
+    nothing = np.zeros((layers, len(sizes)))
+    return Chain(
+        names=tuple(f"layer{index}" for index in range(layers)),
+        sizes=sizes,
+        parameter_bytes=np.ones(layers),
+        trainable_bytes=np.ones(layers),
+        buffer_bytes=np.zeros(layers),
+        cut_after=np.append(np.ones(layers - 1, dtype=np.bool_), False),
+        input_bytes_per_sample=0.0,
+        forward_seconds=seconds / 2,
+        backward_seconds=seconds / 2,
+        output_bytes=nothing,
+        saved_bytes=nothing,
+        saved_input_bytes=nothing,
+        workspace_bytes=nothing,
+        forward_host_seconds=nothing,
+        backward_host_seconds=nothing,
+    )

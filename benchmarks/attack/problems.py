@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.wishes import Wishes
 
-from .chains import random_chain, slower_by_layer
+from .alone import MADE_UP, made_up_runtimes
+from .chains import one_that_scales, random_chain, slower_by_layer
 from .machines import MANY, random_topology
 
 OWN = "own.profile.json"
@@ -74,7 +76,8 @@ def kind_of(seed: int) -> str:
 def case_of(seed: int, kind: str | None = None) -> Case:
     """The problem of a seed; of another kind than its own, where one is given."""
     kind = kind_of(seed) if kind is None else kind
-    return _Maker(seed, kind, np.random.default_rng([seed, 2])).made()
+    with made_up_runtimes():
+        return _Maker(seed, kind, np.random.default_rng([seed, 2])).made()
 
 
 @dataclass
@@ -87,6 +90,8 @@ class _Maker:
 
     def made(self) -> Case:
         """The problem."""
+        if self.kind == "many" and self.rng.random() < 0.3:
+            return self._one_scales()
         layers = self._between(3, {"many": 6, "schedules": 6, "runtimes": 7}.get(self.kind, 8))
         topology = random_topology(self.rng, self.kind, self._gpus())
         chain = random_chain(self.rng, layers, topology.gpus)
@@ -94,6 +99,23 @@ class _Maker:
         profiles = {OWN: slower_by_layer(self.rng, chain)} if _has_own(topology) else {}
         topology, wishes = self._with_memory(chain, topology, wishes)
         return Case(self.seed, self.kind, chain, topology, wishes, profiles, self._objective(topology))
+
+    def _one_scales(self) -> Case:
+        """Layers that take as long at any size, each as long as all devices that are left take for one that
+        scales with the samples."""
+        gpus, layers = self._between(*MANY), self._between(6, 8)
+        wide = gpus - layers + 1
+        count = int(self.rng.choice([64, 128]))
+        chain = one_that_scales(layers, int(self.rng.integers(layers)), (1, wide))
+        topology = Topology((Group(Device("toy", None), gpus),), (Level("node", None, Link(inf, 0.0)),))
+        wishes = Wishes(
+            mini_batch=count * wide,
+            micro_batches=count,
+            schedule="1f1b",
+            recompute="never",
+            time_limit=1.0,
+        )
+        return Case(self.seed, self.kind, chain, topology, wishes)
 
     def _gpus(self) -> int:
         if self.kind == "many":
@@ -114,8 +136,9 @@ class _Maker:
             made["mini_batch"] = int(self.rng.choice([48, 64, 66, 96, 100, 130, 192]))
             made["max_stages"] = int(self.rng.choice([2, 3, 4, 6]))
             made["recompute"] = "never"
+            made["time_limit"] = 1.0
         if self.kind == "runtimes":
-            made["runtime"] = str(self.rng.choice(RUNTIMES))
+            made["runtime"] = str(self.rng.choice((*RUNTIMES, *MADE_UP)))
         if self.kind == "schedules":
             made["schedule"] = str(self.rng.choice(NAMED))
         if self.kind == "planners":
