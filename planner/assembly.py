@@ -201,7 +201,7 @@ class Assembly:
         for part, place in enumerate(self.program.pipes[0]):
             ranks = self.ranks_of(part)
             if len(ranks) > 1:
-                bytes = float(self.table(place.device).stage_bytes.trainable[self.bounds[part]])
+                bytes = float(self.table(place.device).bytes_of(*self.bounds[part]).trainable)
                 yield Reduced(part, tuple(ranks), bytes, times)
 
     def _all_reduce(self) -> Floats | None:

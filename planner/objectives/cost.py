@@ -8,10 +8,11 @@ from math import inf
 
 import numpy as np
 
-from ...cost_models.errors import UsageError
+from ...cost_models.errors import DefectError, UsageError
 from ...cost_models.quantities import counted
 from ...cost_models.topology import Group, Topology
 from ..candidate import Candidate, Proposal
+from ..coverage import covered
 from ..find import Answer, find
 from ..plan_file import TIE, Aim
 from ..problem import EVERY_COUNT, Problem
@@ -48,6 +49,7 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> Outcome:
         lower_bound=min(search.bound, search.cost),
         exact=search.bound >= search.cost * (1 - TIE),
         detail=f"{counted(used, 'device')} at {search.dollars(search.best):g} dollars an hour together",
+        covers=f"{covered(problem, answer.found)}; each on the first so many devices",
     )
     notes = [f"a million samples cost {1e6 * search.cost:.4g} dollars"]
     if used < problem.gpus:
@@ -72,6 +74,13 @@ class _Search:
             self._look(count)
         if len(self.problem.topology.kinds) > 1 and not self.problem.wishes.use_all:
             self._look_at_kinds()
+        if self.bound > self.cost * (1 + TIE):
+            # A plan on devices that are not the first: the bound must hold for any.
+            self.bound = self._work_cost()
+        if self.bound > self.cost * (1 + TIE):
+            raise DefectError(
+                f"a plan of {self.cost!r} dollars a sample is below its bound of {self.bound!r}"
+            )
 
     def _look_at_kinds(self) -> None:
         """At plans on devices that are not the first."""

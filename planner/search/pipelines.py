@@ -232,7 +232,7 @@ def pipelines_of(
             columns["forward"][row, stage], columns["plain"][row, stage] = team.forward[at], team.backward[at]
             columns["backward"][row, stage] = team.backward[at] + again
             columns["tail"][row, stage] = team.tail[at]
-            gradients[row, stage] = team.table.stage_bytes.trainable[at]
+            gradients[row, stage] = np.asarray(team.table.stage_bytes.trainable)[at]
             for name, values in launches.items():
                 values[row, stage] = getattr(team.table, name)[at]
         for cut, (here, there) in enumerate(pairwise(proposal.devices)):

@@ -181,7 +181,7 @@ class _Stage(PipelineStage):
     """PyTorch 2.11 lets every stage greet its neighbours first; gloo cannot when both are one process."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        greetings = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
+        greetings = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc,unused-ignore]
         return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
 
 

@@ -52,6 +52,12 @@ def random_proposals(
     return made
 
 
+def nothing_again(proposals: list[Proposal]) -> list[tuple[Recompute, ...]]:
+    """No stage recomputes."""
+    never: Recompute = "never"
+    return [tuple(never for _ in own.ends) for own in proposals]
+
+
 def bytes_through_ports(made: Assembly) -> float:
     """Seconds for which the most loaded port is taken: every transfer of every micro-batch, part by part, and
     the all-reduces of all stages."""
@@ -69,7 +75,7 @@ def bytes_through_ports(made: Assembly) -> float:
                 for port in topology.ports(a, b):
                     taken[port.level, port.direction, port.owner] += seconds * made.program.micro_batches
     for stage, ranks in enumerate(made.ranks):
-        gradients = float(made.table(stage).stage_bytes.trainable[made.bounds[stage]])
+        gradients = float(made.table(stage).bytes_of(*made.bounds[stage]).trainable)
         for (level, owner), each in all_reduce_loads(topology, ranks).items():
             for direction in ("out", "in"):
                 taken[level, direction, owner] += gradients * each
@@ -84,7 +90,7 @@ def test_the_searchs_steps_are_those_of_the_simulator(seed: int, make_chain: Mak
     topology = machine(12, 4, int(rng.choice([1, 2, 4])))
     space = Space(chain=chain, topology=topology, optimizer="sgd")
     proposals = random_proposals(rng, topology, chain, 12)
-    modes: list[tuple[Recompute, ...]] = [("never",) * len(own.ends) for own in proposals]
+    modes = nothing_again(proposals)
     pipelines = pipelines_of(space, proposals, modes)
     steps = pipelines.step_seconds()
     for proposal, own, step in zip(proposals, modes, steps, strict=True):
@@ -108,7 +114,7 @@ def test_shared_ports_only_make_a_step_longer(make_chain: MakeChain) -> None:
         chain, topology = make_chain(seed, 8, cuts=1.0), machine(8, 4, 4)
         space = Space(chain=chain, topology=topology, optimizer="sgd")
         proposals = random_proposals(np.random.default_rng(seed), topology, chain, 6)
-        pipelines = pipelines_of(space, proposals, [("never",) * len(own.ends) for own in proposals])
+        pipelines = pipelines_of(space, proposals, nothing_again(proposals))
         shared = pipelines.step_seconds()
         alone = pipelines.without_sharing().step_seconds()
         assert (shared >= alone * (1 - 1e-12)).all()
