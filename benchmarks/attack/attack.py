@@ -17,7 +17,7 @@ from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.solve import problem_of, solve
 
-from . import aims, explained, frontiers
+from . import aims, explained, frontiers, terms
 from .alone import made_up_runtimes, port_seconds
 from .enumeration import Enumeration, Scope
 from .problems import Case
@@ -28,6 +28,8 @@ TOLERANCE = 1e-8
 """Share within which two seconds are one: ten of the planner's own."""
 ASKED = ("plain", "levels", "ports", "kinds")
 """Kinds of problems of which every planner is asked, too."""
+TERMS = ("plain", "options", "memory", "runtimes")
+"""Kinds of problems of which the search's own bounds are attacked, too."""
 SEARCHED = ("1f1b", "gpipe")
 LATE = ("pipedream", "pipedream-2bw")
 
@@ -77,6 +79,8 @@ def _attacked(case: Case, solver: Solver) -> Result:
     except InfeasibleError as error:
         _nothing_fits(problem, error, result)
         return result
+    if case.kind in TERMS:
+        terms.check(problem, result)
     _Attack(case, problem, plan, result).run()
     return result
 

@@ -52,13 +52,16 @@ class Scored:
 
 @dataclass
 class Enumeration:
-    """The plans of a problem under these schedules. `plans` counts those that were enumerated, `simulated`
-    those of them that could be below a limit."""
+    """The plans of a problem under these schedules; of so many stages, with micro-batches of these sizes, or
+    with one way to recompute on all devices, where they are given. `plans` counts those that were enumerated,
+    `simulated` those of them that could be below a limit."""
 
     problem: Problem
     schedules: Sequence[str]
     scope: Scope = "orders"
     stages: Sequence[int] | None = None
+    sizes: Sequence[int] | None = None
+    mode: str = "by_stage"
     plans: int = 0
     simulated: int = 0
     _needs: dict[object, float] = field(default_factory=dict)
@@ -88,7 +91,7 @@ class Enumeration:
             return limit() if callable(limit) else limit
 
         for name in self.schedules:
-            for size in self.rules.sizes:
+            for size in self.rules.sizes if self.sizes is None else self.sizes:
                 count = self.rules.mini_batch // size
                 for setting, program in self._programs(name, count, size):
                     for proposal, modes, least in self._plans(setting, program):
@@ -120,6 +123,8 @@ class Enumeration:
         shapes = [shape for shape in self._shapes(program.devices) if rules.may_have(size, shape)]
         ends = list(rules.ends(program.places)) if shapes else []
         modes = rules.recomputations(setting.schedule, program.devices, setting.micro_batches)
+        if self.mode != "by_stage":
+            modes = [own for own in modes if set(own) == {self.mode}]
         by_part = [tuple(own[place.device] for place in program.pipes[0]) for own in modes]
         self.plans += len(shapes) * len(ends) * len(modes)
         straight = setting.schedule in STRAIGHT

@@ -103,9 +103,9 @@ class _Maker:
     def _one_scales(self) -> Case:
         """Layers that take as long at any size, each as long as all devices that are left take for one that
         scales with the samples."""
-        gpus, layers = self._between(*MANY), self._between(6, 8)
+        gpus, layers = self._between(MANY[0], 100), self._between(6, 8)
         wide = gpus - layers + 1
-        count = int(self.rng.choice([64, 128]))
+        count = int(self.rng.choice([128, 256]))
         chain = one_that_scales(layers, int(self.rng.integers(layers)), (1, wide))
         topology = Topology((Group(Device("toy", None), gpus),), (Level("node", None, Link(inf, 0.0)),))
         wishes = Wishes(
@@ -137,6 +137,9 @@ class _Maker:
             made["max_stages"] = int(self.rng.choice([2, 3, 4, 6]))
             made["recompute"] = "never"
             made["time_limit"] = 1.0
+            if self.rng.random() < 0.7:
+                counts = [count for count in (1, 2, 4, 8, 16) if made["mini_batch"] % count == 0]
+                made["micro_batches"] = int(self.rng.choice(counts))
         if self.kind == "runtimes":
             made["runtime"] = str(self.rng.choice((*RUNTIMES, *MADE_UP)))
         if self.kind == "schedules":

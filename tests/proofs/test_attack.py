@@ -23,7 +23,8 @@ def test_every_check_is_made(bounded_run: Any) -> None:
         for result in results:
             made.update(result.checks)
     assert set(made) >= {
-        *("bound", "exact", "nothing fits", "alternatives", "objective's bound", "objective exact"),
+        *("bound", "exact", "nothing fits", "alternatives", "planners", "ports"),
+        *("before searching", "of whole plans", "objective's bound", "objective exact"),
         *("frontier's bound", "frontier's point", "frontier complete"),
         *("what-if", "second best", "other stages", "memory forbids"),
     }
