@@ -28,7 +28,7 @@ TOLERANCE = 1e-8
 """Share within which two seconds are one: ten of the planner's own."""
 ASKED = ("plain", "levels", "ports", "kinds")
 """Kinds of problems of which every planner is asked, too."""
-TERMS = ("plain", "options", "memory", "runtimes")
+TERMS = ("plain", "options", "memory")
 """Kinds of problems of which the search's own bounds are attacked, too."""
 SEARCHED = ("1f1b", "gpipe")
 LATE = ("pipedream", "pipedream-2bw")

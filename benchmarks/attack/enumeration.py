@@ -18,7 +18,7 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.objectives.asynchronous import ASYNCHRONOUS, running, steady_seconds
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assembly_of
-from pplan.planner.setting import Setting
+from pplan.planner.setting import Mode, Setting
 
 from .least_seconds import STRAIGHT, LeastSeconds
 from .orders import Ranks, Shape, in_any, in_orders
@@ -53,7 +53,7 @@ class Scored:
 @dataclass
 class Enumeration:
     """The plans of a problem under these schedules; of so many stages, with micro-batches of these sizes, or
-    with one way to recompute on all devices, where they are given. `plans` counts those that were enumerated,
+    that recompute in one way (`by_stage`: never or always), where they are given. `plans` counts those that were enumerated,
     `simulated` those of them that could be below a limit."""
 
     problem: Problem
@@ -61,7 +61,7 @@ class Enumeration:
     scope: Scope = "orders"
     stages: Sequence[int] | None = None
     sizes: Sequence[int] | None = None
-    mode: str = "by_stage"
+    mode: Mode | None = None
     plans: int = 0
     simulated: int = 0
     _needs: dict[object, float] = field(default_factory=dict)
@@ -123,8 +123,9 @@ class Enumeration:
         shapes = [shape for shape in self._shapes(program.devices) if rules.may_have(size, shape)]
         ends = list(rules.ends(program.places)) if shapes else []
         modes = rules.recomputations(setting.schedule, program.devices, setting.micro_batches)
-        if self.mode != "by_stage":
-            modes = [own for own in modes if set(own) == {self.mode}]
+        if self.mode is not None:
+            left = {"never", "always"} if self.mode == "by_stage" else {self.mode}
+            modes = [own for own in modes if left.issuperset(own)]
         by_part = [tuple(own[place.device] for place in program.pipes[0]) for own in modes]
         self.plans += len(shapes) * len(ends) * len(modes)
         straight = setting.schedule in STRAIGHT
@@ -210,7 +211,7 @@ class Enumeration:
             for index, (bounds, ranks, mode) in enumerate(stages)
         ]
 
-    def _limit(self, ranks: Ranks) -> float:
+    def _limit(self, ranks: Sequence[int]) -> float:
         """Bytes that each of these devices may hold."""
         own = [self.problem.wishes.memory_limit]
         own += [self.problem.topology.device(rank).memory_bytes for rank in ranks]

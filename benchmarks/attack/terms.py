@@ -6,6 +6,7 @@ as fast. Of machines with one order of the devices, where the plans of a family 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -51,7 +52,8 @@ def _held(problem: Problem, family: Family, stages: int, said: float, result: Re
     low = best is not None and best.step_seconds < said * (1 - TOLERANCE)
     result.check("before searching", f"{setting}, {stages} stages: {said:.9g} s; {best}" if low else None)
     if best is not None:
-        _whole(problem, best, result)
+        # Which of the backwards runs nothing again shows in the setting.
+        _whole(problem, replace(best, proposal=replace(best.proposal, setting=setting)), result)
 
 
 def _whole(problem: Problem, plan: Scored, result: Result) -> None:
