@@ -53,8 +53,9 @@ class Scored:
 @dataclass
 class Enumeration:
     """The plans of a problem under these schedules; of so many stages, with micro-batches of these sizes, or
-    that recompute in one way (`by_stage`: never or always), where they are given. `plans` counts those that were enumerated,
-    `simulated` those of them that could be below a limit."""
+    that recompute in one way (`by_stage`: never or always), where they are given.
+
+    `plans` counts those that were enumerated, `simulated` those of them that could be below a limit."""
 
     problem: Problem
     schedules: Sequence[str]
