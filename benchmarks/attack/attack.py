@@ -137,7 +137,7 @@ class _Attack:
     def _bound(self, schedules: Sequence[str]) -> None:
         """The bound on the step, and that nothing is faster than an exact answer."""
         said = self.plan.prediction
-        below = said.step_seconds if said.exact else said.lower_bound_seconds
+        below = max(said.lower_bound_seconds, said.step_seconds if said.exact else 0.0)
         best: list[tuple[float, str]] = []
         for scope, own in scopes_of(self.plan, schedules).items():
             every = Enumeration(self.problem, own, scope=scope)
