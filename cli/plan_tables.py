@@ -29,7 +29,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.baselines:
         titled(console, "Against simpler ways to train", _baselines(plan, console))
     if plan.alternatives:
-        title = "Alternatives: the best 1f1b and gpipe plans that each runtime can run, and what was proposed"
+        title = "Alternatives: the best 1f1b and gpipe plans by runtime"
         titled(console, title, _alternatives(plan, console))
     if plan.notes:
         console.print()
@@ -78,7 +78,11 @@ def _what(plan: Plan) -> str:
 def _how_sure(plan: Plan) -> str:
     """What the plan is the fastest of."""
     within = f" that {plan.runtime} can run" if plan.runtime else ""
-    return within if plan.prediction.exact else f"{within} of those scored"
+    if not plan.prediction.exact:
+        return f"{within} of those scored"
+    step = plan.prediction.step_seconds * (1 - TIE)
+    proposed = any(other.step_seconds < step and not other.exact for other in plan.alternatives)
+    return f"{within} of the schedules that are searched" if proposed else within
 
 
 def _figures(step: float, samples_per_second: float) -> str:
@@ -202,7 +206,7 @@ def _summary(plan: Plan) -> list[str]:
         f"optimizer {plan.optimizer}.",
         _proof(plan),
     ]
-    if plan.searched and not plan.was_given:
+    if plan.searched not in ("", predicted.bound_covers) and not plan.was_given:
         lines.append(f"Searched: {plan.searched}")
     if plan.topology:
         lines.append(f"Devices: {plan.topology}")
