@@ -81,7 +81,9 @@ def _how_sure(plan: Plan) -> str:
     if not plan.prediction.exact:
         return f"{within} of those scored"
     step = plan.prediction.step_seconds * (1 - TIE)
-    proposed = any(other.step_seconds < step and not other.exact for other in plan.alternatives)
+    proposed = any(
+        other.step_seconds < step and not other.exact and _may_run(plan, other) for other in plan.alternatives
+    )
     return f"{within} of the schedules that are searched" if proposed else within
 
 
