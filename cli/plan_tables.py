@@ -10,6 +10,7 @@ from rich.table import Table
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import TIE, Alternative, Baseline, Plan, PlannedStage, Prediction
+from ..planner.setting import SEARCHED
 from .aim_lines import aim_line, aim_proof
 from .figures import percent, ranges, three_digits
 from .table_style import figure, line, table, text, titled, word
@@ -82,7 +83,8 @@ def _how_sure(plan: Plan) -> str:
         return f"{within} of those scored"
     step = plan.prediction.step_seconds * (1 - TIE)
     proposed = any(
-        other.step_seconds < step and not other.exact and _may_run(plan, other) for other in plan.alternatives
+        other.step_seconds < step and other.schedule not in SEARCHED and _may_run(plan, other)
+        for other in plan.alternatives
     )
     return f"{within} of the schedules that are searched" if proposed else within
 
