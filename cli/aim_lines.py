@@ -29,7 +29,8 @@ def aim_proof(plan: Plan, aim: Aim) -> str:
     how = "exact" if aim.exact else "not exact"
     gap = f"gap {percent(aim.value / aim.lower_bound - 1)}, {how}"
     of = aim.detail and f" ({aim.detail})"
-    return f"Proven: no plan has less than {bound}{of}; {gap}. None is {step}."
+    among = f" Of {aim.covers}." if aim.covers else ""
+    return f"Proven: no plan has less than {bound}{of}; {gap}. None is {step}.{among}"
 
 
 def _value(aim: Aim) -> str:

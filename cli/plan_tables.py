@@ -10,6 +10,7 @@ from rich.table import Table
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import TIE, Alternative, Baseline, Plan, PlannedStage, Prediction
+from ..planner.setting import SEARCHED
 from .aim_lines import aim_line, aim_proof
 from .figures import percent, ranges, three_digits
 from .table_style import figure, line, table, text, titled, word
@@ -29,7 +30,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.baselines:
         titled(console, "Against simpler ways to train", _baselines(plan, console))
     if plan.alternatives:
-        title = "Alternatives: the best plans that each runtime can run"
+        title = "Alternatives: the best 1f1b and gpipe plans by runtime"
         titled(console, title, _alternatives(plan, console))
     if plan.notes:
         console.print()
@@ -78,7 +79,14 @@ def _what(plan: Plan) -> str:
 def _how_sure(plan: Plan) -> str:
     """What the plan is the fastest of."""
     within = f" that {plan.runtime} can run" if plan.runtime else ""
-    return within if plan.prediction.exact else f"{within} of those scored"
+    if not plan.prediction.exact:
+        return f"{within} of those scored"
+    step = plan.prediction.step_seconds * (1 - TIE)
+    proposed = any(
+        other.step_seconds < step and other.schedule not in SEARCHED and _may_run(plan, other)
+        for other in plan.alternatives
+    )
+    return f"{within} of the schedules that are searched" if proposed else within
 
 
 def _figures(step: float, samples_per_second: float) -> str:
@@ -202,7 +210,7 @@ def _summary(plan: Plan) -> list[str]:
         f"optimizer {plan.optimizer}.",
         _proof(plan),
     ]
-    if plan.searched and not plan.was_given:
+    if plan.searched not in ("", predicted.bound_covers) and not plan.was_given:
         lines.append(f"Searched: {plan.searched}")
     if plan.topology:
         lines.append(f"Devices: {plan.topology}")
@@ -226,12 +234,11 @@ def _proof(plan: Plan) -> str:
     if plan.objective is not None:
         return aim_proof(plan, plan.objective)
     predicted = plan.prediction
+    covers = f" ({predicted.bound_covers})" if predicted.bound_covers else ""
+    if predicted.exact:
+        return f"Optimal in the search space{covers}: none of these plans is faster."
     bound = format_seconds(predicted.lower_bound_seconds)
-    how = "exact" if predicted.exact else "not exact: not every plan was scored or excluded"
-    return (
-        f"Proven: no plan of the searched space is faster than {bound} a step; "
-        f"gap {percent(predicted.gap)}, {how}."
-    )
+    return f"Best found; at most {percent(predicted.gap)} from the proven bound of {bound}{covers}."
 
 
 def _baselines(plan: Plan, console: Console) -> Table:

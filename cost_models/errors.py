@@ -8,7 +8,8 @@
     ├── ExportError                 2  a plan that the runtime cannot run
     └── InfeasibleError             3  no plan fits
 
-Exit status 1 is kept for defects of pplan itself, 130 for an interruption.
+Exit status 1 is kept for defects of pplan itself (`DefectError`, beside whatever else is raised unforeseen),
+130 for an interruption.
 """
 
 from __future__ import annotations
@@ -52,3 +53,7 @@ class InfeasibleError(PplanError):
     """No plan of the searched space fits the limits."""
 
     exit_status = 3
+
+
+class DefectError(Exception):
+    """Two things that pplan computed contradict each other: a defect of pplan itself, never the user's."""

@@ -11,7 +11,7 @@ from .candidate import Candidate
 from .find import Answer, is_small, searched
 from .plan_file import Alternative
 from .planned import plan_recompute, planned_stages
-from .problem import Problem
+from .problem import INTERLEAVED, Problem
 from .search.branch_and_bound import Found
 from .search.large import is_large
 from .setting import SEARCHED
@@ -53,12 +53,16 @@ def _schedule(problem: Problem, runtime: Runtime) -> str:
 
 
 def _interleaved(problem: Problem, answer: Answer) -> Iterator[Alternative]:
-    """The plan of the planner of that name, where the schedule was left open and it is not the answer."""
-    plan = answer.by_planner.get("interleaved")
-    if isinstance(plan, Candidate) and plan != answer.best and "interleaved" not in problem.schedules:
-        names = [name for name, runtime in RUNTIMES.items() if "interleaved" in runtime.schedules]
+    """The plan of the planner of that name, where the schedule was left open: no answer, as it is not
+    searched."""
+    plan, best = answer.by_planner.get(INTERLEAVED), answer.best
+    if isinstance(plan, Candidate) and best is not None and INTERLEAVED not in problem.schedules:
+        names = [name for name, runtime in RUNTIMES.items() if INTERLEAVED in runtime.schedules]
         found = Found(plan, 0.0, 0.0, exact=False)
-        yield _alternative(problem, found, plan, names, "interleaved, which is not searched")
+        ratio = plan.step_seconds / best.step_seconds
+        than = f"{ratio:.3g} x slower" if ratio > 1 else f"{1 / ratio:.3g} x faster"
+        reason = f"a heuristic's proposal, {than} than the plan: interleaved is not searched"
+        yield _alternative(problem, found, plan, names, reason)
 
 
 def _answers(own: Problem, answer: Answer) -> bool:

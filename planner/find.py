@@ -1,4 +1,9 @@
-"""The best plan of a problem: what the named planners propose, and the joint search that starts from it."""
+"""The best plan of a problem: what the named planners propose, and the joint search that starts from it.
+
+The bound of an answer holds for every plan that the answer was allowed to be. A plan of the searched space
+has the search's bound; one from outside, as a planner's on devices in another order, the universal one.
+Neither is lowered to the step of a plan: a step below its bound is a defect, and raised as one.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +11,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from ..cost_models.errors import UsageError
+from ..cost_models.errors import DefectError, UsageError
 from .candidate import Candidate, Planner
-from .other_schedules import transplanted, work_bound
+from .coverage import as_searched, is_searched
+from .other_placements import along_other_orders, reassigned
+from .other_schedules import transplanted
 from .plan_file import TIE
 from .planners import PLANNERS, planner_named, refusal
-from .problem import Problem
+from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import Found, search
 from .search.large import is_large, search_large
 from .search.space import Space
 from .setting import SEARCHED
+from .universal_bound import universal_bound
 
 WORK_A_SECOND = 1e9
 """Of the search's counted work: about what one core does in a second."""
-BEST, INTERLEAVED = "best", "interleaved"
+BEST = "best"
 COSTLY = ("pipedream", "pipedream-published", "dapple", "alpa", "interleaved")
-"""Planners that search themselves: where the problem is not small, they are asked only where the joint search
-proves less."""
-SEARCHING = ("pipedream", "pipedream-published", "dapple", "alpa")
-"""Those of them whose plans are of the schedules that the joint search knows."""
+"""Planners that search themselves: where the problem is not small, they are asked after the joint search."""
 SMALL = 1_000
 """Devices times blocks between cuts."""
 
@@ -46,27 +51,41 @@ class Answer:
 def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
     """The best plan of the problem, or of the planner that it names, and the bound on all plans.
 
-    No plan of `planners` is faster. Raises UsageError for an unknown planner.
+    No plan of `planners` is faster, of the schedules that are in the running. Raises UsageError for an
+    unknown planner.
     """
     named = problem.wishes.planner
     if named != BEST:
         plan = planned_by(planner_named(named), problem)
-        # The bound is that of the same space as for the best plan, to which the interleaved ones belong.
-        own = {named: plan, INTERLEAVED: planned_by(planner_named(INTERLEAVED), problem)}
-        found = joint_search(problem, _plans(own))
-        return Answer(_of_planner(plan if isinstance(plan, Candidate) else None, found), {named: plan})
+        own = {named: plan}
+        best = plan if isinstance(plan, Candidate) else None
+        return Answer(with_bound(problem, best, searched(problem, _plans(own))), own)
     quick = is_small(problem)
     first = [name for name in planners if quick or name not in COSTLY]
-    by_planner = {name: planned_by(planner_named(name), problem) for name in first}
-    found = joint_search(problem, _plans(by_planner))
-    # Of an exact answer it is proven that no plan of a schedule that was searched is faster.
-    others = [name for name in planners if name not in first and not (found.exact and name in SEARCHING)]
+    by_planner = {name: planned_by(planner_named(name), _opened_to(name, problem)) for name in first}
+    found = joint_search(problem, _running(problem, by_planner))
+    others = [name for name in planners if name not in first]
     if others:
-        by_planner |= {name: planned_by(planner_named(name), problem) for name in others}
-        found = _with(problem, found, _plans(by_planner))
+        by_planner |= {name: planned_by(planner_named(name), _opened_to(name, problem)) for name in others}
+        found = _with(problem, found, _running(problem, by_planner))
     if not found.exact:
         found = _with(problem, found, _on_fewer(problem))
+    if found.best is not None and (other := along_other_orders(problem, found.best)) is not None:
+        found = _with(problem, found, [other])
     return Answer(found, by_planner)
+
+
+def _opened_to(planner: str, problem: Problem) -> Problem:
+    """The problem as a planner is asked: the one of interleaved pipelines for its own, also where they are
+    not in the running."""
+    if planner != INTERLEAVED:
+        return problem
+    return replace(problem, wishes=replace(problem.wishes, planner=planner))
+
+
+def _running(problem: Problem, by_planner: Mapping[str, Candidate | str]) -> list[Candidate]:
+    """The plans that may be the answer."""
+    return [plan for plan in _plans(by_planner) if plan.setting.schedule in problem.proposable]
 
 
 def _on_fewer(problem: Problem) -> list[Candidate]:
@@ -97,18 +116,13 @@ def _plans(by_planner: Mapping[str, Candidate | str]) -> list[Candidate]:
 
 
 def _with(problem: Problem, found: Found, plans: Iterable[Candidate]) -> Found:
-    """The answer, unless one of the plans is faster: then searched again from that."""
+    """The answer, unless one of the plans is faster: where that may be searched, searched again from it."""
     best = min(plans, key=lambda plan: plan.step_seconds, default=None)
     if best is None or (found.best is not None and found.best.step_seconds <= best.step_seconds):
         return found
+    if found.exact or not is_searched(problem, best.proposal):
+        return with_bound(problem, best, found)
     return joint_search(problem, [best])
-
-
-def _of_planner(plan: Candidate | None, found: Found) -> Found:
-    """A named planner's plan with the bound on all plans."""
-    bound = min(found.bound_seconds, inf if plan is None else plan.step_seconds)
-    exact = plan is not None and bound >= plan.step_seconds * (1 - TIE)
-    return replace(found, best=plan, bound_seconds=bound, exact=exact)
 
 
 def planned_by(planner: Planner, problem: Problem) -> Candidate | str:
@@ -126,21 +140,51 @@ def _unfit(space: Space) -> str:
 
 
 def joint_search(problem: Problem, seeds: Iterable[Candidate] = ()) -> Found:
-    """The joint search from these plans; of schedules that it does not search, plans that are made of its
-    own, with a bound on all of them."""
-    seeds = list(seeds)
+    """The joint search from these plans, and from them on other devices; of schedules that it does not
+    search, plans that are made of its own. With a bound on all of them."""
+    seeds = [_as_searched(problem, seed) for seed in seeds]
     found = searched(problem, seeds)
-    others = [name for name in problem.schedules if name not in SEARCHED]
-    more = [plan for plan in seeds if plan.setting.schedule not in SEARCHED]
-    made = fastest(problem.space, transplanted(problem, others, found.best)) if others else None
-    # Beside schedules that are searched only the proposed plans of others belong to the space.
-    alone = others and not problem.families
-    bound = work_bound(problem) if alone else found.bound_seconds
-    plans = [plan for plan in (found.best, made, *more) if plan is not None]
-    best = min(plans, key=lambda plan: plan.step_seconds, default=None)
-    step = inf if best is None else best.step_seconds
-    proven = min(bound, step)
-    return Found(best, proven, min(proven, found.root_bound_seconds), proven >= step * (1 - TIE))
+    known = [*seeds, *([] if found.best is None else [found.best])]
+    limit = min((plan.step_seconds for plan in known), default=inf)
+    others = fastest(problem.space, reassigned(problem, known), limit * (1 - TIE))
+    made = fastest(problem.space, transplanted(problem, problem.unsearched, found.best))
+    more = [plan for plan in (others, made) if plan is not None]
+    # Among equals the one of the searched space.
+    best = found.best
+    for plan in sorted((*seeds, *more), key=lambda plan: plan.step_seconds):
+        if best is None or plan.step_seconds < best.step_seconds * (1 - TIE):
+            best = plan
+    return with_bound(problem, best, found)
+
+
+def _as_searched(problem: Problem, plan: Candidate) -> Candidate:
+    """The plan on devices that the search looks at, where some are like its own."""
+    return replace(plan, proposal=as_searched(problem, plan.proposal))
+
+
+def with_bound(problem: Problem, best: Candidate | None, found: Found) -> Found:
+    """This plan of the problem as the answer, with what holds for it of what a search `found`.
+
+    Raises DefectError where the plan is below a bound that should hold for it.
+    """
+    if best is None:
+        return replace(found, best=None, exact=found.exact and found.bound_seconds == inf)
+    best = _as_searched(problem, best)
+    step, own = best.step_seconds, problem.unsearched
+    inside = is_searched(problem, best.proposal) or best.setting.schedule in own
+    bound, universal = found.bound_seconds, found.universal or not inside or not problem.families
+    if universal:
+        bound = universal_bound(problem, problem.proposable, step)
+    elif own:
+        bound = min(bound, universal_bound(problem, own, step))
+    if bound > step * (1 + TIE):
+        raise DefectError(
+            f"a plan of {step!r} s is below its bound of {bound!r} s: {best.setting}, stages end at "
+            f"{best.proposal.ends}, devices {best.proposal.devices}"
+        )
+    exact = bound >= step * (1 - TIE)
+    root = min(bound, found.root_bound_seconds)
+    return Found(best, step if exact else bound, root, exact, universal)
 
 
 def searched(

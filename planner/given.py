@@ -18,6 +18,7 @@ from .search.branch_and_bound import Found
 from .search.pipelines import stage_modes
 from .setting import Setting
 from .solve import bare_plan
+from .universal_bound import universal_bound
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def given_plan(
     problem: Problem, given: Given, *, model: str, profile: ProfileReference, notes: Sequence[str] = ()
 ) -> Plan:
     """The partition with the best of the problem's settings, as a plan; one that does not fit says so in its
-    notes. The bound is that of this partition alone: its own step.
+    notes. No search says how good it is: the bound is one on all plans with such micro-batches, of any
+    schedule in the running.
 
     Raises UsageError for too few devices, a cut that the profile does not allow, and numbers that the
     schedule does not run.
@@ -68,8 +70,9 @@ def given_plan(
     lacking: list[str] = []
     if best is None:
         best, lacking = _too_large(problem, proposals)
-    step = best.step_seconds
-    found = Found(best=best, bound_seconds=step, root_bound_seconds=step, exact=True)
+    schedules = dict.fromkeys((*problem.proposable, best.setting.schedule))
+    bound = universal_bound(problem, schedules, best.step_seconds)
+    found = Found(best=best, bound_seconds=bound, root_bound_seconds=bound, exact=False, universal=True)
     plan = bare_plan(problem, best, found, model=model, profile=profile)
     return plan.model_copy(update={"searched": GIVEN, "notes": list(dict.fromkeys([*notes, *lacking]))})
 

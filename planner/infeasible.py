@@ -59,7 +59,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         return _no_plan_of_schedule(problem)
     if tightest is None or not limited:
         return InfeasibleError(
-            "no plan is left by these wishes, whatever the memory",
+            _none_left(problem),
             f"Leave out {_one_of(_narrowing(problem.wishes))}.",
         )
     space = problem.space
@@ -83,6 +83,13 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         f"{format_bytes(tightest.memory_bytes)} ({terms}); {format_bytes(missing)} are missing"
     )
     return InfeasibleError(what, "What would fit: " + "; or ".join(_changes(problem, tightest)) + ".")
+
+
+def _none_left(problem: Problem) -> str:
+    if any(setting.schedule in SEARCHED for setting in problem.settings):
+        return "no plan is left by these wishes, whatever the memory"
+    names = ", ".join(problem.schedules)
+    return f"no plan under {names} was found for these wishes, whatever the memory; not all are looked at"
 
 
 def _narrowing(wishes: Wishes) -> list[str]:

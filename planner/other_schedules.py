@@ -1,11 +1,10 @@
-"""Plans of schedules that the search does not know: shapes of other plans, and a bound on them all."""
+"""Plans of schedules that the search does not know: shapes of other plans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from math import inf
 
 from ..cost_models.errors import UsageError
 from ..cost_models.schedules import schedule_named
@@ -13,7 +12,6 @@ from .balance import balance
 from .candidate import Candidate, Proposal, straight
 from .planners.equal_pipelines import ends_of, work_seconds
 from .problem import Problem
-from .scoring import least_in_parts
 from .setting import Setting
 
 
@@ -60,16 +58,3 @@ def _balanced(problem: Problem, size: int, best: Candidate | None) -> Iterator[P
     chosen |= set() if best is None else {len(best.proposal.ends)} & set(counts)
     for stages in sorted(chosen):
         yield straight(problem.settings[0], ends_of(balance(work, stages, cut_after=space.chain.cut_after)))
-
-
-def work_bound(problem: Problem) -> float:
-    """A bound on the step under any schedule: the work, as cheap as any number of replicas makes each layer,
-    shared evenly over all devices."""
-    space, bounds = problem.space, []
-    for setting in problem.settings:
-        work = space.cheapest_work(setting.micro_batch_size, range(1, problem.reached + 1))
-        if work is not None:
-            bounds.append(setting.micro_batches * float(work.sum()) / problem.reached)
-    # Nothing overlaps in naive model parallelism: all the work is done by one device at a time.
-    at_once = problem.reached if problem.schedules == ("naive",) else 1
-    return min(bounds, default=inf) * least_in_parts(space) * at_once

@@ -85,9 +85,10 @@ class PlannedStage(Record):
 class Prediction(Record):
     """What the simulator says of the plan, and what was proven of all plans of the searched space.
 
-    `gap` is step_seconds / lower_bound_seconds - 1. `exact`: every plan of the space was scored or excluded
-    by the bound. `root_bound_seconds` is the bound before anything was searched. `uncertainty` is the share
-    by which step_seconds may be off because the profile's layers do not add up to the whole model.
+    `gap` is step_seconds / lower_bound_seconds - 1. `bound_covers` says in words which plans the bound holds
+    for. `exact`: each of them was scored or excluded by the bound. `root_bound_seconds` is the bound before
+    anything was searched. `uncertainty` is the share by which step_seconds may be off because the profile's
+    layers do not add up to the whole model.
 
     In 8 of 10 cases the step lies from `low_seconds` to `high_seconds`, as far as the layers' seconds spread
     and miss the whole model (see planner/robust); None where their spread is not known. Both may lie above
@@ -100,6 +101,7 @@ class Prediction(Record):
     lower_bound_seconds: Seconds
     gap: float
     exact: bool
+    bound_covers: str = ""
     root_bound_seconds: Seconds | None = None
     uncertainty: Rate | None = None
     low_seconds: StepSeconds | None = None
@@ -157,7 +159,8 @@ class Alternative(Record):
 
 
 class Aim(Record):
-    """What the plan is the best of, where that is not its step; `lower_bound`: no plan has less."""
+    """What the plan is the best of, where that is not its step. `lower_bound`: no plan has less of those
+    that `covers` names (0: nothing is proven)."""
 
     name: str
     value: float
@@ -165,6 +168,7 @@ class Aim(Record):
     lower_bound: Annotated[float, Field(ge=0)]
     exact: bool
     detail: str = ""
+    covers: str = ""
 
 
 class Wished(Record):

@@ -24,6 +24,10 @@ EVERY_COUNT = 16
 """Up to so many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
 MOST_STAGES = 32
 """That are searched where stages may have replicas."""
+INTERLEAVED = "interleaved"
+"""The planner, and its schedule."""
+FEW = 64
+"""Up to so many devices `replica_choices` holds every number."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,15 @@ class Problem:
 
     @property
     def proposable(self) -> tuple[str, ...]:
-        """The schedules of which planners may propose plans: where all is left open, interleaved too."""
+        """The schedules in the running; the planner of interleaved pipelines makes them where all is open."""
         left_open = self.wishes.schedule == "auto" and self.runtime is None
-        return (*self.schedules, "interleaved") if left_open else self.schedules
+        named = self.wishes.planner == INTERLEAVED and left_open
+        return (*self.schedules, INTERLEAVED) if named else self.schedules
+
+    @property
+    def unsearched(self) -> tuple[str, ...]:
+        """The schedules in the running that are not searched."""
+        return tuple(name for name in self.proposable if name not in SEARCHED)
 
     @cached_property
     def settings(self) -> list[Setting]:
@@ -171,6 +181,17 @@ class Problem:
         if self.runtime is not None and self.runtime.replicas == "equal":
             return [(count,) for count in counts]
         return [counts]
+
+    def replica_choices(self, size: int) -> list[tuple[int, ...]]:
+        """The numbers of replicas that the stages of any plan may have together, searched or not, with
+        micro-batches of so many samples. On many devices of those with equal shares the fewest."""
+        most = min(self.reached, size) if self._replicated else 1
+        fewest = {-(-size // count): count for count in range(most, 0, -1)}
+        counts = range(1, most + 1) if self.reached <= FEW else sorted(fewest.values())
+        usable = tuple(n for n in counts if self.may_share(size, [n]) and self.space.fits_someone(size, n))
+        if self.runtime is None or not self._replicated:
+            return [usable] if usable else []
+        return [(count,) for count in usable]
 
     def may_share(self, size: int, replicas: Iterable[int]) -> bool:
         """Whether these numbers of replicas may share micro-batches of so many samples: a runtime's, only
@@ -269,27 +290,40 @@ class Problem:
         )
 
     def searched(self) -> str:
+        """The searched space in words, and what is proposed besides."""
+        names = ", ".join(self.unsearched)
+        return self.exactly_searched() + (f"; of {names} the proposed plans" if names else "")
+
+    def exactly_searched(self) -> str:
         """The searched space in words."""
-        counts = sorted({setting.micro_batches for setting in self.settings})
         most = self.stage_counts[-1]
         exactly = [name for name in self.schedules if name in SEARCHED]
+        modes = {setting.recompute for setting in self.settings if setting.schedule in exactly or not exactly}
         parts = [
             f"pipelines of {'1 stage' if most == 1 else f'1 to {most} stages'}",
             self._replicas_in_words(),
-            " and ".join(exactly) if exactly else "",
-            f"recompute {', '.join(_in_words(mode) for mode in self._modes_used())}",
-            f"{some(counts)} micro-batches",
+            " and ".join(exactly),
+            f"recompute {', '.join(_in_words(mode) for mode in MODES if mode in modes)}",
+            self.micro_batches_in_words(),
+            self._order_in_words() if exactly else "",
         ]
-        if len(self.placements) > 1:
-            parts.append(f"devices {' or '.join(dict.fromkeys(p.name for p in self.placements))}")
         if self.wishes.use_all:
             parts.append("on all devices")
         if options := self._cuts_in_words():
             parts.append(f"under {options}")
-        text = ", ".join(part for part in parts if part)
-        others = [name for name in self.proposable if name not in SEARCHED]
-        more = f"; of {', '.join(others)} the proposed plans" if others else ""
-        return text + more
+        return ", ".join(part for part in parts if part)
+
+    def micro_batches_in_words(self) -> str:
+        """How many there may be."""
+        counts = sorted({setting.micro_batches for setting in self.settings})
+        return "1 micro-batch" if counts == [1] else f"{some(counts)} micro-batches"
+
+    def _order_in_words(self) -> str:
+        """Which devices the stages take; nothing where there is no choice."""
+        if self.gpus == 1:
+            return ""
+        orders = " or ".join(dict.fromkeys(placement.in_words for placement in self.placements))
+        return f"stages on consecutive devices {orders}"
 
     def _cuts_in_words(self) -> str:
         """The options given that say where stages end."""
@@ -300,10 +334,6 @@ class Problem:
             "--pin": wishes.pins,
         }
         return " and ".join(option for option, value in given.items() if value)
-
-    def _modes_used(self) -> list[Mode]:
-        used = {setting.recompute for setting in self.settings}
-        return [mode for mode in MODES if mode in used]
 
     def _replicas_in_words(self) -> str:
         runtime = self.runtime

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from ..cost_models.errors import UsageError
+from ..cost_models.errors import DefectError, UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.quantities import counted
@@ -13,9 +13,10 @@ from ..cost_models.topology import Topology
 from .alternatives import alternatives_of
 from .candidate import Candidate
 from .comparison import baselines_of
+from .coverage import covered
 from .find import Answer, find
 from .infeasible import no_plan_fits
-from .plan_file import Alternative, Plan, Prediction, ProfileReference, Wished
+from .plan_file import TIE, Alternative, Plan, Prediction, ProfileReference, Wished
 from .planned import bubble, plan_recompute, planned_stages
 from .problem import Problem
 from .robust.interval import interval_of
@@ -124,8 +125,7 @@ def _balance(best: Candidate) -> list[int]:
 
 
 def _prediction(problem: Problem, best: Candidate, found: Found) -> Prediction:
-    step = best.step_seconds
-    bound = min(found.bound_seconds, step)
+    step, bound = best.step_seconds, _bound(best, found.bound_seconds)
     sizes = {share_of(best.setting.micro_batch_size, count) for count in best.proposal.replicas}
     off = [problem.chain.uncertainty_at(size) for size in sizes]
     known = [share for share in off if share is not None]
@@ -137,11 +137,19 @@ def _prediction(problem: Problem, best: Candidate, found: Found) -> Prediction:
         lower_bound_seconds=bound,
         gap=step / bound - 1,
         exact=found.exact,
-        root_bound_seconds=min(found.root_bound_seconds, step),
+        bound_covers=covered(problem, found),
+        root_bound_seconds=_bound(best, found.root_bound_seconds),
         uncertainty=max(known) if known else None,
         low_seconds=None if interval is None else interval.low_seconds,
         high_seconds=None if interval is None else interval.high_seconds,
     )
+
+
+def _bound(best: Candidate, bound: float) -> float:
+    """The bound, less what is rounding. Raises DefectError for one above the step."""
+    if bound > best.step_seconds * (1 + TIE):
+        raise DefectError(f"a bound of {bound!r} s for a plan ({best.setting}) of {best.step_seconds!r} s")
+    return min(bound, best.step_seconds)
 
 
 def _notes(problem: Problem) -> list[str]:

@@ -102,7 +102,8 @@ def _of_planner(question: Question, answer: Answer, name: str, plan: Candidate |
         bubble=bubble(space, plan),
         memory_bytes=max(stage.memory_bytes for stage in planned_stages(space, plan)),
         devices=plan.proposal.used,
-        gap=max(plan.step_seconds / bound - 1, 0.0) if 0 < bound < inf else None,
+        # Of a schedule that is not in the running nothing was proven.
+        gap=plan.step_seconds / bound - 1 if 0 < bound <= plan.step_seconds else None,
         balance=[end - first for first, end in plan.proposal.bounds],
         schedule=setting.schedule,
         micro_batches=setting.micro_batches,

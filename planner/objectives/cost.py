@@ -8,16 +8,17 @@ from math import inf
 
 import numpy as np
 
-from ...cost_models.errors import UsageError
+from ...cost_models.errors import DefectError, UsageError
 from ...cost_models.quantities import counted
 from ...cost_models.topology import Group, Topology
 from ..candidate import Candidate, Proposal
+from ..coverage import covered
 from ..find import Answer, find
-from ..other_schedules import work_bound
 from ..plan_file import TIE, Aim
 from ..problem import EVERY_COUNT, Problem
 from ..scoring import fastest, least_in_parts
 from ..search.space import Space
+from ..universal_bound import universal_bound
 from .objective import price_by_kind
 from .outcome import Outcome, of_fastest, search_again
 
@@ -48,11 +49,12 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> Outcome:
         lower_bound=min(search.bound, search.cost),
         exact=search.bound >= search.cost * (1 - TIE),
         detail=f"{counted(used, 'device')} at {search.dollars(search.best):g} dollars an hour together",
+        covers=f"{covered(problem, answer.found)}; each on the first so many devices",
     )
     notes = [f"a million samples cost {1e6 * search.cost:.4g} dollars"]
     if used < problem.gpus:
         notes.append(f"the cheapest plan uses {used} of the {problem.gpus} devices; the others cost nothing")
-    return Outcome(of_fastest(answer.found, search.best), answer, aim, tuple(notes))
+    return Outcome(of_fastest(problem, answer.found, search.best), answer, aim, tuple(notes))
 
 
 @dataclass
@@ -72,6 +74,13 @@ class _Search:
             self._look(count)
         if len(self.problem.topology.kinds) > 1 and not self.problem.wishes.use_all:
             self._look_at_kinds()
+        if self.bound > self.cost * (1 + TIE):
+            # A plan on devices that are not the first: the bound must hold for any.
+            self.bound = self._work_cost()
+        if self.bound > self.cost * (1 + TIE):
+            raise DefectError(
+                f"a plan of {self.cost!r} dollars a sample is below its bound of {self.bound!r}"
+            )
 
     def _look_at_kinds(self) -> None:
         """At plans on devices that are not the first."""
@@ -164,7 +173,7 @@ class _Search:
             return None
 
     def _least_step(self, problem: Problem | None) -> float:
-        return inf if problem is None else work_bound(problem)
+        return inf if problem is None else universal_bound(problem, problem.proposable)
 
     def _bound(self, count: int, step: float) -> None:
         self.bound = min(self.bound, self._cost(sum(self.hourly[:count]), step))

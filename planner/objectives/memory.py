@@ -12,6 +12,7 @@ from math import inf
 
 from ...cost_models.quantities import format_bytes, format_seconds
 from ..candidate import Candidate
+from ..coverage import as_searched, covered, is_searched
 from ..find import find
 from ..plan_file import TIE, Aim
 from ..problem import Problem
@@ -32,22 +33,25 @@ def least_memory(problem: Problem, slack: float) -> Outcome:
         return Outcome(answer.found, answer)
     search = _Search(problem, fastest, fastest.step_seconds * (1 + slack) * (1 + TIE))
     search.bisect()
-    exact = search.step_down() and answer.found.exact
+    # Whoever found it, of plans outside of the searched space nothing is proven.
+    known = answer.found.exact and is_searched(problem, as_searched(problem, search.best.proposal))
+    exact = search.step_down() and known
     peak, before = (peak_bytes(problem.space, plan) for plan in (search.best, fastest))
     aim = Aim(
         name="memory",
         value=peak,
         unit="bytes",
-        lower_bound=min(search.none_below, peak) if answer.found.exact else 0.0,
+        lower_bound=min(search.none_below, peak) if known else 0.0,
         exact=exact,
         detail=f"the most that a device holds, with a step at most {100 * slack:g} % longer than the fastest",
+        covers=covered(problem, answer.found),
     )
     note = (
         f"the fastest plan takes {format_seconds(fastest.step_seconds)} a step and "
         f"{format_bytes(before)} on a device; with at most {100 * slack:g} % more time, "
         f"{format_bytes(peak)} do"
     )
-    return Outcome(of_fastest(answer.found, search.best), answer, aim, (note,))
+    return Outcome(of_fastest(problem, answer.found, search.best), answer, aim, (note,))
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..candidate import Candidate
-from ..find import BEST, Answer, find, joint_search
+from ..find import BEST, Answer, find, joint_search, with_bound
 from ..plan_file import Aim
 from ..problem import Problem
 from ..scoring import assembly_of, fastest
@@ -49,7 +49,6 @@ def peak_bytes(space: Space, plan: Candidate) -> float:
     return max(sum(made.ledger(device).values()) for device in range(made.program.devices))
 
 
-def of_fastest(found: Found, plan: Candidate) -> Found:
+def of_fastest(problem: Problem, found: Found, plan: Candidate) -> Found:
     """A plan that need not be the fastest, with what was proven of all steps."""
-    bound = min(found.bound_seconds, plan.step_seconds)
-    return replace(found, best=plan, bound_seconds=bound, exact=found.exact and bound == plan.step_seconds)
+    return with_bound(problem, plan, found)

@@ -18,7 +18,7 @@ from .memory import least_memory
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
 from .outcome import Outcome
 from .step_time import step_time
-from .throughput import throughput
+from .throughput import asynchronous_refusal, throughput
 
 BESIDES = {
     THROUGHPUT: f"; and {' and '.join(ASYNCHRONOUS)} of two stages or more",
@@ -65,17 +65,26 @@ def solve_for(
         if outcome.best == outcome.answer.best and outcome.aim is None and not outcome.notes:
             return shown
     own = plan_alone(problem, outcome.best, outcome.found, model=model, profile=profile)
+    besides = BESIDES.get(objective.name, "")
+    if objective.name == THROUGHPUT and not asynchronous_refusal(problem):
+        own = _covering(own, besides)
     made = assembly_of(problem.space, outcome.best.proposal, outcome.best.recompute)
     more = [*outcome.notes, *(notes if shown is None else shown.notes), *made.outside()]
     return own.model_copy(
         update={
             "objective": outcome.aim,
-            "searched": problem.searched() + BESIDES.get(objective.name, ""),
+            "searched": problem.searched() + besides,
             "baselines": [] if shown is None else shown.baselines,
             "alternatives": [] if shown is None else shown.alternatives,
             "notes": list(dict.fromkeys(more)),
         }
     )
+
+
+def _covering(plan: Plan, besides: str) -> Plan:
+    """The plan, whose bound holds for other plans besides."""
+    covers = plan.prediction.bound_covers + besides
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"bound_covers": covers})})
 
 
 def plan_alone(

@@ -30,7 +30,7 @@ def step_time(problem: Problem) -> Outcome:
         detail="the 90th percentile of the step, as the layers' seconds vary",
     )
     note = _note(chosen, answer.best.step_seconds)
-    return Outcome(of_fastest(answer.found, chosen.plan), answer, aim, (note,))
+    return Outcome(of_fastest(problem, answer.found, chosen.plan), answer, aim, (note,))
 
 
 def _note(chosen: Robust, fastest_seconds: float) -> str:

@@ -12,10 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
-from ...cost_models.errors import InfeasibleError, UsageError
+from ...cost_models.errors import DefectError, InfeasibleError, UsageError
 from ..candidate import Candidate, Proposal
 from ..find import BEST, find
-from ..other_schedules import work_bound
 from ..plan_file import TIE
 from ..planners.pipedream import plan_asynchronous
 from ..planners.replicated import thinned
@@ -23,6 +22,7 @@ from ..problem import Problem
 from ..search.branch_and_bound import Found
 from ..search.space import Space
 from ..setting import Mode, Setting
+from ..universal_bound import work_bound
 from .asynchronous import ASYNCHRONOUS, PIPEDREAM, TWO_VERSIONS, asynchronous_notes, steady_seconds
 from .outcome import Outcome
 from .steady_search import SteadySearch
@@ -39,7 +39,7 @@ def throughput(problem: Problem) -> Outcome:
     """The plan with the most samples a second: the best that flushes, or an asynchronous one."""
     answer = find(problem)
     step = inf if answer.best is None else answer.best.step_seconds
-    refusal = _refusal(problem)
+    refusal = asynchronous_refusal(problem)
     if refusal:
         return Outcome(answer.found, answer, notes=(refusal,))
     best, bound = fastest_asynchronous(problem, step)
@@ -49,7 +49,7 @@ def throughput(problem: Problem) -> Outcome:
     return Outcome(found, answer, notes=tuple(asynchronous_notes(best)))
 
 
-def _refusal(problem: Problem) -> str:
+def asynchronous_refusal(problem: Problem) -> str:
     """Why asynchronous schedules are left out; nothing where they are not."""
     wishes, runtime = problem.wishes, problem.runtime
     if wishes.planner not in (BEST, PIPEDREAM):
@@ -68,8 +68,11 @@ def _joined(found: Found, best: Candidate | None, bound: float) -> Found:
     chosen = found.best if best is None else best
     step = inf if chosen is None else chosen.step_seconds
     proven = min(found.bound_seconds, bound)
+    if proven > step * (1 + 10 * TIE):
+        raise DefectError(f"a plan of {step!r} s a mini-batch is below its bound of {proven!r} s")
     exact = proven >= step * (1 - 10 * TIE)
-    return Found(chosen, step if exact else proven, min(found.root_bound_seconds, bound, step), exact)
+    root = min(found.root_bound_seconds, proven)
+    return Found(chosen, step if exact else proven, root, exact, found.universal)
 
 
 def fastest_asynchronous(problem: Problem, limit: float) -> tuple[Candidate | None, float]:

@@ -1,10 +1,10 @@
-"""DeepSpeed's `type:REGEX`: the same number of layers that match on every stage.
+"""DeepSpeed's `type:REGEX`: about the same number of layers that match on every stage.
 
 `--planner deepspeed-type:REGEX` searches the regular expression in the layers' names, in any case, where
 DeepSpeed searches it in the names of their classes. Without one, the first layers of the transformer blocks
-are counted, where the names tell them. DeepSpeed builds up the least difference between its largest and
-smallest stage, of the partitions that it meets on the way; ours is exact. What does not match stays with the
-matching layer before it, as DeepSpeed's ties have it.
+are counted, where the names tell them. The cuts are those that DeepSpeed 0.19.8 makes of weights of 1 and 0
+(`deepspeed_balance`): of equal ones the latest, so that what does not match stays with the matching layer
+before it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ import numpy.typing as npt
 
 from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain
-from ..balance import balance
 from ..candidate import Proposal
-from .equal_pipelines import Ends, all_pipelines, ends_of, straight_settings
-from .even import spread_evenly
-from .nearest_cuts import allows
+from .deepspeed_balance import DeepSpeedBalance, deepspeed_ends
+from .equal_pipelines import Ends, all_pipelines, straight_settings
 from .repeated_blocks import repeated_blocks
 
 if TYPE_CHECKING:
@@ -65,8 +63,10 @@ class DeepSpeedType:
                 "pplan show PROFILE lists the names.",
             )
 
+        made = DeepSpeedBalance(counted.astype(np.float64))
+
         def ends(stages: int, _: int) -> Ends | None:
-            return type_ends(chain, counted, stages) if stages <= counted.sum() else None
+            return deepspeed_ends(chain, made, stages) if stages <= counted.sum() else None
 
         yield from all_pipelines(problem, straight_settings(problem), ends)
 
@@ -88,25 +88,6 @@ class DeepSpeedType:
         if (blocks := repeated_blocks(chain)) is not None:
             counted[list(blocks.starts[:-1])] = True
         return counted
-
-
-def type_ends(chain: Chain, counted: npt.NDArray[np.bool_], stages: int) -> Ends:
-    """Ends of stages with as equal numbers of counted layers as can be, at least as many as the stages.
-
-    Each ends at the last allowed cut before the next one's first counted layer. Where there is none: with the
-    fewest in the largest stage. Raises InfeasibleError.
-    """
-    where = np.flatnonzero(counted)
-    inner = spread_evenly(len(where), stages)[:-1]
-    ends = (*(_last_cut(chain, int(where[n - 1]) + 1, int(where[n])) for n in inner), len(chain))
-    if allows(chain, ends):
-        return ends
-    return ends_of(balance(counted.astype(np.float64), stages, cut_after=chain.cut_after))
-
-
-def _last_cut(chain: Chain, first: int, last: int) -> int:
-    """The last allowed end of a stage from `first` to `last`; `last` where there is none."""
-    return next((end for end in range(last, first - 1, -1) if chain.cut_after[end - 1]), last)
 
 
 PLANNER = DeepSpeedType()

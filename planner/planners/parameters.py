@@ -1,9 +1,6 @@
-"""Parameters: the stage with the most parameters has as few as can be, as DeepSpeed's `parameters` means it.
+"""Parameters: DeepSpeed's `parameters`, which balances the trainable parameters of the stages.
 
-Exact, and with forbidden cuts. DeepSpeed's own `partition_balanced` is not: version 0.19.8 builds up the
-least difference between its largest and smallest stage, of the partitions that it meets on the way; on random
-weights its largest stage was heavier than ours in a tenth of the cases, by an eighth at worst, and never
-lighter.
+DeepSpeed 0.19.8 makes no best partition of them, but the one of `deepspeed_balance`: so does this planner.
 """
 
 from __future__ import annotations
@@ -11,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..balance import balance
 from ..candidate import Proposal
-from .equal_pipelines import Ends, all_pipelines, ends_of, straight_settings
+from .deepspeed_balance import DeepSpeedBalance, deepspeed_ends
+from .equal_pipelines import Ends, all_pipelines, straight_settings
 
 if TYPE_CHECKING:
     from ..problem import Problem
 
 
 class Parameters:
-    """Balances the bytes of parameters."""
+    """Balances the bytes of trainable parameters."""
 
     name = "parameters"
 
@@ -28,9 +25,10 @@ class Parameters:
         """Each number of stages from two on, also with the same number of replicas of every stage on all
         devices; one stage where there can be no more."""
         chain = problem.space.chain
+        made = DeepSpeedBalance(chain.trainable_bytes)
 
-        def ends(stages: int, _: int) -> Ends:
-            return ends_of(balance(chain.parameter_bytes, stages, cut_after=chain.cut_after))
+        def ends(stages: int, _: int) -> Ends | None:
+            return deepspeed_ends(chain, made, stages)
 
         yield from all_pipelines(problem, straight_settings(problem), ends)
 

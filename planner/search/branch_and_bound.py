@@ -39,13 +39,15 @@ class Found:
     """What a search found and proved of its space.
 
     `bound_seconds` holds for every plan of the space; `root_bound_seconds` is the bound before searching.
-    Both are inf where the space holds no plan that fits.
+    Both are inf where the space holds no plan that fits. `universal`: it holds for plans outside of the
+    space, too (see `planner.universal_bound`), of which `best` is one.
     """
 
     best: Candidate | None
     bound_seconds: float
     root_bound_seconds: float
     exact: bool
+    universal: bool = False
 
 
 def search(

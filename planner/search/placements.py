@@ -21,6 +21,14 @@ the plans of a smaller machine are among those of a larger one."""
 MOST_RUNS = 4
 """Runs of equal devices of which every order is tried: 24."""
 
+IN_ORDER, ACROSS, REORDERED = "in order", "across nodes", "kinds reordered"
+WORDS = {
+    IN_ORDER: "in rank order",
+    ACROSS: "in turn from each node",
+    REORDERED: "with the kinds in another order",
+}
+"""What the orders are called in a plan file."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -31,6 +39,11 @@ class Placement:
     ranks: tuple[int, ...]
     next_group: tuple[int, ...]
     skips_whole: bool = False
+
+    @property
+    def in_words(self) -> str:
+        """The order, to follow `on consecutive devices`."""
+        return WORDS[self.name]
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
@@ -56,10 +69,10 @@ def placements(topology: Topology) -> list[Placement]:
     than `MOST_RUNS`)."""
     if len(topology.kinds) > 1:
         return [
-            _placement("in order" if index == 0 else "kinds reordered", topology, ranks)
+            placement_of(IN_ORDER if index == 0 else REORDERED, topology, ranks)
             for index, ranks in enumerate(_run_orders(topology))
         ]
-    made = [_placement("in order", topology, tuple(range(topology.gpus)))]
+    made = [placement_of(IN_ORDER, topology, tuple(range(topology.gpus)))]
     nodes = topology.gpus // topology.gpus_per_node
     few = range(2, nodes) if topology.gpus <= FEW else ()
     if topology.gpus_per_node > 1:
@@ -71,7 +84,7 @@ def _across(topology: Topology, nodes: int) -> Placement:
     """One device of each of the first nodes in turn, then all that is left."""
     each, gpus = topology.gpus_per_node, topology.gpus
     taken = (node * each + slot for slot in range(each) for node in range(nodes))
-    return Placement("across nodes", (*taken, *range(nodes * each, gpus)), (gpus,) * gpus)
+    return Placement(ACROSS, (*taken, *range(nodes * each, gpus)), (gpus,) * gpus)
 
 
 def _run_orders(topology: Topology) -> Iterator[tuple[int, ...]]:
@@ -82,7 +95,7 @@ def _run_orders(topology: Topology) -> Iterator[tuple[int, ...]]:
         yield tuple(rank for run in order for rank in run)
 
 
-def _placement(name: str, topology: Topology, ranks: tuple[int, ...]) -> Placement:
+def placement_of(name: str, topology: Topology, ranks: tuple[int, ...]) -> Placement:
     """`ranks` with a new group at every node and every kind."""
     groups = [(rank // topology.gpus_per_node, topology.device(rank)) for rank in ranks]
     next_group, later = [0] * len(ranks), len(ranks)

@@ -133,18 +133,20 @@ class Space:
     def least_work(self, size: int, *, again: bool) -> Floats:
         """(layers,): seconds of so many samples, forward (twice with `again`) and backward, on the device
         that is fastest for each layer."""
-        return self._least(size, lambda own: (1 + again) * own.forward_seconds + own.backward_seconds)
+        return self.least(size, lambda own: (1 + again) * own.forward_seconds + own.backward_seconds)
 
     def least_forward(self, size: int) -> Floats:
         """(layers,): forward seconds of so many samples on the device that is fastest for each layer."""
-        return self._least(size, lambda own: own.forward_seconds)
+        return self.least(size, lambda own: own.forward_seconds)
 
-    def _least(self, size: int, seconds: Callable[[LayerCosts], Floats]) -> Floats:
-        """(layers,): the seconds on the device that is fastest for each layer."""
-        least: Floats = np.minimum.reduce(
-            [seconds(self._timed(kind, size).costs) * kind.seconds_scale for kind in self.topology.kinds]
-        )
+    def least(self, size: int, seconds: Callable[[LayerCosts], Floats]) -> Floats:
+        """(layers,): such seconds of so many samples on the device that is fastest for each layer."""
+        least: Floats = np.minimum.reduce([self.on(kind, size, seconds) for kind in self.topology.kinds])
         return least
+
+    def on(self, kind: Device, size: int, seconds: Callable[[LayerCosts], Floats]) -> Floats:
+        """(layers,): such seconds of so many samples on a kind of device."""
+        return seconds(self._timed(kind, size).costs) * kind.seconds_scale
 
     def cheapest_work(self, size: int, counts: Iterable[int], *, again: bool = False) -> Floats | None:
         """(layers,): `least_work` of a micro-batch on all replicas together, of these numbers of replicas the

@@ -32,9 +32,10 @@ def problem(chain: Chain, topology: Topology, **wishes: Any) -> Problem:
 
 
 def step(chain: Chain, topology: Topology, **wishes: Any) -> float:
-    """Of the best plan, which must be proven; inf where none fits."""
+    """Of the best plan, which must be proven, but for one on devices in an order that is not searched; inf
+    where none fits."""
     found = find(problem(chain, topology, **wishes), []).found
-    assert found.exact
+    assert found.exact or found.universal
     return np.inf if found.best is None else found.best.step_seconds
 
 
@@ -126,7 +127,11 @@ def test_never_worse_than_any_planner(
     assert answer.best is not None
     plans = {name: plan for name, plan in answer.by_planner.items() if isinstance(plan, Candidate)}
     assert len(plans) > 1
+    assert answer.best.setting.schedule in made.proposable
     for name, plan in plans.items():
+        if plan.setting.schedule not in made.proposable:
+            assert name == "interleaved"  # is shown, and not in the running
+            continue
         assert answer.best.step_seconds <= plan.step_seconds * (1 + 1e-9), name
         assert answer.found.bound_seconds <= plan.step_seconds * (1 + 1e-9), name
         assert made.allows(plan.proposal)

@@ -109,14 +109,17 @@ def test_alternatives_hold_the_best_of_each_schedule(
 def test_alternatives_where_an_interleaved_plan_is_the_best(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
-    """Pinned layers may leave nothing faster; of the other schedules nothing is proven by it."""
-    own = problem(make_chain(2, 8, cuts=1.1), make_topology(2), mini_batch=8)
+    """As asked of its planner; of the other schedules nothing is proven by it."""
+    chain, topology = make_chain(2, 8, cuts=1.1), make_topology(2)
+    own = problem(chain, topology, mini_batch=8, schedule="interleaved")
     best = planned_by(PLANNERS["interleaved"], own)
     assert isinstance(best, Candidate)
     found = Found(best, best.step_seconds, best.step_seconds, exact=True)
-    made = alternatives_of(own, Answer(found, {"interleaved": best}))
+    made = alternatives_of(problem(chain, topology, mini_batch=8), Answer(found, {"interleaved": best}))
     assert {"deepspeed", "torch"} <= {name for other in made for name in other.runtimes}
-    assert {other.schedule for other in made} <= set(SEARCHED)
+    *searched, proposed = made
+    assert {other.schedule for other in searched} <= set(SEARCHED)
+    assert (proposed.schedule, proposed.exact) == ("interleaved", False)
 
 
 def test_one_process_pays_for_all_launches(make_chain: MakeChain, make_topology: MakeTopology) -> None:

@@ -1,0 +1,274 @@
+"""A lower bound on the step of every plan of any schedule, on any devices in any order.
+
+It knows nothing of the order of actions but what every synchronous schedule has in common. M micro-batches;
+of a stage and a micro-batch f forward, b backward (of the input alone where the weights' gradient is an
+action of its own), w all of its work; c a transfer between stages; D devices, of which a stage takes r. All
+are the least that any device, number of replicas and link gives:
+
+    M x sum of r w / capacity    all the work, shared by all devices as fast as each of them is
+    sum of f + b                 one micro-batch, through all layers and back
+    M x that                     `naive`, which has one micro-batch at a time
+    lead + M w + e               a stage of a straight pipeline (one stage a device): its first action is an F
+                                 that came through the stages before it; e: of the all-reduce over its
+                                 replicas what cannot run beside its last backward
+    lead + M (f + b) + trail     its last B goes back through the stages before it
+
+The last two are minimised over all partitions by a dynamic programme on (devices used, layers done) that
+keeps the least lead and the least lead and trail, each by itself, for stages that meet a step; the step is
+bisected. Memory is not looked at, so that recomputation counts only where every stage is told to recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..cost_models.layer import LayerCosts
+from ..cost_models.machines.hardware import Device
+from .assembly import part_seconds
+from .plan_file import TIE
+from .search.space import Space, share_of
+from .stage_table import Floats
+
+if TYPE_CHECKING:
+    from .problem import Problem
+
+STRAIGHT = frozenset({"naive", "gpipe", "1f1b", "dapple"})
+"""One stage a device, whole backwards."""
+STRAIGHT_SPLIT = frozenset({"zb-h1", "zb-h2"})
+"""One stage a device; weight gradients may wait."""
+SLICED = frozenset({"autopipe"})
+"""Whose first micro-batch goes through in halves."""
+ANY = ("",)
+"""A schedule of which nothing is known."""
+HALVINGS = 12
+"""Of what is open between the simple bound and the step."""
+MOST_ENTRIES = 1e8
+"""Of the dynamic programme's tables in all: of more the simple bounds are left."""
+
+
+def universal_bound(problem: Problem, schedules: Iterable[str], step: float = inf) -> float:
+    """Seconds that no plan of these schedules is below, with the problem's micro-batches, limits and runtime;
+    it need not be told closer than to `step`, above which it does not go. inf where there is no plan."""
+    cases = [case for name in dict.fromkeys(schedules) for case in _cases(problem, name)]
+    # Cases that bound alike stand for each other.
+    distinct = sorted({case.key: case for case in cases}.values(), key=lambda case: case.simple)
+    low = min((case.simple for case in distinct), default=inf)
+    if low >= step:
+        return min(low, step)
+    cost = (HALVINGS + 2) * sum(case.entries for case in distinct)
+    if step == inf or cost > MOST_ENTRIES or problem.space.is_long:
+        return low
+    return _bisected(distinct, low, step)
+
+
+def work_bound(problem: Problem) -> float:
+    """A bound on the seconds between two steps of any schedule, also of one that is never flushed: the work,
+    as cheap as any number of replicas makes each layer, shared by all devices."""
+    cases = (case for name in ANY for case in _cases(problem, name))
+    return min((case.shared for case in cases), default=inf)
+
+
+def _bisected(cases: Sequence[_Case], low: float, step: float) -> float:
+    """The largest step from `low` on that is known to be too short for every case."""
+
+    def too_short(seconds: float) -> bool:
+        return not any(case.allows(seconds) for case in cases)
+
+    if too_short(step * (1 - TIE)):
+        return step * (1 - TIE)
+    high = step
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if too_short(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
+    """By micro-batch size, and by the numbers of replicas that stages may have together."""
+    kind = {"naive": "naive", **dict.fromkeys(SLICED, "sliced")}.get(schedule, "any")
+    if kind == "any" and schedule in STRAIGHT | STRAIGHT_SPLIT:
+        kind = "straight"
+    own = [setting for setting in problem.settings if setting.schedule == schedule] or problem.settings
+    for size, again in dict.fromkeys((s.micro_batch_size, s.recompute == "always") for s in own):
+        for counts in problem.replica_choices(size):
+            yield _Case(
+                space=problem.space,
+                reached=problem.reached,
+                kind=kind,
+                splits=schedule not in STRAIGHT,
+                size=size,
+                micro_batches=problem.mini_batch // size,
+                again=again,
+                counts=counts,
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """Plans of a kind of schedule with `micro_batches` of `size` samples, whose stages have these numbers of
+    replicas; `again`: every stage recomputes."""
+
+    space: Space
+    reached: int
+    kind: str
+    splits: bool
+    size: int
+    micro_batches: int
+    again: bool
+    counts: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What the bound depends on."""
+        return self.kind, self.splits, self.size, self.again, self.counts
+
+    @property
+    def entries(self) -> float:
+        """Of the tables of one question."""
+        if self.kind != "straight":
+            return 0.0
+        rows = sum(self.reached - count + 1 for count in self.counts)
+        return rows * (len(self._places) ** 2 + 3_000.0)
+
+    @cached_property
+    def _layers(self) -> list[tuple[Floats, Floats, Floats]]:
+        """By number of replicas, (layers,) each, seconds of a micro-batch: f, b and w."""
+        return [self._of_share(share_of(self.size, count)) for count in self.counts]
+
+    def _of_share(self, share: int) -> tuple[Floats, Floats, Floats]:
+        work = self.space.least(share, self._work)
+        if not self.splits:
+            forward = self.space.least_forward(share)
+            return forward, work - forward, work
+        back = self.space.least(share, partial(_least_backward, again=self.again))
+        return self.space.least_forward(share), back, work
+
+    def _work(self, costs: LayerCosts) -> Floats:
+        """(layers,): all seconds of every layer on a kind of device, before its scale."""
+        backward = costs.backward_seconds
+        if self.splits:
+            parts = part_seconds(costs, "input") + part_seconds(costs, "weight")
+            backward = np.minimum(backward, parts)
+        return (1 + self.again) * costs.forward_seconds + backward
+
+    @cached_property
+    def simple(self) -> float:
+        """The bounds that need no partition."""
+        if not self.counts:
+            return inf
+        path = float(np.min([forward + back for forward, back, _ in self._layers], axis=0).sum())
+        times = {"naive": float(self.micro_batches), "sliced": 0.5}.get(self.kind, 1.0)
+        return max(self.shared, times * path, self._launches)
+
+    @cached_property
+    def shared(self) -> float:
+        """The work of all micro-batches, shared by all devices."""
+        if not self.counts:
+            return inf
+        works = [count * work for count, (_, _, work) in zip(self.counts, self._layers, strict=True)]
+        return self.micro_batches * float(np.min(works, axis=0).sum()) / self._capacity
+
+    @cached_property
+    def _capacity(self) -> float:
+        """Devices, each counted as what it does in a second, at the most, of a second of the least work."""
+        topology, paces = self.space.topology, dict[Device, float]()
+        for kind in topology.kinds:
+            paces[kind] = max(
+                _most_share(self.space.least(share, self._work), self.space.on(kind, share, self._work))
+                for share in {share_of(self.size, count) for count in self.counts}
+            )
+        return sum(paces[topology.device(rank)] for rank in range(self.reached))
+
+    @property
+    def _launches(self) -> float:
+        """Host seconds of all launches, where one process makes them."""
+        if not self.space.one_process:
+            return 0.0
+        costs = self.space.table(share_of(self.size, max(self.counts))).costs
+        forward, backward = costs.forward_host_seconds.sum(), costs.backward_host_seconds.sum()
+        return self.micro_batches * float((1 + self.again) * forward + backward)
+
+    def allows(self, seconds: float) -> bool:
+        """Whether there may be a plan of so many seconds."""
+        if seconds < self.simple:
+            return False
+        return self.kind != "straight" or self._reaches(seconds * (1 + TIE / 10))
+
+    def _reaches(self, seconds: float) -> bool:
+        last = len(self._places) - 1
+        lead, both = (np.full((self.reached + 1, last + 1), inf) for _ in range(2))
+        lead[0, 0] = both[0, 0] = 0.0
+        for used in range(1, self.reached + 1):
+            for index, count in enumerate(self.counts):
+                if count > used or not np.isfinite(lead[used - count]).any():
+                    continue
+                forward, around, work, tail = self._stages[index]
+                before, both_before = lead[used - count][:, None], both[used - count][:, None]
+                fits = (before + self.micro_batches * work + tail <= seconds) & (
+                    both_before + self.micro_batches * around <= seconds
+                )
+                ahead = np.where(fits, before + forward, inf).min(axis=0) + self._cuts
+                there_and_back = np.where(fits, both_before + around, inf).min(axis=0) + 2 * self._cuts
+                lead[used] = np.minimum(lead[used], ahead)
+                both[used] = np.minimum(both[used], there_and_back)
+            if np.isfinite(lead[used, last]):
+                return True
+        return False
+
+    @cached_property
+    def _places(self) -> tuple[int, ...]:
+        return self.space.table(self.space.chain.sizes[0]).places
+
+    @cached_property
+    def _stages(self) -> list[tuple[Floats, Floats, Floats, Floats]]:
+        """By number of replicas, (places, places) each, inf where there is no stage: f, f + b, w, and what of
+        the all-reduce follows."""
+        table, made = self.space.table(self.space.chain.sizes[0]), []
+        gradients = table.between(table.costs.trainable_bytes)
+        for count, (forward, back, work) in zip(self.counts, self._layers, strict=True):
+            tail = np.zeros_like(gradients)
+            if count > 1 and not self.splits:
+                reduced = 2 * (count - 1) / count * gradients / self._fastest
+                tail = np.maximum(reduced - table.between(back), 0.0)
+            whole = np.where(table.valid, table.between(work), inf)
+            made.append((table.between(forward), table.between(forward + back), whole, tail))
+        return made
+
+    @property
+    def _fastest(self) -> float:
+        """Bytes a second of the fastest link."""
+        return max(level.link.bandwidth_bytes_per_second for level in self.space.topology.levels)
+
+    @cached_property
+    def _cuts(self) -> Floats:
+        """(places,): seconds of a transfer: a replica of the smaller side sends its share, through no more
+        than a port of every level."""
+        levels = self.space.topology.levels
+        together = sum(level.link.bandwidth_bytes_per_second for level in levels)
+        latency = min(level.link.latency_seconds for level in levels)
+        shares = {share_of(self.size, count) for count in self.counts}
+        sent = np.min([self.space.table(share).crossing for share in shares], axis=0)
+        cuts: Floats = sent / together + latency
+        cuts[-1] = 0.0
+        return cuts
+
+
+def _least_backward(costs: LayerCosts, *, again: bool) -> Floats:
+    """(layers,): of a B that may leave the weights' gradient for later; the input's alone."""
+    own: Floats = np.minimum(part_seconds(costs, "input"), costs.backward_seconds)
+    return own + again * costs.forward_seconds
+
+
+def _most_share(least: Floats, own: Floats) -> float:
+    """The largest share that the least work is of a device's own; 1 where there is no work."""
+    known = own > 0
+    return float((least[known] / own[known]).max(initial=0.0)) or 1.0

@@ -1,0 +1,233 @@
+"""A bound holds for every plan that the answer was allowed to be, and says which these are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import permutations
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.errors import DefectError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.machines.hardware import Level
+from pplan.cost_models.topology import Device, Group, Link, Topology
+from pplan.planner import find as finding
+from pplan.planner.candidate import Candidate, Proposal
+from pplan.planner.coverage import as_searched, is_searched
+from pplan.planner.find import find, joint_search, planned_by, searched, with_bound
+from pplan.planner.objectives.objective import Objective
+from pplan.planner.objectives.solved import solve_for
+from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.planners import PLANNERS
+from pplan.planner.problem import Problem
+from pplan.planner.scoring import fastest
+from pplan.planner.search.branch_and_bound import Found
+from pplan.planner.setting import SEARCHED
+from pplan.planner.solve import solve
+from pplan.planner.wishes import Wishes
+
+MakeChain = Callable[..., Chain]
+REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
+MIB = 2**20
+
+
+def solved(chain: Chain, topology: Topology, **wishes: Any) -> Plan:
+    return solve(chain, topology, Wishes(**wishes), model="toy", profile=REFERENCE)
+
+
+def uneven_nodes() -> Topology:
+    """Three devices and two."""
+    levels = (Level("node", 3, Link(30.0, 0.0)), Level("network", None, Link(20.0, 0.0)))
+    return Topology((Group(Device("toy", None), 5),), levels)
+
+
+def one_fast(slow: int = 3) -> Topology:
+    """A device of 2.5 times the speed, before others of its node."""
+    groups = (Group(Device("fast", None, 2.5), 1), Group(Device("slow", None), slow))
+    return Topology(groups, (Level("node", None, Link(20.0, 0.0)),))
+
+
+def gpt() -> Chain:
+    """Six blocks between an embedding and a head, as the README has them, measured at four samples."""
+    rows = [(0.2, 0.5, 8.0, 0.0625, 393.0), *[(4.0, 8.0, 8.0, 224.0, 192.08)] * 6]
+    rows += [(0.1, 0.2, 8.0, 8.0, 0.01), (6.1, 12.2, 196.5, 196.5, 393.0)]
+    forward, backward, output, saved, parameters = np.array(rows).T
+    layers = len(rows)
+    nothing = np.zeros((layers, 1))
+    return Chain(
+        names=("embed", *(f"layers.{index}" for index in range(6)), "norm", "head"),
+        sizes=(4,),
+        parameter_bytes=MIB * parameters,
+        trainable_bytes=MIB * parameters,
+        buffer_bytes=np.zeros(layers),
+        cut_after=np.append(np.ones(layers - 1, dtype=np.bool_), False),
+        input_bytes_per_sample=16384.0,
+        forward_seconds=1e-3 * forward[:, None],
+        backward_seconds=1e-3 * backward[:, None],
+        output_bytes=MIB * output[:, None],
+        saved_bytes=MIB * saved[:, None],
+        saved_input_bytes=nothing,
+        workspace_bytes=nothing,
+        forward_host_seconds=nothing,
+        backward_host_seconds=nothing,
+        scales_with_samples=True,
+    )
+
+
+def four_gpus(memory_gib: float) -> Topology:
+    device = Device("toy", int(memory_gib * 2**30))
+    return Topology((Group(device, 4),), (Level("node", None, Link(250e9, 5e-6)),))
+
+
+TRAINING: dict[str, Any] = {"mini_batch": 64, "micro_batches": 16, "optimizer": "adam"}
+
+
+class TestTheReadmesExample:
+    """1F1B and GPipe are searched; of the others plans are proposed."""
+
+    def test_what_is_searched_is_exact(self) -> None:
+        plan = solved(gpt(), four_gpus(6), **TRAINING)
+        assert plan.prediction.step_seconds == pytest.approx(0.431, rel=2e-3)
+        assert plan.prediction.exact
+        assert plan.schedule in SEARCHED
+        assert "1f1b and gpipe" in plan.prediction.bound_covers
+        assert "stages on consecutive devices in rank order" in plan.prediction.bound_covers
+        assert "interleaved" not in plan.prediction.bound_covers
+
+    @pytest.mark.parametrize(
+        "wishes", [{"schedule": "zb-h1"}, {"runtime": "torch"}], ids=["named", "runtime"]
+    )
+    def test_what_is_proposed_is_not(self, wishes: dict[str, Any]) -> None:
+        plan = solved(gpt(), four_gpus(6), **TRAINING, **wishes)
+        predicted = plan.prediction
+        assert plan.schedule == "zb-h1"
+        assert predicted.step_seconds == pytest.approx(0.415, rel=2e-3)
+        assert not predicted.exact
+        assert 0.36 < predicted.lower_bound_seconds < predicted.step_seconds * 0.999
+        assert "zb-h1" in predicted.bound_covers
+        assert "any order" in predicted.bound_covers
+
+    def test_naive_replicas_share_a_micro_batch(self) -> None:
+        """Nothing overlaps, and four replicas take a quarter of the time all the same."""
+        wishes = {"mini_batch": 64, "micro_batches": 16, "schedule": "naive"}
+        best = solved(gpt(), four_gpus(40), **wishes).prediction
+        even = solved(gpt(), four_gpus(40), planner="even", **wishes).prediction
+        assert best.step_seconds < even.step_seconds / 1.9
+        assert not even.exact
+        assert even.lower_bound_seconds <= best.step_seconds
+
+    def test_a_proposed_interleaved_plan_is_an_alternative(self) -> None:
+        plan = solved(gpt(), four_gpus(40), mini_batch=16, micro_batches=4)
+        rows = [other for other in plan.alternatives if other.schedule == "interleaved"]
+        assert plan.schedule in SEARCHED
+        assert len(rows) == 1
+        assert not rows[0].exact
+        assert "not searched" in rows[0].reason
+        assert ("faster" if rows[0].step_seconds < plan.prediction.step_seconds else "slower") in rows[
+            0
+        ].reason
+
+    def test_the_planner_of_interleaved_pipelines_may_be_asked(self) -> None:
+        plan = solved(gpt(), four_gpus(40), mini_batch=16, micro_batches=4, planner="interleaved")
+        assert plan.schedule == "interleaved"
+        assert not plan.prediction.exact
+        assert "interleaved" in plan.prediction.bound_covers
+
+
+@pytest.mark.parametrize("seed", [11, 25])
+class TestAPlannersOtherPlacement:
+    """DAPPLE takes devices of both nodes for the first stage: no order that is searched does."""
+
+    WISHES: dict[str, Any] = {"mini_batch": 16, "micro_batches": 4, "recompute": "never", "schedule": "1f1b"}
+
+    def made(self, seed: int, make_chain: MakeChain, **more: Any) -> Problem:
+        chain = make_chain(seed, 7, traffic=0.3, cuts=1.1)
+        return Problem(chain, uneven_nodes(), Wishes(**self.WISHES, **more))
+
+    def test_it_is_the_answer_and_not_proven(
+        self, seed: int, make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        problem = self.made(seed, make_chain)
+        space, dapple = searched(problem), planned_by(PLANNERS["dapple"], problem)
+        assert isinstance(dapple, Candidate)
+        assert space.exact
+        assert dapple.step_seconds < 0.98 * space.bound_seconds
+        for small in (1_000, 0):  # also where costly planners are asked after the search
+            monkeypatch.setattr(finding, "SMALL", small)
+            answer = find(problem)
+            assert isinstance(answer.by_planner["dapple"], Candidate)
+            assert answer.best is not None
+            assert answer.best.step_seconds <= dapple.step_seconds * (1 + 1e-9)
+            assert answer.found.universal
+            assert not answer.found.exact
+            assert answer.found.bound_seconds < 0.999 * dapple.step_seconds
+
+    def test_its_own_plan_has_a_bound_that_holds_for_it(self, seed: int, make_chain: MakeChain) -> None:
+        named = find(self.made(seed, make_chain, planner="dapple")).found
+        assert named.best is not None
+        assert not named.exact
+        assert named.universal
+        assert named.bound_seconds < 0.999 * named.best.step_seconds
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_other_assignment_of_the_devices_is_faster(seed: int, make_chain: MakeChain) -> None:
+    """Of four devices of two kinds, every one, for the cuts and replicas of the answer."""
+    topology = one_fast()
+    chain = make_chain(seed, 6, traffic=0.2, cuts=1.1)
+    problem = Problem(chain, topology, Wishes(mini_batch=8))
+    answer = find(problem)
+    best = answer.best
+    assert best is not None
+    replicas = best.proposal.replicas
+    others = []
+    for order in permutations(range(4), sum(replicas)):
+        ranks = iter(order)
+        devices = tuple(tuple(next(ranks) for _ in range(count)) for count in replicas)
+        others.append(Proposal(best.setting, best.proposal.ends, devices))
+    other = fastest(problem.space, others)
+    assert other is not None
+    assert best.step_seconds <= other.step_seconds * (1 + 1e-9)
+    in_order = searched(problem)
+    assert in_order.exact
+    assert answer.found.exact == (best.step_seconds >= in_order.bound_seconds * (1 - 1e-9))
+
+
+@pytest.mark.parametrize("name", ["memory", "cost", "throughput"])
+def test_objectives_say_which_plans_they_speak_of(name: str, make_chain: MakeChain) -> None:
+    prices = {"": 1.0} if name == "cost" else {}
+    problem = Problem(make_chain(2, 6, traffic=0.2, cuts=1.1), one_fast(1), Wishes(mini_batch=4))
+    plan = solve_for(Objective(name, prices=prices), problem, model="toy", profile=REFERENCE)
+    assert "devices" in plan.prediction.bound_covers
+    if plan.objective is not None:
+        assert "devices" in plan.objective.covers
+
+
+def test_devices_that_are_alike_are_searched(make_chain: MakeChain) -> None:
+    problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), Wishes(mini_batch=4))
+    setting = problem.settings[0]
+    shuffled = Proposal(setting, (2, 4, 6), ((2,), (1, 3), (0,)))
+    assert not is_searched(problem, shuffled)
+    assert as_searched(problem, shuffled).devices == ((1,), (2, 3), (0,))
+    between = Proposal(setting, (2, 4, 6), ((2,), (0,), (1, 3)))
+    assert as_searched(problem, between) == between
+    assert not is_searched(problem, replace(shuffled, setting=replace(setting, schedule="zb-h1")))
+
+
+def test_no_bound_is_lowered_to_a_step(make_chain: MakeChain) -> None:
+    """A plan of the searched space below the search's bound: one of the two is wrong."""
+    problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), Wishes(mini_batch=4))
+    found = searched(problem)
+    assert found.best is not None
+    wrong = Found(found.best, 2 * found.bound_seconds, found.bound_seconds, exact=True)
+    with pytest.raises(DefectError, match="is below its bound"):
+        with_bound(problem, found.best, wrong)
+
+
+def test_nothing_fits(make_chain: MakeChain) -> None:
+    found = joint_search(Problem(make_chain(1, 6), one_fast(), Wishes(mini_batch=4, memory_limit=1)))
+    assert (found.best, found.bound_seconds) == (None, inf)
