@@ -7,19 +7,20 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ..cost_models.errors import UsageError
-from .candidate import Candidate, Planner
+from .candidate import Candidate, Planner, Proposal
 from .other_schedules import transplanted, work_bound
 from .plan_file import TIE
 from .planners import PLANNERS, planner_named, refusal
 from .problem import Problem
 from .scoring import fastest
 from .search.branch_and_bound import Found, search
+from .search.budget import WORK_A_SECOND, OutOfTime
 from .search.large import is_large, search_large
 from .search.space import Space
 from .setting import SEARCHED
 
-WORK_A_SECOND = 1e9
-"""Of the search's counted work: about what one core does in a second."""
+SEARCH_SHARE = 0.6
+"""Of the work that the time limit stands for, what the search may do; the rest is for what is not counted."""
 BEST, INTERLEAVED = "best", "interleaved"
 COSTLY = ("pipedream", "pipedream-published", "dapple", "alpa", "interleaved")
 """Planners that search themselves: where the problem is not small, they are asked only where the joint search
@@ -63,9 +64,9 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
     others = [name for name in planners if name not in first and not (found.exact and name in SEARCHING)]
     if others:
         by_planner |= {name: planned_by(planner_named(name), problem) for name in others}
-        found = _with(problem, found, _plans(by_planner))
+        found = _with(found, _plans(by_planner))
     if not found.exact:
-        found = _with(problem, found, _on_fewer(problem))
+        found = _with(found, _on_fewer(problem))
     return Answer(found, by_planner)
 
 
@@ -96,12 +97,13 @@ def _plans(by_planner: Mapping[str, Candidate | str]) -> list[Candidate]:
     return [plan for plan in by_planner.values() if isinstance(plan, Candidate)]
 
 
-def _with(problem: Problem, found: Found, plans: Iterable[Candidate]) -> Found:
-    """The answer, unless one of the plans is faster: then searched again from that."""
+def _with(found: Found, plans: Iterable[Candidate]) -> Found:
+    """The answer, unless one of the plans is faster: then that, with the bound that is known."""
     best = min(plans, key=lambda plan: plan.step_seconds, default=None)
     if best is None or (found.best is not None and found.best.step_seconds <= best.step_seconds):
         return found
-    return joint_search(problem, [best])
+    bound = min(found.bound_seconds, best.step_seconds)
+    return replace(found, best=best, bound_seconds=bound, exact=bound >= best.step_seconds * (1 - TIE))
 
 
 def _of_planner(plan: Candidate | None, found: Found) -> Found:
@@ -113,7 +115,16 @@ def _of_planner(plan: Candidate | None, found: Found) -> Found:
 
 def planned_by(planner: Planner, problem: Problem) -> Candidate | str:
     """The planner's best plan under the problem's costs and limits, or why there is none."""
-    proposals = [proposal for proposal in planner.propose(problem) if problem.allows(proposal)]
+    proposals = list[Proposal]()
+    try:
+        for proposal in planner.propose(problem):
+            if problem.allows(proposal):
+                proposals.append(proposal)
+            if proposals:
+                problem.budget.check()
+    except OutOfTime:
+        if not proposals:
+            return "the time limit was reached before it proposed a plan"
     if not proposals:
         return refusal(planner, problem)
     return fastest(problem.space, proposals) or _unfit(problem.space)
@@ -148,8 +159,11 @@ def searched(
 ) -> Found:
     """The search of the schedules that it knows, from these plans; `work`: else as long as was wished. Not of
     the `whole` space: of plans near good ones, as of a problem that is too large."""
-    work = problem.wishes.time_limit * WORK_A_SECOND if work is None else work
+    work = SEARCH_SHARE * problem.wishes.time_limit * WORK_A_SECOND if work is None else work
     own = [plan for plan in seeds if plan.setting.schedule in SEARCHED]
     large = is_large(problem.space, problem.families) or not whole
-    find_in = search_large if large else search
-    return find_in(problem.space, problem.families, problem.stage_counts, own, work)
+    if not large:
+        return search(problem.space, problem.families, problem.stage_counts, own, work)
+    return search_large(
+        problem.space, problem.families, problem.stage_counts, own, work, deeper=problem.may_be_deeper
+    )

@@ -221,6 +221,7 @@ def _groups(space: Space, setting: Setting, runs: Runs, limit: float) -> Iterato
             continue
         at: dict[int, tuple[Team, npt.NDArray[np.bool_]]] = {}
         for position in range(0, len(ranks) - count + 1, runs.unit):
+            space.budget.check()
             team = space.team(setting.micro_batch_size, ranks[position : position + count])
             own = at.setdefault(id(team), (team, np.zeros(len(ranks) + 1, dtype=np.bool_)))
             own[1][position] = True

@@ -21,6 +21,7 @@ from ...cost_models.topology import Topology
 from ...cost_models.ways import Ways
 from ..stage_table import Floats, StageTable, ledger_options
 from ..wishes import Limits
+from .budget import SearchBudget
 from .exposed import Buckets, buckets_of
 
 MOST_BLOCKS = 220
@@ -50,6 +51,8 @@ class Space:
     dtype: str = "float32"
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
+    budget: SearchBudget = field(default_factory=SearchBudget)
+    """What everything that is done with the space may take."""
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
     _teams: dict[object, Team] = field(default_factory=dict, init=False)
     _joined: dict[tuple[int, ...], object] = field(default_factory=dict, init=False)
@@ -136,7 +139,7 @@ class Space:
     def _least(self, size: int, seconds: Callable[[LayerCosts], Floats]) -> Floats:
         """(layers,): the seconds on the device that is fastest for each layer."""
         least: Floats = np.minimum.reduce(
-            [seconds(self._timed(kind, size).costs) * kind.seconds_scale for kind in self.topology.kinds]
+            [seconds(self.timed(kind, size).costs) * kind.seconds_scale for kind in self.topology.kinds]
         )
         return least
 
@@ -163,7 +166,7 @@ class Space:
     def _team(self, size: int, devices: tuple[int, ...]) -> Team:
         kinds = self._kinds(devices)
         share = share_of(size, len(devices))
-        timed = [(self._timed(kind, share), kind.seconds_scale) for kind in kinds]
+        timed = [(self.timed(kind, share), kind.seconds_scale) for kind in kinds]
         forward = np.maximum.reduce([table.forward * scale for table, scale in timed])
         backward = [table.backward * scale for table, scale in timed]
         tail = np.zeros_like(forward)
@@ -191,7 +194,7 @@ class Space:
             ledger=ledger_options(least, self.dtype),
         )
 
-    def _timed(self, kind: Device, size: float) -> StageTable:
+    def timed(self, kind: Device, size: float) -> StageTable:
         if kind.profile is None:
             return self.table(size)
         if kind.profile not in self.profiles:
