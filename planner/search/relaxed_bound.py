@@ -137,7 +137,7 @@ class RelaxedBound:
         """Seconds of a micro-batch on the longest stage of a plan that is faster than the best one known."""
         setting = problem.setting
         count = setting.micro_batches - (0.5 if setting.recompute == "except_last" else 0.0)
-        x = problem.seconds(problem.held(1))
+        x = 2 * problem.stages.forward + problem.stages.backward
         longest = float(x[np.isfinite(x)].max(initial=0.0))
         return min(self.step / count, longest)
 
