@@ -146,12 +146,13 @@ class Topology:
 
         {1} where the level joins none of them; one number where they are spread evenly. Raises UsageError.
         """
-        ranks = set(devices)
-        self._check(*ranks)
+        ranks = np.unique(np.array(list(devices), dtype=np.int64))
+        self._check(*ranks[:1].tolist(), *ranks[-1:].tolist())
         made = []
         for inner, outer in zip(self._inner, (*self._inner[1:], None), strict=True):
-            held = {(0 if outer is None else rank // outer, rank // inner) for rank in ranks}
-            made.append(frozenset(Counter(group for group, _ in held).values()))
+            held = np.unique(ranks // inner)
+            groups = held * 0 if outer is None else held // (outer // inner)
+            made.append(frozenset(np.unique(groups, return_counts=True)[1].tolist()))
         return made
 
     def with_gpus(self, gpus: int) -> Topology:

@@ -58,6 +58,7 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
         return Answer(_of_planner(plan if isinstance(plan, Candidate) else None, found), {named: plan})
     quick = is_small(problem)
     first = [name for name in planners if quick or name not in COSTLY]
+    # Cheap ones with few plans first: there is to be one of them whatever the time.
     by_planner = {name: planned_by(planner_named(name), problem) for name in first}
     found = joint_search(problem, _plans(by_planner))
     # Of an exact answer it is proven that no plan of a schedule that was searched is faster.
@@ -74,6 +75,8 @@ def _on_fewer(problem: Problem) -> list[Candidate]:
     """The best plan on the largest power of two of devices below all of them: more devices may not make the
     answer worse, also where it is not proven."""
     if problem.gpus == 1 or problem.wishes.use_all or is_large(problem.space, problem.families):
+        return []
+    if problem.budget.spent:
         return []
     gpus = 1 << ((problem.gpus - 1).bit_length() - 1)
     wishes = replace(problem.wishes, mini_batch=problem.mini_batch)

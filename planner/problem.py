@@ -160,18 +160,16 @@ class Problem:
         reached = self.topology if self.reached == self.gpus else self.topology.with_gpus(self.reached)
         return placements(reached)[:1]
 
-    @property
+    @cached_property
     def _replicas(self) -> list[tuple[int, ...]]:
         """The numbers of replicas that stages may have together."""
         if not self._replicated:
             return [(1,)]
+        reached = self.reached
         counts = tuple(
             count
-            for count in range(1, self.reached + 1)
-            if count <= EVERY_COUNT
-            or count & (count - 1) == 0
-            or _is_three_halves(count)
-            or count == self.reached
+            for count in range(1, reached + 1)
+            if count <= EVERY_COUNT or count & (count - 1) == 0 or _is_three_halves(count) or count == reached
         )
         if self.runtime is not None and self.runtime.replicas == "equal":
             return [(count,) for count in counts]
@@ -214,6 +212,10 @@ class Problem:
             and (runtime is None or not chunked or runtime.virtual_stages)
             and all(rank < self.reached for devices in proposal.devices for rank in devices)
         )
+
+    def timed(self) -> Problem:
+        """The same with its time limit running: everything that is done for it shares what is left."""
+        return replace(self, budget=SearchBudget.of_seconds(self.wishes.time_limit))
 
     @property
     def freest(self) -> Problem:

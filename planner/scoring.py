@@ -43,8 +43,10 @@ def fastest(space: Space, proposals: Iterable[Proposal], limit: float = inf) -> 
     key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.setting), len(p.ends))  # noqa: E731
     tried: list[_Trial] = []
     for _, alike in groupby(sorted(unique, key=key), key=key):
+        if tried and space.budget.over:
+            break
         tried += _trials(space, list(alike))
-    return _fastest_of(sorted(tried, key=lambda trial: trial.bound), limit)
+    return _fastest_of(space, sorted(tried, key=lambda trial: trial.bound), limit)
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,13 @@ class _Trial:
     score: Callable[[float], Candidate | None]
 
 
-def _fastest_of(trials: Iterable[_Trial], limit: float) -> Candidate | None:
-    """The fastest of them, which stand with the lowest bounds first."""
+def _fastest_of(space: Space, trials: Iterable[_Trial], limit: float) -> Candidate | None:
+    """The fastest of them, which stand with the lowest bounds first; where the time is over, of those that
+    were scored by then, one at least."""
     best: Candidate | None = None
     loose = 0
     for trial in trials:
-        if trial.bound >= limit:
+        if trial.bound >= limit or (best is not None and space.budget.over):
             break
         loose += not trial.tight
         if not trial.tight and loose > MOST_TRIED:
@@ -90,19 +93,25 @@ def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) 
     best: Candidate | None = None
     fitting = 0
     for index in np.argsort(works, kind="stable")[:MOST_TRIED].tolist():
-        if works[index] >= limit or fitting == MOST_SCORED:
+        if works[index] >= limit or fitting == MOST_SCORED or (best is not None and space.budget.over):
             break
         narrow = narrowed(space, own[index].ends)
         straight = own[index].setting.schedule in SEARCHED
         fitting += not straight or modes_of(narrow, own[index]) is not None
-        found = _fastest_of(_trials(narrow, [own[index]]), limit)
+        found = _fastest_of(space, _trials(narrow, [own[index]]), limit)
         if found is not None:
             best, limit = found, found.step_seconds
     return best
 
 
 def _straight_trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Trial]:
-    fitting = [(p, modes) for p in proposals if (modes := modes_of(space, p)) is not None]
+    fitting = list[tuple[Proposal, tuple[Recompute, ...]]]()
+    for proposal in proposals:
+        if fitting and space.budget.over:
+            break
+        modes = modes_of(space, proposal)
+        if modes is not None:
+            fitting.append((proposal, modes))
     if not fitting:
         return
     pipelines = pipelines_of(space, [p for p, _ in fitting], [modes for _, modes in fitting])

@@ -128,7 +128,10 @@ class RelaxedBound:
         if low <= high:
             bounds = np.full(problem.depth, bound)
             bounds[0] = inf
-            allowed = [k in self.counts or (self.deeper and k > max(self.counts)) for k in range(1, problem.depth + 1)]
+            allowed = [
+                k in self.counts or (self.deeper and k > max(self.counts))
+                for k in range(1, problem.depth + 1)
+            ]
             allowed[-1] = allowed[-1] or most > problem.depth
             bounds[~np.array(allowed)] = inf
             yield _Range(problem, family, low, high, bounds, _first_prices(problem, bound))

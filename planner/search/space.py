@@ -55,7 +55,7 @@ class Space:
     """What everything that is done with the space may take."""
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
     _teams: dict[object, Team] = field(default_factory=dict, init=False)
-    _joined: dict[tuple[int, ...], object] = field(default_factory=dict, init=False)
+    _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
 
     def table(self, size: float) -> StageTable:
         """The stages of the chain, as profiled, at a micro-batch size of one device."""
@@ -120,7 +120,7 @@ class Space:
 
     def limit(self, devices: Sequence[int]) -> float:
         """Bytes that each of these devices may hold, inf for any number."""
-        own = [self.memory_limit, *(self.topology.device(rank).memory_bytes for rank in devices)]
+        own = [self.memory_limit, *(kind.memory_bytes for kind in self._kinds(devices))]
         return min((float(limit) for limit in own if limit is not None), default=inf)
 
     def fits_someone(self, size: int, replicas: int) -> bool:
@@ -153,14 +153,29 @@ class Space:
     def team(self, size: int, devices: Sequence[int]) -> Team:
         """What stages cost on these devices, which share micro-batches of `size` samples."""
         devices = tuple(devices)
-        if devices not in self._joined:
-            self._joined[devices] = (self._kinds(devices), alike(self.topology, devices))
-        key = (size, self._joined[devices])
+        run = self._run(devices)
+        if run not in self._joined:
+            self._joined[run] = (self._kinds(devices), alike(self.topology, devices))
+        key = (size, self._joined[run])
         if key not in self._teams:
             self._teams[key] = self._team(size, devices)
         return self._teams[key]
 
+    def _run(self, devices: tuple[int, ...]) -> tuple[object, ...]:
+        """What tells devices apart: runs of one length that begin at the same place of a node are the same
+        where nodes are."""
+        first, count = devices[0], len(devices)
+        if self._single_kind and self.ways.alike and devices == tuple(range(first, first + count)):
+            return "run", first % self.topology.gpus_per_node, count
+        return devices
+
+    @cached_property
+    def _single_kind(self) -> bool:
+        return len(self.topology.kinds) == 1
+
     def _kinds(self, devices: Sequence[int]) -> tuple[Device, ...]:
+        if self._single_kind:
+            return self.topology.kinds
         return tuple(dict.fromkeys(self.topology.device(rank) for rank in devices))
 
     def _team(self, size: int, devices: tuple[int, ...]) -> Team:
