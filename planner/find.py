@@ -27,6 +27,9 @@ COSTLY = ("pipedream", "pipedream-published", "dapple", "alpa", "interleaved")
 proves less."""
 SEARCHING = ("pipedream", "pipedream-published", "dapple", "alpa")
 """Those of them whose plans are of the schedules that the joint search knows."""
+SIMPLE = ("one-gpu", "data-parallel", "even")
+"""Planners that are asked whatever the time."""
+OUT_OF_TIME = "the time limit was reached before it made a plan"
 SMALL = 1_000
 """Devices times blocks between cuts."""
 
@@ -58,7 +61,6 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
         return Answer(_of_planner(plan if isinstance(plan, Candidate) else None, found), {named: plan})
     quick = is_small(problem)
     first = [name for name in planners if quick or name not in COSTLY]
-    # Cheap ones with few plans first: there is to be one of them whatever the time.
     by_planner = {name: planned_by(planner_named(name), problem) for name in first}
     found = joint_search(problem, _plans(by_planner))
     # Of an exact answer it is proven that no plan of a schedule that was searched is faster.
@@ -117,7 +119,10 @@ def _of_planner(plan: Candidate | None, found: Found) -> Found:
 
 
 def planned_by(planner: Planner, problem: Problem) -> Candidate | str:
-    """The planner's best plan under the problem's costs and limits, or why there is none."""
+    """The planner's best plan under the problem's costs and limits, or why there is none. Where the time is
+    over only the simple ones still make one, so that there is a plan."""
+    if problem.budget.over and planner.name not in SIMPLE:
+        return OUT_OF_TIME
     proposals = list[Proposal]()
     try:
         for proposal in planner.propose(problem):
@@ -127,7 +132,7 @@ def planned_by(planner: Planner, problem: Problem) -> Candidate | str:
                 problem.budget.check()
     except OutOfTime:
         if not proposals:
-            return "the time limit was reached before it proposed a plan"
+            return OUT_OF_TIME
     if not proposals:
         return refusal(planner, problem)
     return fastest(problem.space, proposals) or _unfit(problem.space)

@@ -23,11 +23,11 @@ import numpy as np
 
 from ..candidate import Candidate
 from ..plan_file import TIE
+from .budget import OutOfTime, SearchBudget
 from .placements import Placement
 from .runs import Runs
 from .space import Space
 from .subproblem import Chunk, Family, Subproblem
-from .budget import OutOfTime, SearchBudget
 
 WORK = 3e9
 """What a search may spend unless it is told, see `SearchBudget`."""

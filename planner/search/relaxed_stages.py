@@ -1,8 +1,8 @@
 """What a stage costs at the least, on any devices of a kind: the tables of the relaxed problem.
 
 Numbers of replicas with the same share of a micro-batch cost the same, so the fewest of them stand for all;
-of very many shares neighbours are taken together, with the least of each figure of a layer. Transfers go over
-the fastest link, all-reduces send what any must send through the ports of a node.
+of very many shares neighbours are taken together, with the least of each figure of a layer. Transfers leave
+by the ports of all levels at once, all-reduces send what any must send through the ports of a node.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -115,7 +116,7 @@ def _grouped(own: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
         return [[each] for each in own]
     ends = np.geomspace(SINGLE_SHARES, len(own), MOST_SHARES - SINGLE_SHARES + 1).round().astype(int)
     bounds = np.unique([*range(SINGLE_SHARES), *ends])
-    return [own[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [own[start:end] for start, end in pairwise(bounds.tolist())]
 
 
 def _choice(space: Space, kind: Device, kinds: Sequence[Device], counts: Replicas, size: int) -> Team:
@@ -194,10 +195,10 @@ def _bandwidth(link: object) -> float:
 
 
 def _cut_seconds(topology: Topology, table: StageTable) -> Floats:
-    """(places,): the transfer of a replica's share over the fastest link. A stage that follows with fewer
-    replicas has a larger share to take."""
+    """(places,): the transfer of a replica's share, over a port of each level at once, as to receivers on
+    its own node and on others. A stage that follows with fewer replicas has a larger share to take."""
     links = [level.link for level in topology.levels]
-    bandwidth, latency = max(map(_bandwidth, links)), min(link.latency_seconds for link in links)
+    bandwidth, latency = sum(map(_bandwidth, links)), min(link.latency_seconds for link in links)
     seconds = table.crossing / bandwidth
     seconds[1:-1] += latency
     made: Floats = seconds

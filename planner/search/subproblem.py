@@ -11,6 +11,7 @@ from ..candidate import Candidate, Proposal
 from ..plan_file import TIE
 from ..setting import Setting
 from ..stage_table import Floats
+from .budget import SearchBudget
 from .gpipe import GPipeBound
 from .one_f_one_b import RoundTripBound
 from .options import Group, Indices, Options, options_of
@@ -19,7 +20,6 @@ from .pipelines import Pipelines
 from .placements import Placement
 from .runs import Runs
 from .space import Space, share_of
-from .budget import SearchBudget
 
 BEAM = 32
 CHUNK = 1_024
