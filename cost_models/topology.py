@@ -17,10 +17,31 @@ from .errors import UsageError
 from .machines.hardware import Amount, Device, Group, Level, Link, Port
 from .quantities import format_bytes
 
-__all__ = ["Amount", "Device", "Group", "Level", "Link", "Port", "Topology", "two_level_topology"]
+__all__ = [
+    "Amount",
+    "Device",
+    "Group",
+    "Level",
+    "Link",
+    "Port",
+    "Topology",
+    "check_devices",
+    "two_level_topology",
+]
 
+MOST_DEVICES = 65_536
+"""Of a topology."""
 NODE = "node"
 """The level of this name is what one process reaches; without one it is the innermost."""
+
+
+def check_devices(count: int, what: str) -> None:
+    """Raises UsageError for more devices than are planned for; `what` names the count."""
+    if count > MOST_DEVICES:
+        raise UsageError(
+            f"{what} {count}: at most {MOST_DEVICES} devices are planned for",
+            f"Give up to {MOST_DEVICES}: larger clusters run copies of a plan for fewer.",
+        )
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,7 @@ class Topology:
                 raise UsageError(
                     f"count {count} of {device.name}: must be at least 1", "Give count = 8, say."
                 )
+        check_devices(self.gpus, "devices")
         if not self.groups or not self.levels:
             raise UsageError("a topology without devices or levels", "Give at least one of each.")
         names = [level.name for level in self.levels]

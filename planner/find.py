@@ -30,6 +30,8 @@ SEARCHING = ("pipedream", "pipedream-published", "dapple", "alpa")
 SIMPLE = ("one-gpu", "data-parallel", "even")
 """Planners that are asked whatever the time."""
 OUT_OF_TIME = "the time limit was reached before it made a plan"
+PLANNER_SHARE = 0.2
+"""Of the time that is left, what the proposals of one planner may take."""
 SMALL = 1_000
 """Devices times blocks between cuts."""
 
@@ -60,7 +62,8 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
         found = joint_search(problem, _plans(own))
         return Answer(_of_planner(plan if isinstance(plan, Candidate) else None, found), {named: plan})
     quick = is_small(problem)
-    first = [name for name in planners if quick or name not in COSTLY]
+    large = is_large(problem.space, problem.families)
+    first = [name for name in planners if quick or (name in SIMPLE if large else name not in COSTLY)]
     by_planner = {name: planned_by(planner_named(name), problem) for name in first}
     found = joint_search(problem, _plans(by_planner))
     # Of an exact answer it is proven that no plan of a schedule that was searched is faster.
@@ -123,19 +126,20 @@ def planned_by(planner: Planner, problem: Problem) -> Candidate | str:
     over only the simple ones still make one, so that there is a plan."""
     if problem.budget.over and planner.name not in SIMPLE:
         return OUT_OF_TIME
+    budget = problem.budget.part(share=PLANNER_SHARE)
     proposals = list[Proposal]()
     try:
         for proposal in planner.propose(problem):
             if problem.allows(proposal):
                 proposals.append(proposal)
             if proposals:
-                problem.budget.check()
+                budget.check()
     except OutOfTime:
         if not proposals:
             return OUT_OF_TIME
     if not proposals:
         return refusal(planner, problem)
-    return fastest(problem.space, proposals) or _unfit(problem.space)
+    return fastest(problem.space, proposals, budget=budget) or _unfit(problem.space)
 
 
 def _unfit(space: Space) -> str:

@@ -19,6 +19,7 @@ from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
 from .candidate import Candidate, Proposal
 from .search import gpipe, one_f_one_b
+from .search.budget import SearchBudget
 from .search.pipelines import Pipelines, modes_of, pipelines_of, stage_modes
 from .search.space import Space, narrowed, share_of
 from .setting import SEARCHED
@@ -32,11 +33,15 @@ MOST_SCORED, MOST_TRIED = 6, 60
 """Of the pipelines of a long chain that one planner proposes: those that fit, and those that may not."""
 
 
-def fastest(space: Space, proposals: Iterable[Proposal], limit: float = inf) -> Candidate | None:
+def fastest(
+    space: Space, proposals: Iterable[Proposal], limit: float = inf, budget: SearchBudget | None = None
+) -> Candidate | None:
     """The fastest of the proposals that fit and take less than `limit` seconds; None where there is none.
 
-    Among equals the one that is proposed first.
+    Among equals the one that is proposed first. Where the time of the `budget`, else of the space's, is over:
+    of those that were scored by then, one at least.
     """
+    space = space if budget is None else space.within(budget)
     unique = list(dict.fromkeys(proposals))
     if space.is_long:
         return _fastest_of_long(space, unique, limit)

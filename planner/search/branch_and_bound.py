@@ -95,7 +95,8 @@ class _Search:
             self._take(seed)
         try:
             for problem in sorted(self.problems, key=lambda p: p.quick_bound):
-                self._take(problem.seed(self.step))
+                if not self.work.spent or self.best is None:
+                    self._take(problem.seed(self.step))
             proven = self._explore()
             self._prefer_simple()
         except OutOfTime:
@@ -120,8 +121,11 @@ class _Search:
                 heappush(heap, (float(chunk.bounds[0]), pushed, problem, chunk))
                 kept, pushed = kept + len(chunk), pushed + 1
 
+        left_out = np.inf
         for problem in self.problems:
-            if problem.opened(self.step):
+            if self.work.spent and not problem.roots:
+                left_out = min(left_out, problem.quick_bound)
+            elif problem.opened(self.step):
                 for stages in self.counts:
                     if problem.roots[stages] < self.step:
                         push(problem, problem.start(stages, self.step))
@@ -129,9 +133,9 @@ class _Search:
             lowest, _, problem, chunk = heappop(heap)
             kept -= len(chunk)
             if lowest >= self.step * (1 - TIE):
-                return np.inf
+                break
             if self.work.spent or kept > MOST_KEPT:
-                return lowest
+                return min(lowest, left_out)
             try:
                 if chunk.remaining:
                     for further in problem.extended(chunk, self.step):
@@ -142,8 +146,8 @@ class _Search:
                     if rest is not None:
                         push(problem, rest)
             except OutOfTime:
-                return lowest
-        return np.inf
+                return min(lowest, left_out)
+        return left_out if left_out < self.step * (1 - TIE) else np.inf
 
     def _prefer_simple(self) -> None:
         """Of plans as fast as the best one of fewer stages or an earlier family, where a beam finds it."""

@@ -155,6 +155,11 @@ class Options:
         """In the order."""
         return len(self.runs.placement.ranks)
 
+    @property
+    def entries(self) -> int:
+        """Stages on runs of devices."""
+        return sum(len(group.start) * int(group.at.sum()) for group in self.groups)
+
     @cached_property
     def most_stages(self) -> int:
         """Of a pipeline: each takes a device and a block."""

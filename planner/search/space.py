@@ -28,6 +28,10 @@ MOST_BLOCKS = 220
 """Between allowed cuts: of so many, tables of all stages are made."""
 
 
+_KEPT = ("buckets", "usable", "ways")
+"""What is made of a space once, whatever its budget."""
+
+
 def share_of(size: int, replicas: int) -> int:
     """Samples of a micro-batch that a replica computes: the largest share, where they are not equal."""
     return -(-size // replicas)
@@ -56,6 +60,14 @@ class Space:
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
     _teams: dict[object, Team] = field(default_factory=dict, init=False)
     _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
+
+    def within(self, budget: SearchBudget) -> Space:
+        """The same, with its tables, under another budget."""
+        made = replace(self, budget=budget)
+        for name in ("_tables", "_teams", "_joined"):
+            object.__setattr__(made, name, getattr(self, name))
+        vars(made).update({name: own for name, own in vars(self).items() if name in _KEPT})
+        return made
 
     def table(self, size: float) -> StageTable:
         """The stages of the chain, as profiled, at a micro-batch size of one device."""

@@ -24,6 +24,8 @@ from .space import Space, share_of
 BEAM = 32
 CHUNK = 1_024
 """Unfinished plans that are extended side by side."""
+A_ROOT = 30
+"""Of counted work: a stage on a run of devices in the bound of a number of stages."""
 BATCH = 64
 """Whole plans that are simulated side by side."""
 
@@ -91,6 +93,7 @@ class Subproblem:
                 # Plans that are slower than this are left out of the options.
                 roots[stages] = min(bound.root(stages) if possible else np.inf, _within(limit))
             self.roots = roots
+            self.work.spend(A_ROOT * len(self.counts) * options.entries)
         is_open = any(root < limit for root in self.roots.values())
         if not is_open:
             self._made = None
