@@ -56,10 +56,17 @@ class Ways:
     def loads(self, senders: Ranks, receivers: Ranks) -> Mapping[Port, float]:
         """By port that the transfer goes through, leaving or entering: for how many seconds of each byte of a
         whole micro-batch it is taken."""
-        key = senders, receivers
+        key = self._shifted(senders), self._shifted(receivers, senders[0])
         if key not in self._loads:
-            self._loads[key] = self._loaded(senders, receivers)[0]
-        return self._loads[key]
+            self._loads[key] = self._loaded(*key)[0]
+        first = senders[0] - key[0][0]
+        if not first:
+            return self._loads[key]
+        moved = [first // level.devices_per_port for level in self.topology.levels]
+        return {
+            Port(port.level, port.direction, port.owner + moved[port.level]): load
+            for port, load in self._loads[key].items()
+        }
 
     def exit_port(self, senders: Ranks, receivers: Ranks) -> Port:
         """Of the ports that the transfer leaves by, the one that it takes longest (of equal ones the first):

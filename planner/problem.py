@@ -14,6 +14,8 @@ from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .candidate import Proposal
 from .constrained import constrained
+from .search.budget import SearchBudget
+from .search.large import MOST_DEVICES
 from .search.placements import Placement, placements
 from .search.space import Space
 from .search.subproblem import Family
@@ -41,6 +43,8 @@ class Problem:
     wishes: Wishes
     dtype: str = "float32"
     profiles: Mapping[str, Chain] = field(default_factory=dict)
+    budget: SearchBudget = field(default_factory=SearchBudget, compare=False)
+    """What the whole answer may take; problems that are made of this one share it."""
 
     def __post_init__(self) -> None:
         _check_counts(self.chain, self.topology.gpus, self.wishes)
@@ -96,6 +100,7 @@ class Problem:
             dtype=self.dtype,
             profiles={name: replace(own, cut_after=chain.cut_after) for name, own in self.profiles.items()},
             limits=limits,
+            budget=self.budget,
         )
 
     @cached_property
@@ -149,7 +154,7 @@ class Problem:
     def families(self) -> list[Family]:
         """What is searched exactly: the settings with every order of the devices and number of replicas."""
         return [
-            Family(setting, placement, counts, self.wishes.use_all)
+            Family(setting, placement, counts, self.wishes.use_all, any_count=self.any_count)
             for setting in self.settings
             if setting.schedule in SEARCHED
             for placement in self.placements
@@ -165,18 +170,16 @@ class Problem:
         reached = self.topology if self.reached == self.gpus else self.topology.with_gpus(self.reached)
         return placements(reached)[:1]
 
-    @property
+    @cached_property
     def _replicas(self) -> list[tuple[int, ...]]:
         """The numbers of replicas that stages may have together."""
         if not self._replicated:
             return [(1,)]
+        reached = self.reached
         counts = tuple(
             count
-            for count in range(1, self.reached + 1)
-            if count <= EVERY_COUNT
-            or count & (count - 1) == 0
-            or _is_three_halves(count)
-            or count == self.reached
+            for count in range(1, reached + 1)
+            if count <= EVERY_COUNT or count & (count - 1) == 0 or _is_three_halves(count) or count == reached
         )
         if self.runtime is not None and self.runtime.replicas == "equal":
             return [(count,) for count in counts]
@@ -192,6 +195,18 @@ class Problem:
         if self.runtime is None or not self._replicated:
             return [usable] if usable else []
         return [(count,) for count in usable]
+
+    @property
+    def may_be_deeper(self) -> bool:
+        """Whether plans with more stages than are searched are allowed."""
+        return self.wishes.max_stages is None or self.wishes.max_stages > self.stage_counts[-1]
+
+    @property
+    def any_count(self) -> bool:
+        """Whether the bound is to hold for every number of replicas, too many to search: `proposable` plans
+        may have any."""
+        own = self.runtime is None and self.reached > MOST_DEVICES
+        return own or (self.runtime is None and self.space.is_long)
 
     def may_share(self, size: int, replicas: Iterable[int]) -> bool:
         """Whether these numbers of replicas may share micro-batches of so many samples: a runtime's, only
@@ -218,6 +233,10 @@ class Problem:
             and (runtime is None or not chunked or runtime.virtual_stages)
             and all(rank < self.reached for devices in proposal.devices for rank in devices)
         )
+
+    def timed(self) -> Problem:
+        """The same with its time limit running: everything that is done for it shares what is left."""
+        return replace(self, budget=SearchBudget.of_seconds(self.wishes.time_limit))
 
     @property
     def freest(self) -> Problem:

@@ -41,7 +41,7 @@ def solve(
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
     name in the topology. Raises UsageError for wishes that cannot be, InfeasibleError where nothing fits.
     """
-    problem = problem_of(chain, topology, wishes, profile, profiles or {})
+    problem = problem_of(chain, topology, wishes, profile, profiles or {}).timed()
     answer = find(problem)
     if answer.best is None:
         raise no_plan_fits(problem)
@@ -80,7 +80,12 @@ def plan_of(
         raise no_plan_fits(problem)
     baselines, alternatives = baselines_of(problem, answer), alternatives_of(problem, answer)
     plan = bare_plan(problem, best, answer.found, model=model, profile=profile)
-    more = [*notes, *_notes(problem), *_outside(problem, best, [row.size for row in baselines], alternatives)]
+    more = [
+        *notes,
+        *_notes(problem),
+        *time_notes(problem),
+        *_outside(problem, best, [row.size for row in baselines], alternatives),
+    ]
     return plan.model_copy(
         update={
             "baselines": [row.record for row in baselines],
@@ -173,6 +178,14 @@ def _notes(problem: Problem) -> list[str]:
         reached = counted(problem.reached, "GPU")
         notes.append(f"{runtime.name} is one process: it reaches the {reached} of one node")
     return notes
+
+
+def time_notes(problem: Problem) -> list[str]:
+    """Whether time ended the search, and not the work that is counted."""
+    if not problem.budget.stopped:
+        return []
+    limit = f"the time limit of {problem.wishes.time_limit:g} s ended the search"
+    return [f"{limit}: on another run or machine the answer may be another; --time-limit gives more"]
 
 
 def _outside(

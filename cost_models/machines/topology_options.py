@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from ..errors import UsageError
-from ..topology import NODE, Topology
+from ..topology import NODE, Topology, check_devices
 from .catalogue import Machine, find_machine, unknown_machine
 from .hardware import Device, Group, Level, Link
 from .presets import PRESETS, Preset, PresetLink, find_preset, match_device
@@ -54,6 +54,7 @@ def make_topology(
     """
     if gpus < 1:
         raise UsageError(f"--gpus {gpus}: must be at least 1", "Give the number of GPUs you have.")
+    check_devices(gpus, "--gpus")
     read = (
         TopologyFile() if file is None else file if isinstance(file, TopologyFile) else named_topology(file)
     )

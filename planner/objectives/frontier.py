@@ -58,7 +58,7 @@ def frontier_of(
         raise UsageError(
             "--robust with --frontier: it is of the steps by the medians", "Leave one of the two away."
         )
-    kept, complete = list[Reached](), False
+    kept, complete, problem = list[Reached](), False, problem.timed()
     for reached in _stepping_down(problem, memory_step):
         if reached is None:
             complete = True

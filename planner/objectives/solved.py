@@ -11,7 +11,7 @@ from ..plan_file import Plan, ProfileReference
 from ..problem import Problem
 from ..scoring import assembly_of
 from ..search.branch_and_bound import Found
-from ..solve import bare_plan, plan_of
+from ..solve import bare_plan, plan_of, time_notes
 from .asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
 from .cost import least_cost
 from .memory import least_memory
@@ -56,6 +56,7 @@ def solve_for(
 
     Raises UsageError, and InfeasibleError where nothing fits.
     """
+    problem = problem.timed()
     outcome = best_for(objective, problem)
     if outcome.best is None:
         raise no_plan_fits(problem)
@@ -76,7 +77,7 @@ def solve_for(
             "searched": problem.searched() + besides,
             "baselines": [] if shown is None else shown.baselines,
             "alternatives": [] if shown is None else shown.alternatives,
-            "notes": list(dict.fromkeys(more)),
+            "notes": list(dict.fromkeys([*more, *time_notes(problem)])),
         }
     )
 

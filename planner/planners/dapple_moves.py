@@ -179,6 +179,7 @@ class Moves:
         return self.space.fits_someone(self.trial.size, count * self.machines.each)
 
     def _move(self, used: Counts, given: Counts) -> int:
+        self.space.budget.check()
         ranks = self.machines.ranks(used, given)
         after = tuple(a + b for a, b in zip(used, given, strict=True))
         self._made.append(_Move(self._state(after), ranks, self._team(ranks)))

@@ -245,6 +245,7 @@ class _Stages:
             fits=None if unlimited else self._fits,
             most_replicas=self.most_replicas,
             use_all=self.use_all,
+            check=self.given.budget.check,
         )
 
     @cached_property

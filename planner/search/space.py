@@ -22,10 +22,15 @@ from ...cost_models.topology import Topology
 from ...cost_models.ways import Ways
 from ..stage_table import Floats, StageTable, ledger_options
 from ..wishes import Limits
+from .budget import SearchBudget
 from .exposed import Buckets, buckets_of
 
 MOST_BLOCKS = 220
 """Between allowed cuts: of so many, tables of all stages are made."""
+
+
+_KEPT = ("buckets", "usable", "ways", "ports")
+"""What is made of a space once, whatever its budget."""
 
 
 def share_of(size: int, replicas: int) -> int:
@@ -51,9 +56,19 @@ class Space:
     dtype: str = "float32"
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
+    budget: SearchBudget = field(default_factory=SearchBudget)
+    """What everything that is done with the space may take."""
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
     _teams: dict[object, Team] = field(default_factory=dict, init=False)
-    _joined: dict[tuple[int, ...], object] = field(default_factory=dict, init=False)
+    _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
+
+    def within(self, budget: SearchBudget) -> Space:
+        """The same, with its tables, under another budget."""
+        made = replace(self, budget=budget)
+        for name in ("_tables", "_teams", "_joined"):
+            object.__setattr__(made, name, getattr(self, name))
+        vars(made).update({name: own for name, own in vars(self).items() if name in _KEPT})
+        return made
 
     def table(self, size: float) -> StageTable:
         """The stages of the chain, as profiled, at a micro-batch size of one device."""
@@ -123,7 +138,7 @@ class Space:
 
     def limit(self, devices: Sequence[int]) -> float:
         """Bytes that each of these devices may hold, inf for any number."""
-        own = [self.memory_limit, *(self.topology.device(rank).memory_bytes for rank in devices)]
+        own = [self.memory_limit, *(kind.memory_bytes for kind in self._kinds(devices))]
         return min((float(limit) for limit in own if limit is not None), default=inf)
 
     def fits_someone(self, size: int, replicas: int) -> bool:
@@ -146,7 +161,7 @@ class Space:
 
     def on(self, kind: Device, size: int, seconds: Callable[[LayerCosts], Floats]) -> Floats:
         """(layers,): such seconds of so many samples on a kind of device."""
-        return seconds(self._timed(kind, size).costs) * kind.seconds_scale
+        return seconds(self.timed(kind, size).costs) * kind.seconds_scale
 
     def cheapest_work(self, size: int, counts: Iterable[int], *, again: bool = False) -> Floats | None:
         """(layers,): `least_work` of a micro-batch on all replicas together, of these numbers of replicas the
@@ -158,20 +173,35 @@ class Space:
     def team(self, size: int, devices: Sequence[int]) -> Team:
         """What stages cost on these devices, which share micro-batches of `size` samples."""
         devices = tuple(devices)
-        if devices not in self._joined:
-            self._joined[devices] = (self._kinds(devices), alike(self.topology, devices))
-        key = (size, self._joined[devices])
+        run = self._run(devices)
+        if run not in self._joined:
+            self._joined[run] = (self._kinds(devices), alike(self.topology, devices))
+        key = (size, self._joined[run])
         if key not in self._teams:
             self._teams[key] = self._team(size, devices)
         return self._teams[key]
 
+    def _run(self, devices: tuple[int, ...]) -> tuple[object, ...]:
+        """What tells devices apart: runs of one length that begin at the same place of a node are the same
+        where nodes are."""
+        first, count = devices[0], len(devices)
+        if self._single_kind and self.ways.alike and devices == tuple(range(first, first + count)):
+            return "run", first % self.topology.gpus_per_node, count
+        return devices
+
+    @cached_property
+    def _single_kind(self) -> bool:
+        return len(self.topology.kinds) == 1
+
     def _kinds(self, devices: Sequence[int]) -> tuple[Device, ...]:
+        if self._single_kind:
+            return self.topology.kinds
         return tuple(dict.fromkeys(self.topology.device(rank) for rank in devices))
 
     def _team(self, size: int, devices: tuple[int, ...]) -> Team:
         kinds = self._kinds(devices)
         share = share_of(size, len(devices))
-        timed = [(self._timed(kind, share), kind.seconds_scale) for kind in kinds]
+        timed = [(self.timed(kind, share), kind.seconds_scale) for kind in kinds]
         forward = np.maximum.reduce([table.forward * scale for table, scale in timed])
         backward = [table.backward * scale for table, scale in timed]
         tail = np.zeros_like(forward)
@@ -199,7 +229,7 @@ class Space:
             ledger=ledger_options(least, self.dtype),
         )
 
-    def _timed(self, kind: Device, size: float) -> StageTable:
+    def timed(self, kind: Device, size: float) -> StageTable:
         if kind.profile is None:
             return self.table(size)
         if kind.profile not in self.profiles:
