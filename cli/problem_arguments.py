@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
+from ..cost_models.machines.measured_on import check_processor_seconds
+from ..cost_models.machines.topology_options import make_topology
 from ..planner.find import BEST
 from ..planner.objectives.objective import ANY, Objective, objective_of, prices_of
 from ..planner.planners import planner_named
 from ..planner.problem import Problem
 from ..planner.solve import problem_of
 from ..planner.wishes import Wishes
+from ..profiler.profile_warnings import profiled_device
 from . import arguments
 from .own_profiles import own_profiles
 
@@ -53,6 +55,7 @@ class ProblemArguments:
     robust: bool = False
     objective: str = "step-time"
     price: float | str | Mapping[str, float] | None = None
+    seconds_of: str | None = None
 
     def problem(self, measured: Profile, reference: ProfileReference) -> Problem:
         """Raises UsageError, FileError."""
@@ -64,11 +67,13 @@ class ProblemArguments:
             latency=arguments.by_level("latency", self.latency, "(5e-6, 20e-6)"),
             gpus_per_node=arguments.optional_whole("gpus_per_node", self.gpus_per_node),
             file=None if self.topology is None else arguments.path("topology", self.topology),
-            profiled=ProfiledDevice(measured.device, measured.device_name, measured.device_memory_bytes),
+            profiled=profiled_device(measured),
         )
+        wishes = self._wishes()
+        check_processor_seconds(profiled_device(measured), machine, wishes.seconds_of)
         folder = Path() if self.topology is None else Path(self.topology).parent
-        own = own_profiles(machine, folder)
-        return problem_of(measured.chain(), machine, self._wishes(), reference, own)
+        own = own_profiles(machine, folder, wishes.seconds_of)
+        return problem_of(measured.chain(), machine, wishes, reference, own)
 
     def _wishes(self) -> Wishes:
         limit = self.memory_limit
@@ -91,6 +96,7 @@ class ProblemArguments:
             ),
             memory_limit=None if limit is None else arguments.number("memory_limit", limit),
             robust=self.robust,
+            seconds_of=arguments.optional_word("seconds_of", self.seconds_of),
         )
 
     @property

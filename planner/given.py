@@ -17,7 +17,7 @@ from .scoring import assembly_of, fastest, possible
 from .search.branch_and_bound import Found
 from .search.pipelines import stage_modes
 from .setting import Setting
-from .solve import bare_plan
+from .solve import bare_plan, warnings_of
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,16 @@ class Given:
 
 
 def given_plan(
-    problem: Problem, given: Given, *, model: str, profile: ProfileReference, notes: Sequence[str] = ()
+    problem: Problem,
+    given: Given,
+    *,
+    model: str,
+    profile: ProfileReference,
+    notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> Plan:
     """The partition with the best of the problem's settings, as a plan; one that does not fit says so in its
-    notes. The bound is that of this partition alone: its own step.
+    warnings. The bound is that of this partition alone: its own step.
 
     Raises UsageError for too few devices, a cut that the profile does not allow, and numbers that the
     schedule does not run.
@@ -71,7 +77,10 @@ def given_plan(
     step = best.step_seconds
     found = Found(best=best, bound_seconds=step, root_bound_seconds=step, exact=True)
     plan = bare_plan(problem, best, found, model=model, profile=profile)
-    return plan.model_copy(update={"searched": GIVEN, "notes": list(dict.fromkeys([*notes, *lacking]))})
+    made = assembly_of(problem.space, best.proposal, best.recompute)
+    said = dict.fromkeys([*lacking, *warnings, *warnings_of(problem), *made.outside()])
+    noted = list(dict.fromkeys(notes))
+    return plan.model_copy(update={"searched": GIVEN, "warnings": list(said), "notes": noted})
 
 
 def _check_cuts(problem: Problem, given: Given) -> None:

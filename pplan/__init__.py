@@ -103,6 +103,7 @@ def solve(
     robust: bool = False,
     objective: Literal["step-time", "throughput", "memory", "cost"] | str = "step-time",
     price: float | str | Mapping[str, float] | None = None,
+    seconds_of: Literal["cpu"] | str | None = None,
     profile_file: str = "",
     profile_sha256: str = "",
 ) -> Plan:
@@ -110,10 +111,11 @@ def solve(
 
     `profile` is a profile or the path of its file. `bandwidth` (bytes per second) and `latency` (seconds)
     hold one value inside a node and, where given, a second between nodes; None takes those of `gpu`, of the
-    profiled device or of `topology`, a machine's name or a TOML file. `mini_batch` defaults to the largest
-    measured size times the GPUs, `micro_batches` to the best number. `schedule`: one of `pplan schedules`, or
-    auto, the better of gpipe and 1f1b; `recompute`: never, always, except_last or auto; `optimizer`: sgd,
-    momentum, adam, adamw or adamw-8bit; `runtime` keeps the answer to what that runtime runs.
+    profiled device or of `topology`, a machine's name or a TOML file. `mini_batch` defaults to 32 samples a
+    GPU, as nearly as micro-batches make it, `micro_batches` to the best number. `schedule`: one of `pplan
+    schedules`, or auto, the better of gpipe and 1f1b; `recompute`: never, always, except_last or auto;
+    `optimizer`: sgd, momentum, adam, adamw or adamw-8bit; `runtime` keeps the answer to what that runtime
+    runs.
 
     `planner`: "best", the joint search, or a known tool's way. `time_limit`: about so many seconds for the
     search. `use_all`: no device may stay free. `cut_after`: layers after which a stage must end;
@@ -124,6 +126,9 @@ def solve(
     `objective`: "step-time"; "throughput", for which the weights may be an update or more late; "memory", the
     least that the fullest device holds with a step at most 5 % longer than the fastest ("memory:10%"); or
     "cost", dollars per sample. `price`: dollars per device hour, one for all or by the kind of device.
+
+    `seconds_of`: "cpu" where GPUs are to be planned with the seconds of a profile of a processor, which is
+    refused otherwise.
 
     `profile_file` and `profile_sha256` are what the plan says of its profile (default: the name and the hash
     of the file, or the hash of the profile's JSON).
@@ -157,6 +162,7 @@ def solve(
         robust=robust,
         objective=objective,
         price=price,
+        seconds_of=seconds_of,
     )
     return _solved(profile, given, profile_file, profile_sha256)
 
@@ -171,11 +177,19 @@ def _solved(
 ) -> Plan:
     from .cli.provenance import made_by
     from .planner.objectives.solved import solve_for
+    from .profiler.profile_warnings import notes_of, warnings_of
 
     measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
     aim, problem = given.aim, given.problem(measured, reference)
-    remarks = [*measured.remarks(problem.topology.device(0).name), *measured.notes]
-    plan = solve_for(aim, problem, model=measured.model, profile=reference, notes=remarks, compared=compared)
+    plan = solve_for(
+        aim,
+        problem,
+        model=measured.model,
+        profile=reference,
+        notes=notes_of(measured),
+        warnings=warnings_of(measured, problem.topology),
+        compared=compared,
+    )
     return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
 
 
@@ -200,12 +214,15 @@ def frontier(
     from .cli.problem_arguments import ProblemArguments
     from .cli.provenance import made_by
     from .planner.objectives.frontier import frontier_of
+    from .profiler.profile_warnings import warnings_of
 
     measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
+    problem = ProblemArguments(**options).problem(measured, reference)
     found = frontier_of(
-        ProblemArguments(**options).problem(measured, reference),
+        problem,
         model=measured.model,
         profile=reference,
+        warnings=warnings_of(measured, problem.topology),
         points=arguments.whole("points", points),
         memory_step=arguments.number("memory_step", memory_step),
     )
@@ -247,7 +264,12 @@ def sweep(
         backend=arguments.word("backend", backend),
         jobs=arguments.optional_whole("jobs", jobs),
     )
-    return Sweep(model=measured.model, rows=rows, made_by=made_by(MadeBy(), measured=measured.made_by))
+    return Sweep(
+        model=measured.model,
+        rows=rows,
+        warnings=list(dict.fromkeys(text for row in rows for text in row.warnings)),
+        made_by=made_by(MadeBy(), measured=measured.made_by),
+    )
 
 
 def _solved_point(
@@ -282,6 +304,7 @@ def simulate(
     """
     from .cli import arguments
     from .cli.own_profiles import own_profiles
+    from .cost_models.machines.measured_on import check_processor_seconds
     from .cost_models.machines.topology_options import make_topology
     from .planner.layout import Overrides, devices_needed, machine_of
     from .planner.simulated import simulate_plan
@@ -301,6 +324,8 @@ def simulate(
         file=machine_of(plan, "plan") if file is None else file,
         profiled=_profiled(measured),
     )
+    if file is not None:
+        check_processor_seconds(_profiled(measured), machine, plan.wishes.seconds_of)
     profiles = own_profiles(machine, Path() if file is None else file.parent)
     return simulate_plan(plan, measured.chain(), machine, overrides, profiles).timeline
 
@@ -592,6 +617,7 @@ def import_plan(
     replicas: int | None = None,
     recompute: str | None = None,
     optimizer: str = "sgd",
+    seconds_of: Literal["cpu"] | str | None = None,
     profile_file: str = "",
     profile_sha256: str = "",
 ) -> Plan:
@@ -604,8 +630,8 @@ def import_plan(
     schedule of 1f1b and gpipe (interleaved, where devices have several stages), the best number of
     micro-batches, recomputation where it does not fit without. The rest as for `solve`.
 
-    A plan that does not fit says so in its notes. Raises FileError (the source, the profile, the topology),
-    UsageError.
+    A plan that does not fit says so in its warnings. Raises UsageError, FileError (the source, the profile,
+    the topology).
     """
     from .cli import arguments
     from .cli.given_plan import ImportOptions, imported_plan
@@ -631,6 +657,7 @@ def import_plan(
         replicas=arguments.optional_whole("replicas", replicas),
         recompute=arguments.optional_word("recompute", recompute),
         optimizer=arguments.word("optimizer", optimizer),
+        seconds_of=arguments.optional_word("seconds_of", seconds_of),
     )
     if not isinstance(source, Path):
         source = arguments.word("source", source)
@@ -668,11 +695,13 @@ def sequential(
     )
 
 
-def export(runtime: str, plan: Plan, *, device: str = "cuda") -> Exported:
+def export(runtime: str, plan: Plan, *, device: Literal["cuda", "cpu"] | str | None = None) -> Exported:
     """`plan` in the words of `runtime`, one of those that `pplan export --help` names.
 
     Where the runtime cannot run the plan itself, the best of its alternatives is taken, and a UserWarning
-    says which. `device` "cpu" puts every stage on the CPU. `.save(path, force=False)` writes the file.
+    says which. `device` "cuda" or "cpu" says where the stages stand; None: on what the plan is for,
+    processors where one was profiled and no GPU was named (of which a UserWarning tells, too).
+    `.save(path, force=False)` writes the file.
 
     Raises UsageError, ExportError (nothing in the plan is for this runtime).
     """
@@ -686,7 +715,10 @@ def export(runtime: str, plan: Plan, *, device: str = "cuda") -> Exported:
     _check_plan(plan)
     origin = made_by(MadeBy(), measured=plan.made_by)
     document, remark = export_plan(
-        arguments.word("runtime", runtime), plan, device=arguments.word("device", device), made_by=origin
+        arguments.word("runtime", runtime),
+        plan,
+        device=arguments.optional_word("device", device),
+        made_by=origin,
     )
     if remark:
         warnings.warn(remark, UserWarning, stacklevel=2)
@@ -783,9 +815,9 @@ def _check_layers(plan: Plan, profile: ProfileReference) -> None:
 
 
 def _profiled(measured: Profile) -> ProfiledDevice:
-    from .cost_models.machines.topology_options import ProfiledDevice
+    from .profiler.profile_warnings import profiled_device
 
-    return ProfiledDevice(measured.device, measured.device_name, measured.device_memory_bytes)
+    return profiled_device(measured)
 
 
 def _profile_and_origin(
@@ -813,6 +845,7 @@ def _profile_and_origin(
         device_name=profile.device_name or profile.device,
         granularity=profile.granularity,
         estimated=profile.estimated,
+        device=profile.device,
     )
 
 

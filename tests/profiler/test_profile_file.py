@@ -103,13 +103,13 @@ def test_the_chain_has_the_spread_of_every_layer() -> None:
     spread = profile.chain().spread
     assert spread is not None
     assert spread.tolist() == [[0.25], [0.0]]
-    assert "steps have no interval" not in "".join(profile.remarks("cpu"))
+    assert "steps have no interval" not in "".join(profile.remarks())
 
 
 def test_nothing_is_known_of_what_was_not_timed_twice() -> None:
     profile = load(content())
     assert profile.chain().spread is None
-    assert "steps have no interval" in "".join(profile.remarks("cpu"))
+    assert "steps have no interval" in "".join(profile.remarks())
     assert load(content(spread=0.25) | {"estimated": True}).chain().spread is None
 
 
