@@ -74,10 +74,13 @@ class Problem:
         return next((batch for batch in batches if self._reaches(batch)), wished)
 
     def _reaches(self, batch: int) -> bool:
-        """Whether the profile reaches micro-batches that make it."""
-        wished = self.wishes.micro_batches
+        """Whether the profile reaches micro-batches that make it; with one measured size also where all
+        devices share them."""
+        wished, sizes = self.wishes.micro_batches, self.chain.sizes
         if wished is None:
-            return bool(self._sizes_of(batch))
+            alone = len(sizes) == 1 and not self.chain.scales_with_samples
+            whole = sizes[0] * (self.gpus if self._replicated else 1) if alone else 1
+            return batch % whole == 0 and bool(self._sizes_of(batch))
         return len(self.chain.sizes) > 1 or any(
             self.chain.reaches(share) for share in self._shares(batch // wished)
         )

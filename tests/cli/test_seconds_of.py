@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pplan
 from pplan.profiler.profile_file import Profile
+
+Run = Callable[..., Any]
 
 PROCESSOR = {"device": "cpu", "device_name": "Some EPYC", "device_memory_bytes": None}
 
@@ -61,6 +64,7 @@ def test_gpus_are_not_planned_with_a_processors_seconds(
 def test_where_it_is_said_the_first_line_under_the_answer_says_so(
     machine: dict[str, str], of_a_processor: Profile, here: Path, run: Run
 ) -> None:
+    assert of_a_processor.device == "cpu"
     options = [f"--{name}={value}" for name, value in machine.items()]
     ran = run("solve", "--gpus", "2", "--mini-batch", "64", "--seconds-of", "cpu", *options)
     lines = ran.out.splitlines()
