@@ -66,21 +66,25 @@ class Problem:
         that micro-batches within the profile's reach make."""
         if self.wishes.mini_batch is not None:
             return self.wishes.mini_batch
-        wished = self.samples_per_device * self.gpus
-        unit = self.wishes.micro_batches or self.gpus
-        counts = range(1, 2 * max(wished, self.chain.sizes[-1] * self.gpus) // unit + 2)
+        wished, unit = self.samples_per_device * self.gpus, self._mini_batch_unit
+        counts = range(1, 2 * wished // unit + 2)
         nearest = sorted(counts, key=lambda count: (abs(count * unit - wished), count))
         batches = (count * unit for count in nearest[:MOST_DEFAULTS])
         return next((batch for batch in batches if self._reaches(batch)), wished)
 
+    @property
+    def _mini_batch_unit(self) -> int:
+        """What divides a mini-batch that is not wished: the micro-batches that are; with one measured size
+        what all devices share; else the devices."""
+        shared = self.gpus if self._replicated else 1
+        alone = len(self.chain.sizes) == 1 and not self.chain.scales_with_samples
+        return self.wishes.micro_batches or (self.chain.sizes[0] * shared if alone else self.gpus)
+
     def _reaches(self, batch: int) -> bool:
-        """Whether the profile reaches micro-batches that make it; with one measured size also where all
-        devices share them."""
-        wished, sizes = self.wishes.micro_batches, self.chain.sizes
+        """Whether the profile reaches micro-batches that make it."""
+        wished = self.wishes.micro_batches
         if wished is None:
-            alone = len(sizes) == 1 and not self.chain.scales_with_samples
-            whole = sizes[0] * (self.gpus if self._replicated else 1) if alone else 1
-            return batch % whole == 0 and bool(self._sizes_of(batch))
+            return bool(self._sizes_of(batch))
         return len(self.chain.sizes) > 1 or any(
             self.chain.reaches(share) for share in self._shares(batch // wished)
         )

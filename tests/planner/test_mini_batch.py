@@ -61,7 +61,9 @@ def test_it_is_32_samples_a_device_whatever_sizes_were_reached(sizes: tuple[int,
     assert problem(sizes, gpus).mini_batch == 32 * gpus
 
 
-@pytest.mark.parametrize(("size", "gpus", "expected"), [(3, 2, 66), (5, 4, 120), (48, 2, 96), (100, 1, 100)])
+@pytest.mark.parametrize(
+    ("size", "gpus", "expected"), [(3, 2, 66), (5, 4, 120), (48, 2, 96), (100, 1, 100), (3000, 2, 6000)]
+)
 def test_with_one_measured_size_it_is_the_nearest_that_is_made_of_it(
     size: int, gpus: int, expected: int
 ) -> None:
