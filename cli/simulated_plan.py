@@ -59,7 +59,12 @@ def simulate_read(read: Measured, asked: Asked, machine: MachineOptions) -> Simu
     """A step of the plan, on its machine or as the options of a machine say. Raises UsageError."""
     plan, chain = read.plan, read.profile.chain()
     overrides = Overrides(
-        asked.schedule, asked.stages, asked.micro_batches, asked.virtual_stages, asked.transfers
+        asked.schedule,
+        asked.stages,
+        asked.micro_batches,
+        asked.virtual_stages,
+        asked.transfers,
+        asked.replicas,
     )
     topology = _topology(read, machine, devices_needed(plan, overrides))
     named = machine.topology

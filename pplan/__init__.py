@@ -291,12 +291,14 @@ def simulate(
     stages: int | None = None,
     micro_batches: int | None = None,
     virtual_stages: int | None = None,
+    replicas: int | None = None,
 ) -> Timeline:
     """A step of `plan`, simulated with the costs of `profile`: start and end of every action.
 
     `plan` and `profile` may be the paths of their files. `topology` is a machine's name or a TOML file; None
-    is the machine that the plan was made for. `schedule`, `stages` (devices of the pipeline), `micro_batches`
-    and `virtual_stages` (of a device) override the plan's, as `pplan simulate` does. Of the result:
+    is the machine that the plan was made for. `schedule`, `stages` (devices of the pipeline),
+    `micro_batches`, `virtual_stages` (of a device) and `replicas` (of every stage) override the plan's, as
+    `pplan simulate` does; the plan's replicas stay, or have to be named where they cannot. Of the result:
     `step_seconds`, `bubble`, `stage_times`, `peak_in_flight`, `spans`, `transfers`.
 
     Raises UsageError (numbers that the schedule, the mini-batch or the cuts do not allow, a profile of other
@@ -317,6 +319,7 @@ def simulate(
         stages=arguments.optional_whole("stages", stages),
         micro_batches=arguments.optional_whole("micro_batches", micro_batches),
         virtual_stages=arguments.optional_whole("virtual_stages", virtual_stages),
+        replicas=arguments.optional_whole("replicas", replicas),
     )
     file = None if topology is None else arguments.path("topology", topology)
     machine = make_topology(

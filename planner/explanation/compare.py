@@ -9,14 +9,14 @@ from typing import ClassVar
 from ...cost_models.document import Document, Record
 from ..candidate import Candidate
 from ..find import BEST, Answer, find
-from ..plan_file import Plan
+from ..plan_file import Plan, Wished
 from ..planned import bubble, planned_stages
 from .question import Question
 
 
 class Compared(Record):
-    """A plan in a comparison; where a planner has none, `reason` says why. `gap`: of the step over the proven
-    bound, less 1. `memory_bytes`: of the device that needs most. `slower`: seconds a sample over those of the
+    """A plan in a comparison; where a planner has none, `reason` says why. `gap`: of the step over the bound
+    that was proven of all plans of its problem, less 1; None where none of those compared proved one. `memory_bytes`: of the device that needs most. `slower`: seconds a sample over those of the
     first plan, less 1."""
 
     name: str
@@ -49,9 +49,13 @@ class Comparison(Document):
 
 def compare(named: Sequence[tuple[str, Plan]], question: Question | None = None) -> Comparison:
     """The plans by their names; with the problem of the first, what all named planners make of it, too."""
-    rows = [_of_plan(name, plan) for name, plan in named]
-    if question is not None:
-        rows += _of_planners(question)
+    answer = None if question is None else find(question.problem)
+    bounds = [_bound(plan) for _, plan in named if not plan.was_given]
+    if answer is not None:
+        bounds.append((_problem(named[0][1]), answer.found.bound_seconds))
+    rows = [_of_plan(name, plan, bounds) for name, plan in named]
+    if question is not None and answer is not None:
+        rows += _of_planners(question, answer)
     first = rows[0].samples_per_second or 0.0
     rates = [row.samples_per_second for row in rows[1:] if row.samples_per_second is not None]
     return Comparison(
@@ -66,8 +70,39 @@ def compare(named: Sequence[tuple[str, Plan]], question: Question | None = None)
     )
 
 
-def _of_plan(name: str, plan: Plan) -> Compared:
+Key = tuple[str, ...]
+
+
+def _problem(plan: Plan) -> Key:
+    """What plans have in common whose steps one bound is for: the search is held by nothing else."""
+    return (
+        plan.profile.sha256,
+        plan.machine or plan.topology,
+        str(plan.mini_batch),
+        plan.optimizer,
+        plan.runtime or "",
+    )
+
+
+def _bound(plan: Plan) -> tuple[Key, float]:
+    """What was proven of all plans of the problem, where the search was not narrowed to some of them."""
+    narrowed = plan.wishes.model_copy(update=dict.fromkeys(_NOT_NARROWING))
+    free = Wished().model_copy(update=dict.fromkeys(_NOT_NARROWING))
+    return _problem(plan), plan.prediction.lower_bound_seconds if narrowed == free else 0.0
+
+
+_NOT_NARROWING = ("mini_batch", "optimizer", "runtime", "time_limit", "planner", "robust", "seconds_of")
+"""Wishes that leave all plans of the problem to the search, or are of the problem."""
+
+
+def _of_plan(name: str, plan: Plan, bounds: Sequence[tuple[Key, float]]) -> Compared:
+    """With its own gap, where the search was for it; of an imported one, which proves nothing itself, the
+    distance from the best bound that the others proved of the same problem."""
     predicted = plan.prediction
+    gap: float | None = predicted.gap
+    if plan.was_given:
+        bound = max((seconds for key, seconds in bounds if key == _problem(plan)), default=0.0)
+        gap = max(predicted.step_seconds / bound - 1, 0.0) if 0 < bound < inf else None
     return Compared(
         name=name,
         step_seconds=predicted.step_seconds,
@@ -75,7 +110,7 @@ def _of_plan(name: str, plan: Plan) -> Compared:
         bubble=predicted.bubble,
         memory_bytes=max(stage.memory_bytes for stage in plan.stages),
         devices=len({device for stage in plan.stages for device in stage.devices}),
-        gap=predicted.gap,
+        gap=gap,
         balance=plan.balance,
         schedule=plan.schedule,
         micro_batches=plan.micro_batches,
@@ -83,9 +118,8 @@ def _of_plan(name: str, plan: Plan) -> Compared:
     )
 
 
-def _of_planners(question: Question) -> list[Compared]:
+def _of_planners(question: Question, answer: Answer) -> list[Compared]:
     """The joint search, and each named planner; those without a plan last."""
-    answer = find(question.problem)
     plans: dict[str, Candidate | str] = {BEST: answer.best or "no plan fits", **answer.by_planner}
     rows = [_of_planner(question, answer, name, plan) for name, plan in plans.items()]
     return sorted(rows, key=lambda row: row.step_seconds or inf)
