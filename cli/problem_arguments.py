@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +75,6 @@ class ProblemArguments:
         return problem_of(measured.chain(), machine, wishes, reference, own)
 
     def _wishes(self) -> Wishes:
-        limit = self.memory_limit
         return Wishes(
             mini_batch=arguments.optional_whole("mini_batch", self.mini_batch),
             micro_batches=arguments.whole_or_auto("micro_batches", self.micro_batches),
@@ -86,16 +84,13 @@ class ProblemArguments:
             runtime=arguments.optional_word("runtime", self.runtime),
             planner=arguments.word("planner", self.planner),
             time_limit=arguments.number("time_limit", self.time_limit),
-            use_all=self.use_all,
+            use_all=arguments.flag("use_all", self.use_all),
             max_stages=arguments.optional_whole("max_stages", self.max_stages),
             cut_after=arguments.words("cut_after", self.cut_after),
             keep_together=arguments.words("keep_together", self.keep_together),
-            pins=tuple(
-                (arguments.word("pins", name), arguments.whole("pins", stage, at_least=0))
-                for name, stage in self.pins
-            ),
-            memory_limit=None if limit is None else arguments.number("memory_limit", limit),
-            robust=self.robust,
+            pins=arguments.pins("pins", self.pins),
+            memory_limit=arguments.optional_number("memory_limit", self.memory_limit),
+            robust=arguments.flag("robust", self.robust),
             seconds_of=arguments.optional_word("seconds_of", self.seconds_of),
         )
 
@@ -116,7 +111,7 @@ def _prices(price: Any) -> dict[str, float]:
             arguments.word("price", kind): arguments.number(f"price[{kind!r}]", own)
             for kind, own in price.items()
         }
-    return {ANY: arguments.number("price", price)} if isinstance(price, Real) else prices_of(str(price))
+    return {ANY: arguments.number("price", price)}
 
 
 def check_grid(grid: Any, options: Mapping[str, Any]) -> None:

@@ -216,6 +216,11 @@ def frontier(
     from .planner.objectives.frontier import frontier_of
     from .profiler.profile_warnings import warnings_of
 
+    for name in ("objective", "price"):
+        if name in options:
+            raise UsageError(
+                f"{name}={options[name]!r}: a frontier is of step time against memory", f"Leave {name} away."
+            )
     measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
     problem = ProblemArguments(**options).problem(measured, reference)
     found = frontier_of(
@@ -359,14 +364,12 @@ def explain(
     from .planner.explanation.explain import explain as explain_plan
 
     split = arguments.wholes("current", current)
-    used = None
-    if split is not None:
-        used = Current(
-            split,
-            arguments.whole("replicas", replicas),
-            arguments.optional_whole("micro_batches", micro_batches),
-            arguments.optional_word("schedule", schedule),
-        )
+    of_it = (
+        arguments.whole("replicas", replicas),
+        arguments.optional_whole("micro_batches", micro_batches),
+        arguments.optional_word("schedule", schedule),
+    )
+    used = None if split is None else Current(split, *of_it)
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     plan = _plan(plan)
     measured, reference = _profile_and_origin(profile, "", "")
@@ -416,16 +419,16 @@ def check(
     plan = _plan(plan)
     measured, reference = _profile_and_origin(profile, "", "")
     _check_layers(plan, reference)
-    if device not in ("auto", "cpu", "cuda"):
+    if arguments.word("device", device) not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device {device!r} is not known", "Use auto, cpu or cuda.")
     options = CheckOptions(
         runtime=arguments.word("runtime", runtime),
         model=arguments.optional_word("model", model),
-        settings=dict(settings or {}),
+        settings=arguments.settings("settings", settings) or {},
         device=device,
-        emulate=emulate,
-        even=even,
-        calibrate=calibrate,
+        emulate=arguments.flag("emulate", emulate),
+        even=arguments.flag("even", even),
+        calibrate=arguments.flag("calibrate", calibrate),
         steps=arguments.whole("steps", steps),
         timeout_seconds=arguments.number("timeout", timeout),
     )
@@ -525,6 +528,16 @@ def profile(
     seed = arguments.whole("seed", seed, at_least=0, at_most=2**63 - 1)
     sizes = arguments.wholes("micro_batch_sizes", micro_batch_sizes)
     budget_seconds = arguments.number("budget_seconds", budget_seconds)
+    settings = arguments.settings("settings", settings)
+    granularity = arguments.optional_word("granularity", granularity)
+    loss = arguments.optional_word("loss", loss)
+    keep_together = arguments.words("keep_together", keep_together)
+    arguments.optional_word("amp", amp)
+    flags = {"compile": compile, "channels_last": channels_last, "tf32": tf32, "cache": cache}
+    for name, value in {**flags, "resume": resume}.items():
+        arguments.flag(name, value)
+    for name, told in {"progress": progress, "remark": remark}.items():
+        arguments.function(name, told)
     if calibrate is not None and not isinstance(calibrate, Profile):
         calibrate = arguments.path("calibrate", calibrate)
     target = target_named(arguments.optional_word("device", device), calibrate)
@@ -543,9 +556,9 @@ def profile(
     )
     return profile_model(
         loaded,
-        granularity=arguments.optional_word("granularity", granularity),
-        keep_together=arguments.words("keep_together", keep_together),
-        loss=arguments.optional_word("loss", loss),
+        granularity=granularity,
+        keep_together=keep_together,
+        loss=loss,
         compile=compile,
         channels_last=channels_last,
         amp=amp,
@@ -689,12 +702,14 @@ def sequential(
     from .cli import arguments
     from .profiler.sequential import sequential as as_sequential
 
+    granularity = arguments.word("granularity", granularity)
+    keep_together = arguments.words("keep_together", keep_together)
     arguments.instance("model", model, nn.Module, "Give a torch.nn.Module.")
     return as_sequential(
         model,
         example_input,
-        granularity=arguments.word("granularity", granularity),
-        keep_together=arguments.words("keep_together", keep_together),
+        granularity=granularity,
+        keep_together=keep_together,
     )
 
 
@@ -751,7 +766,7 @@ def load_model(
         arguments.word("name", name),
         classes=arguments.optional_whole("classes", classes),
         input_shape=arguments.wholes("input_shape", input_shape),
-        settings=settings,
+        settings=arguments.settings("settings", settings),
         seed=arguments.whole("seed", seed, at_least=0, at_most=2**63 - 1),
     )
     example = loaded.example
@@ -832,6 +847,7 @@ def _profile_and_origin(
     from .planner.plan_file import ProfileReference
     from .profiler.profile_file import Profile
 
+    file, sha = arguments.word("profile_file", file), arguments.word("profile_sha256", sha)
     if isinstance(profile, str | Path):
         path = Path(profile)
         content = read_bytes(path, "profile")
@@ -841,8 +857,8 @@ def _profile_and_origin(
         "profile", profile, Profile, "Give what pplan.profile returns, or the path of its file."
     )
     return profile, ProfileReference(
-        file=arguments.word("profile_file", file),
-        sha256=arguments.word("profile_sha256", sha) or sha256(profile.to_json()),
+        file=file,
+        sha256=sha or sha256(profile.to_json()),
         layers_sha256=profile.layers_sha256,
         dtype=profile.dtype,
         device_name=profile.device_name or profile.device,
