@@ -20,6 +20,8 @@ _UNSEEN = {
     *("granularity", "gpus_per_node"),
 }
 """What the table of an export leaves to its file."""
+_NAMING_DEVICES = ("torchgpipe", "fairscale", "huggingface")
+"""Runtimes of which the export names the devices; those of the others are given by their launchers."""
 _BUILD = {
     "torchgpipe": ("torchgpipe", "model = build({file}, model, example_input)"),
     "fairscale": ("fairscale", "model = build({file}, model, example_input)"),
@@ -96,6 +98,8 @@ def export_command(
     document, about = export(name, plan, device=device, made_by=origin)
     if about:
         remark(about)
+    if device is None and plan.device_kind == "CPU" and name in _NAMING_DEVICES:
+        remark("the plan is for processors, by seconds measured on one: the export is for the CPU")
     if name == "deepspeed" and device == "cpu":
         remark("--device cpu changes nothing here: DeepSpeed takes its devices from its launcher")
     written = None

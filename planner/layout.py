@@ -127,21 +127,19 @@ class Layout:
 
     @cached_property
     def replicas(self) -> int:
-        """Of every stage, where the cuts are not the plan's."""
+        """Of every stage, where the cuts are not the plan's: its own, one where another number of stages is
+        named, so many devices."""
+        counts = set(self.plan.replicas)
         if self.overrides.replicas is not None:
             return self.overrides.replicas
-        counts = set(self.plan.replicas)
-        if counts == {1} or (len(counts) == 1 and self.same_devices):
+        if not self.same_devices:
+            return 1
+        if len(counts) == 1:
             return counts.pop()
         shown = "-".join(map(str, self.plan.replicas[:16]))
-        changed = (
-            f"{self.schedule.name} with {self.program.places} parts"
-            if self.same_devices
-            else f"{self.program.devices} stages"
-        )
         raise UsageError(
-            f"{changed}: the layers are cut anew, and the plan's replicas ({shown}) are those of its own "
-            "stages",
+            f"{self.schedule.name} with {self.program.places} parts: the layers are cut anew, and the plan's "
+            f"replicas ({shown}) are those of its own stages",
             "Say how many each stage is to have: --replicas 1, say.",
         )
 

@@ -41,7 +41,8 @@ def simulate_plan(
 
     The plan's cuts and devices stay where the number of stages and of their parts does; otherwise the layers
     are cut anew so that the slowest part is as fast as can be. The plan's replicas stay where the pipeline is
-    as long and all its stages have as many. The mini-batch stays, so that other micro-batches are of another
+    as long, all stages have as many and no other number is named; stages that are named are on one device
+    each. The mini-batch stays, so that other micro-batches are of another
     size. `profiles`: the same layers as measured on the
     kinds of devices that have a profile of their own, by its name in the topology.
 
@@ -111,7 +112,9 @@ def _notes(layout: Layout) -> Iterator[str]:
     if not layout.kept:
         counts = ", ".join(map(str, layout.balance))
         yield f"the layers are cut anew, the slowest part as fast as can be: {counts}"
-        if layout.replicas > 1:
+        if layout.replicas == 1 and max(plan.replicas) > 1:
+            yield "the plan's replicas are left out: each stage is on one device"
+        elif layout.replicas > 1:
             yield f"each stage has {layout.replicas} replicas"
     if plan.recompute in ("except_last", "selective") and plan.recompute not in layout.recompute:
         mode = plan.recompute.replace("_", "-")

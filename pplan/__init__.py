@@ -303,8 +303,9 @@ def simulate(
     `plan` and `profile` may be the paths of their files. `topology` is a machine's name or a TOML file; None
     is the machine that the plan was made for. `schedule`, `stages` (devices of the pipeline),
     `micro_batches`, `virtual_stages` (of a device) and `replicas` (of every stage) override the plan's, as
-    `pplan simulate` does; the plan's replicas stay, or have to be named where they cannot. Of the result:
-    `step_seconds`, `bubble`, `stage_times`, `peak_in_flight`, `spans`, `transfers`.
+    `pplan simulate` does. The plan's replicas stay, or have to be named where they cannot; other `stages`
+    than the plan's are on one device each. Of the result: `step_seconds`, `bubble`, `stage_times`,
+    `peak_in_flight`, `spans`, `transfers`.
 
     Raises UsageError (numbers that the schedule, the mini-batch or the cuts do not allow, a profile of other
     layers), FileError.
@@ -718,7 +719,7 @@ def export(runtime: str, plan: Plan, *, device: Literal["cuda", "cpu"] | str | N
 
     Where the runtime cannot run the plan itself, the best of its alternatives is taken, and a UserWarning
     says which. `device` "cuda" or "cpu" says where the stages stand; None: on what the plan is for,
-    processors where one was profiled and no GPU was named (of which a UserWarning tells, too).
+    processors where one was profiled and no GPU was named.
     `.save(path, force=False)` writes the file.
 
     Raises UsageError, ExportError (nothing in the plan is for this runtime).

@@ -31,8 +31,6 @@ EXPORTERS: dict[str, Exporter] = {
 }
 
 
-NAMING_DEVICES = ("torchgpipe", "fairscale", "huggingface")
-"""Of which the export names the devices; those of the others are given by their launchers."""
 SUFFIXES = {
     kind.kind: kind.suffix
     for kind in (
@@ -58,7 +56,7 @@ def export(
     not for it, the document holds the best of the plan's alternatives that is, and the remark, a sentence for
     standard error, says which, its step time and why. `device` "cpu" puts all stages on the CPU, so that the
     file can be tried without a GPU (DeepSpeed is told its devices when it is launched); None takes the
-    devices that the plan is for, and says so where these are processors.
+    devices that the plan is for: processors where one was profiled and no GPU was named.
 
     Raises UsageError (unknown runtime or device, "cuda" for a plan of processors), ExportError (nothing in
     the plan is for this runtime).
@@ -76,7 +74,4 @@ def export(
             "processor's seconds are meant: pplan solve --gpu h100 --seconds-of cpu.",
         )
     document, remark = exporter(plan, device=device or device_of(plan), made_by=made_by or MadeBy())
-    if device is None and plan.device_kind == "CPU" and runtime in NAMING_DEVICES:
-        said = f"the plan is for processors, by seconds measured on one{_measured_on(plan)}: so is the export"
-        remark = said if remark is None else f"{remark}; {said}"
     return document.model_copy(update={"estimated": plan.profile.estimated}), remark
