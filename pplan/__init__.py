@@ -420,7 +420,8 @@ def check(
     plan = _plan(plan)
     measured, reference = _profile_and_origin(profile, "", "")
     _check_layers(plan, reference)
-    if arguments.word("device", device) not in ("auto", "cpu", "cuda"):
+    arguments.word("device", device)
+    if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device {device!r} is not known", "Use auto, cpu or cuda.")
     options = CheckOptions(
         runtime=arguments.word("runtime", runtime),

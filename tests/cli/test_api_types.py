@@ -60,7 +60,7 @@ def wrong(annotation: str) -> Iterator[Any]:
 
 
 def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> None:
-    given: dict[str, Any] = {
+    given: dict[str, dict[str, Any]] = {
         "solve": {"profile": profile, "gpus": 2, "mini_batch": 16},
         "frontier": {"profile": profile, "gpus": 2, "mini_batch": 16, "points": 1},
         "sweep": {"profile": profile, "grid": {"mini_batch": [16]}, "gpus": 2},
@@ -77,8 +77,8 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         "topology": {"name": "dgx-a100"},
         "load_profile": {"path": "a.profile.json"},
         "load_plan": {"path": "a.plan.json"},
-    }[name]
-    own = {**given, argument: value}
+    }
+    own = {**given[name], argument: value}
     plans = (Plan.model_validate(plan.model_dump()),) if name == "compare" else ()
     getattr(pplan, name)(*plans, **own)
 
@@ -108,9 +108,10 @@ def test_another_type_is_refused_by_name(
 
 @pytest.mark.parametrize("argument", ["objective", "price", "use_all", "pins", "seconds_of"])
 def test_options_that_are_handed_on_are_checked_too(argument: str, profile: Profile) -> None:
+    wrong: dict[str, Any] = {argument: Strange()}
     for made in (
-        lambda: pplan.frontier(profile, gpus=2, **{argument: Strange()}),
-        lambda: pplan.sweep(profile, {"mini_batch": [16]}, gpus=2, **{argument: Strange()}),
+        lambda: pplan.frontier(profile, gpus=2, **wrong),
+        lambda: pplan.sweep(profile, {"mini_batch": [16]}, gpus=2, **wrong),
         lambda: pplan.sweep(profile, {argument: [Strange()]}, gpus=2),
     ):
         with pytest.raises(pplan.UsageError, match=argument):
