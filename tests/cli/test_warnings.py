@@ -1,4 +1,4 @@
-"""What may make an answer wrong stands directly under it and as `warnings` in the file; the rest is a note."""
+"""What may make an answer wrong stands right under it and as `warnings` in the file; the rest is a note."""
 
 from __future__ import annotations
 
