@@ -68,7 +68,7 @@ def test_the_greatest_figures_are_planned_with() -> None:
         "output_bytes": 2**63 - 1,
         "saved_bytes": 2**63 - 1,
     }
-    plan = solve(load(content(**greatest)), gpus=1, optimizer="adam")
+    plan = solve(load(content(**greatest)), gpus=1, mini_batch=4, optimizer="adam")
     assert plan.prediction.step_seconds == pytest.approx(2e9 + 0.01)
 
 
