@@ -20,7 +20,7 @@ def default_lines(plan: Plan) -> list[str]:
 
 def _others(default: DefaultMiniBatch) -> str:
     if not default.others:
-        return "--mini-batch sets another"
+        return "half and twice of it were not tried (--mini-batch sets another)"
     return ", ".join(_other(other) for other in default.others) + " (--mini-batch)"
 
 

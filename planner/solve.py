@@ -165,7 +165,7 @@ def warnings_of(problem: Problem) -> list[str]:
     if problem.wishes.memory_limit is not None:
         return []
     return [
-        f"the memory of a {kind.name} is not known: no plan is refused for what it holds; --memory gives it"
+        f"the memory of {kind.name} is not known: no plan is refused for what it holds; --memory gives it"
         for kind in problem.topology.kinds
         if kind.memory_bytes is None
     ]

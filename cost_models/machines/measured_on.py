@@ -48,8 +48,8 @@ def check_processor_seconds_of(profiled: ProfiledDevice, kind: Device) -> None:
     preset = preset_of(kind.name)
     raise UsageError(
         f"the layers' seconds were measured on a processor, {profiled.name or 'cpu'}: they do not tell how "
-        f"long the layers take on a {kind.name}",
-        f"Profile the model on a {kind.name}, import seconds measured there (pplan import), or estimate them "
+        f"long the layers take on {kind.name}",
+        f"Profile the model on {kind.name}, import seconds measured there (pplan import), or estimate them "
         f"(pplan profile MODEL --device analytic:{preset.name if preset else 'FILE.toml'}); "
         f"pplan solve --seconds-of {PROCESSOR} plans with the processor's all the same.",
     )

@@ -95,7 +95,7 @@ def test_devices_like_the_profiled_processor_are_no_gpus(
     assert "GPU" not in answer
     assert first.startswith("Warning: the layers' seconds are those of this processor, Some EPYC")
     plan = pplan.load_plan(here / "toy.plan.json")
-    assert any("the memory of a Some EPYC is not known" in said for said in plan.warnings), second
+    assert any("the memory of Some EPYC is not known" in said for said in plan.warnings), second
     assert json.loads((here / "toy.plan.json").read_text())["warnings"] == plan.warnings
 
 
