@@ -20,6 +20,8 @@ _UNSEEN = {
     *("granularity", "gpus_per_node"),
 }
 """What the table of an export leaves to its file."""
+_NAMING_DEVICES = ("torchgpipe", "fairscale", "huggingface")
+"""Runtimes of which the export names the devices; those of the others are given by their launchers."""
 _BUILD = {
     "torchgpipe": ("torchgpipe", "model = build({file}, model, example_input)"),
     "fairscale": ("fairscale", "model = build({file}, model, example_input)"),
@@ -38,11 +40,11 @@ PlanFile = Annotated[
     Path | None, typer.Argument(metavar="PLAN", help="A plan; else the newest here.", show_default=False)
 ]
 Device = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--device",
         metavar="cuda|cpu",
-        help="Where the stages will stand; cpu is for trying the file out.",
+        help="Where the stages will stand: else on what the plan is for; cpu is for trying the file out.",
         parser=word("--device", ("cuda", "cpu")),
     ),
 ]
@@ -68,7 +70,7 @@ ProfileFile = Annotated[
 def export_command(
     runtime: RuntimeName,
     plan_file: PlanFile = None,
-    device: Device = "cuda",
+    device: Device = None,
     script: ScriptFile = None,
     profile: ProfileFile = None,
     output: Output = None,
@@ -80,6 +82,7 @@ def export_command(
     from ..cost_models.runtime import runtime_named
     from ..planner.plan_file import Plan
     from ..runtimes.export import SUFFIXES, export
+    from ..runtimes.exported import device_of
     from .newest import named_or_newest
     from .output import chosen_target, file_stem
     from .provenance import command_line, made_by
@@ -95,12 +98,14 @@ def export_command(
     document, about = export(name, plan, device=device, made_by=origin)
     if about:
         remark(about)
+    if device is None and plan.device_kind == "CPU" and name in _NAMING_DEVICES:
+        remark("the plan is for processors, by seconds measured on one: the export is for the CPU")
     if name == "deepspeed" and device == "cpu":
         remark("--device cpu changes nothing here: DeepSpeed takes its devices from its launcher")
     written = None
     if script is not None:
         _check_script(script, (source, target.path), force=force)
-        written = _script(document, source, profile, target.path, script, device)
+        written = _script(document, source, profile, target.path, script, device or device_of(plan))
     target.write(document, as_json=as_json, show=lambda: _show(document, target.path, written))
     if written is not None and script is not None:
         write_whole(script, written.text, force=force)

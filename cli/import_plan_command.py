@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cost_models.schedules import SCHEDULES
-from .machine_options import Bandwidth, Gpu, Gpus, GpusPerNode, Latency, MachineOptions, Memory, TopologyFile
+from .machine_options import (
+    Bandwidth,
+    Gpu,
+    Gpus,
+    GpusPerNode,
+    Latency,
+    MachineOptions,
+    Memory,
+    SecondsOf,
+    TopologyFile,
+)
 from .options import AsJson, Force, Output, number_or_auto, whole_number, word
 from .streams import console
 from .training_options import MicroBatches, MiniBatch, Optimizer, Runtime
@@ -76,6 +86,7 @@ def import_plan_command(
     bandwidth: Bandwidth = None,
     latency: Latency = None,
     topology: TopologyFile = None,
+    seconds_of: SecondsOf = None,
     runtime: Runtime = None,
     mini_batch: MiniBatch = None,
     micro_batches: MicroBatches = "auto",
@@ -118,6 +129,7 @@ def import_plan_command(
         replicas=replicas,
         recompute=recompute,
         optimizer=optimizer,
+        seconds_of=seconds_of,
         profile_file=path.name,
         profile_sha256=sha256(content),
     )

@@ -12,6 +12,7 @@ from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import TIE, Alternative, Baseline, Plan, PlannedStage, Prediction
 from ..planner.setting import SEARCHED
 from .aim_lines import aim_line, aim_proof
+from .default_lines import default_lines
 from .figures import percent, ranges, three_digits
 from .table_style import figure, line, table, text, titled, word
 
@@ -22,6 +23,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     line(console, answer, style="bold")
     for further in more:
         line(console, further)
+    for warning in plan.warnings:
+        line(console, f"Warning: {warning}")
     each = " on one replica" if max(plan.replicas) > 1 else ""
     titled(console, f"Stages; seconds of one micro-batch{each}", _stages(plan, console))
     console.print()
@@ -40,6 +43,11 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def answer_lines(plan: Plan) -> list[str]:
     """What to do, in one line, and what to know about it before anything else."""
+    answer, *more = _answer(plan)
+    return [answer, *default_lines(plan), *more]
+
+
+def _answer(plan: Plan) -> list[str]:
     what = _what(plan)
     if plan.objective is not None:
         return [aim_line(plan, plan.objective, what)]
@@ -59,7 +67,7 @@ def answer_lines(plan: Plan) -> list[str]:
 
 
 def _lower(what: str) -> str:
-    return what.replace("A pipeline", "a pipeline").replace("Data", "data").replace("One GPU", "one GPU")
+    return what.replace("A pipeline", "a pipeline").replace("Data", "data").replace("One ", "one ")
 
 
 def devices_used(plan: Plan) -> int:
@@ -72,8 +80,10 @@ def _what(plan: Plan) -> str:
     stages, chunks = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
     if len(plan.stages) > 1:
         each = f", {chunks} virtual stages on each," if chunks > 1 else ""
-        return f"A pipeline of {counted(stages, 'stage')} over {counted(used, 'GPU')}{each}"
-    return f"Data parallelism over {counted(used, 'GPU')}" if used > 1 else "One GPU"
+        return f"A pipeline of {counted(stages, 'stage')} over {counted(used, plan.device_kind)}{each}"
+    return (
+        f"Data parallelism over {counted(used, plan.device_kind)}" if used > 1 else f"One {plan.device_kind}"
+    )
 
 
 def _how_sure(plan: Plan) -> str:
@@ -100,11 +110,17 @@ def _give_or_take(uncertainty: float | None) -> str:
 
 
 def _rival_answer(plan: Plan, rival: Baseline) -> str:
-    on = f" over {counted(plan.gpus, 'GPU')}" if rival.name == "data-parallel" and plan.gpus else ""
+    on = (
+        f" over {counted(plan.gpus, plan.device_kind)}" if rival.name == "data-parallel" and plan.gpus else ""
+    )
     step = rival.step_seconds or 0.0
     unable = rival.name == "data-parallel" and plan.runtime and plan.gpus and not _replicates(plan)
     asked = f"{plan.runtime} does not run it" if unable else "the options given leave it out"
-    return f"{_RIVALS[rival.name]}{on} is the fastest: {_figures(step, plan.mini_batch / step)}; {asked}."
+    return f"{_rival(plan, rival)}{on} is the fastest: {_figures(step, plan.mini_batch / step)}; {asked}."
+
+
+def _rival(plan: Plan, rival: Baseline) -> str:
+    return "Data parallelism" if rival.name == "data-parallel" else f"One {plan.device_kind}"
 
 
 def _replicates(plan: Plan) -> bool:
@@ -127,7 +143,7 @@ def _fewer(plan: Plan, used: int, offered: int) -> str:
     ]
     # A faster one is not for this plan's options: it may not stand here as the price of using all.
     slower = [row for row in on_all if row[0] >= plan.prediction.step_seconds]
-    uses = f"It uses {used} of the {offered} GPUs"
+    uses = f"It uses {used} of the {counted(offered, plan.device_kind)}"
     runtime = None if plan.runtime is None else runtime_named(plan.runtime)
     if runtime is not None and runtime.one_process and used == plan.gpus_per_node:
         return f"{uses}: {runtime.name} reaches those of one node."
@@ -156,7 +172,7 @@ def _faster_baseline(plan: Plan) -> Baseline | None:
 
 _SHOWN = 0.01
 """Share from which on the profile's uncertainty is said."""
-_RIVALS = {"data-parallel": "Data parallelism", "one-gpu": "One GPU"}
+_RIVALS = ("data-parallel", "one-gpu")
 
 
 def _stages(plan: Plan, console: Console) -> Table:

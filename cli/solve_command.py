@@ -17,6 +17,7 @@ from .machine_options import (
     Latency,
     MachineOptions,
     Memory,
+    SecondsOf,
     TopologyFile,
 )
 from .objective_options import Backend, Csv, FrontierToo, Jobs, Objective, Points, Price, Sweep
@@ -62,6 +63,7 @@ def solve_command(
     bandwidth: Bandwidth = None,
     latency: Latency = None,
     topology: TopologyFile = None,
+    seconds_of: SecondsOf = None,
     runtime: Runtime = None,
     mini_batch: MiniBatch = None,
     micro_batches: MicroBatches = "auto",
@@ -129,6 +131,7 @@ def solve_command(
         "gpus": gpus,
         "topology": topology,
         **asdict(wishes),
+        "seconds_of": seconds_of,
         "objective": objective,
         "price": price,
         "profile_file": path.name,

@@ -33,7 +33,7 @@ MiniBatch = Annotated[
     _training(
         "--mini-batch",
         "B",
-        "Samples of one optimizer step; else the largest measured size times the GPUs.",
+        "Samples of one optimizer step; else 32 for each GPU, as nearly as micro-batches make it.",
         parser=whole_number("--mini-batch", at_least=1),
     ),
 ]

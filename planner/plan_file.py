@@ -189,6 +189,23 @@ class Wished(Record):
     memory_limit: float | None = None
     time_limit: float = 30.0
     robust: bool = False
+    seconds_of: str | None = None
+
+
+class OtherMiniBatch(Record):
+    """What another mini-batch would give: the best that a short search found; None where no plan was."""
+
+    mini_batch: Count
+    step_seconds: StepSeconds | None = None
+    samples_per_second: Rate | None = None
+
+
+class DefaultMiniBatch(Record):
+    """The mini-batch that none was given for: so many samples a device, before it was rounded to what the
+    micro-batches make. `others`: half and twice of it, where there was time to try them."""
+
+    samples_per_device: Count
+    others: list[OtherMiniBatch] = []
 
 
 class ProfileReference(Record):
@@ -203,6 +220,8 @@ class ProfileReference(Record):
     granularity: str = "block"
     estimated: bool = False
     """Whether its seconds, and so the plan's, are an estimate and not measured."""
+    device: str = ""
+    """cpu, cuda, analytic or unknown, as in the profile; empty where the plan does not tell."""
 
 
 GIVEN = "this partition alone"
@@ -228,6 +247,8 @@ class Plan(Document):
     gpus: Count | None = None
     """Devices that were offered; a plan may use fewer."""
     gpus_per_node: Count | None = None
+    device_kind: Literal["GPU", "CPU"] = "GPU"
+    """What it is for: processors where one was profiled and no GPU was named."""
     topology: str = ""
     """The devices and links the plan was made for, in words."""
     machine: str = ""
@@ -240,7 +261,11 @@ class Plan(Document):
     wishes: Wished = Wished()
     searched: str = ""
     """The space that `exact` and the bound speak of."""
+    warnings: list[str] = []
+    """What may make the answer wrong: seconds that were estimated, extrapolated or are another device's."""
     notes: list[str] = []
+    default_mini_batch: DefaultMiniBatch | None = None
+    """How the mini-batch was chosen; None where it was given."""
     layer_names: list[str] = []
     profile: ProfileReference
     made_by: MadeBy = MadeBy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import isqrt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
@@ -24,6 +25,10 @@ from .wishes import Wishes
 
 EVERY_COUNT = 16
 """Up to so many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
+SAMPLES_PER_DEVICE = 32
+"""Of a mini-batch that is not wished: the same whatever sizes the profiling machine reached."""
+MOST_DEFAULTS = 512
+"""Mini-batches around that which are tried."""
 MOST_STAGES = 32
 """That are searched where stages may have replicas."""
 INTERLEAVED = "interleaved"
@@ -46,6 +51,9 @@ class Problem:
     budget: SearchBudget = field(default_factory=SearchBudget, compare=False)
     """What the whole answer may take; problems that are made of this one share it."""
 
+    samples_per_device: int = SAMPLES_PER_DEVICE
+    """Where no mini-batch is wished: about so many for each device."""
+
     def __post_init__(self) -> None:
         _check_counts(self.chain, self.topology.gpus, self.wishes)
         if not self.settings:
@@ -61,10 +69,38 @@ class Problem:
         """The runtime that the plan is for, where one was named."""
         return None if self.wishes.runtime is None else runtime_named(self.wishes.runtime)
 
-    @property
+    @cached_property
     def mini_batch(self) -> int:
-        """Samples of a step: the wish, or the largest measured size times the GPUs."""
-        return self.wishes.mini_batch or self.chain.sizes[-1] * self.gpus
+        """Samples of a step: the wish, or what comes nearest to `samples_per_device` on every device of all
+        that micro-batches within the profile's reach make."""
+        if self.wishes.mini_batch is not None:
+            return self.wishes.mini_batch
+        wished, unit = self.samples_per_device * self.gpus, self._mini_batch_unit
+        counts = range(1, 2 * wished // unit + 2)
+        nearest = sorted(counts, key=lambda count: (abs(count * unit - wished), count))
+        batches = (count * unit for count in nearest[:MOST_DEFAULTS])
+        return next((batch for batch in batches if self._reaches(batch)), wished)
+
+    @property
+    def _mini_batch_unit(self) -> int:
+        """What divides a mini-batch that is not wished: the micro-batches that are; with one measured size
+        what all devices share; else the devices."""
+        shared = self.gpus if self._replicated else 1
+        alone = len(self.chain.sizes) == 1 and not self.chain.scales_with_samples
+        return self.wishes.micro_batches or (self.chain.sizes[0] * shared if alone else self.gpus)
+
+    def _reaches(self, batch: int) -> bool:
+        """Whether the profile reaches micro-batches that make it."""
+        wished = self.wishes.micro_batches
+        if wished is None:
+            return bool(self._sizes_of(batch))
+        return len(self.chain.sizes) > 1 or any(
+            self.chain.reaches(share) for share in self._shares(batch // wished)
+        )
+
+    def _shares(self, size: int) -> set[int]:
+        """A replica's samples of such a micro-batch, by the numbers of replicas."""
+        return {-(-size // count) for count in range(1, min(size, self.gpus) + 1)}
 
     @cached_property
     def stage_counts(self) -> range:
@@ -256,18 +292,7 @@ class Problem:
         batch, measured = self.mini_batch, self.chain.sizes
         if self.wishes.micro_batches is not None:
             return [self._wished_size(self.wishes.micro_batches)]
-        largest = measured[-1] * (self.gpus if self._replicated else 1)
-        if self.chain.scales_with_samples:
-            largest = batch
-        sizes = [
-            size
-            for size in range(-(-batch // MOST_MICRO_BATCHES), min(batch, largest) + 1)
-            if batch % size == 0
-            and any(
-                self.chain.reaches(-(-size // count))
-                for count in range(1, min(size, self.gpus if self._replicated else 1) + 1)
-            )
-        ]
+        sizes = self._sizes_of(batch)
         if not sizes:
             raise UsageError(
                 f"--mini-batch {batch}: no micro-batch size that the profile reaches makes it, in at most "
@@ -275,6 +300,21 @@ class Problem:
                 f"Use a multiple of {measured[-1]}, or measure more sizes with pplan profile.",
             )
         return sizes
+
+    def _sizes_of(self, batch: int) -> list[int]:
+        largest = self.chain.sizes[-1] * (self.gpus if self._replicated else 1)
+        if self.chain.scales_with_samples:
+            largest = batch
+        smallest = -(-batch // MOST_MICRO_BATCHES)
+        return [
+            size
+            for size in _divisors(batch)
+            if smallest <= size <= largest
+            and any(
+                self.chain.reaches(-(-size // count))
+                for count in range(1, min(size, self.gpus if self._replicated else 1) + 1)
+            )
+        ]
 
     def _wished_size(self, micro_batches: int) -> int:
         batch = self.mini_batch
@@ -290,8 +330,7 @@ class Problem:
 
     def _check_one_size(self, size: int) -> None:
         """With one measured size: whether some replica's share is just that."""
-        shares = {-(-size // count) for count in range(1, min(size, self.gpus) + 1)}
-        if not any(self.chain.reaches(share) for share in shares):
+        if not any(self.chain.reaches(share) for share in self._shares(size)):
             self.chain.at(size)  # says so
 
     def _no_setting(self) -> UsageError:
@@ -363,6 +402,12 @@ class Problem:
         counts = self._replicas[0]
         most = counts[-1]
         return f"1 to {most} replicas a stage" if len(counts) == most else f"{some(counts)} replicas a stage"
+
+
+def _divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [count for count in range(1, isqrt(number) + 1) if number % count == 0]
+    return sorted({*small, *(number // count for count in small)})
 
 
 def _is_three_halves(count: int) -> bool:

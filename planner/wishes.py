@@ -42,6 +42,8 @@ class Wishes:
     """About so many seconds of one core for the search; counted as work, so that answers do not vary."""
     robust: bool = False
     """Of plans near the fastest, the one whose step at the 90th percentile is the best."""
+    seconds_of: str | None = None
+    """`cpu`: GPUs are planned with a processor's seconds, which is meant."""
 
     def __post_init__(self) -> None:
         counts = (

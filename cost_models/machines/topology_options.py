@@ -29,6 +29,11 @@ class ProfiledDevice:
         """Whether it is a processor, without memory of its own to fill and without links."""
         return self.device.split(":")[0] == "cpu"
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the profile tells its device; an imported one does not."""
+        return self.device != "unknown"
+
 
 def make_topology(
     *,

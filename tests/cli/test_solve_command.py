@@ -63,6 +63,7 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any], profile: Profile)
         "robust": False,
         "objective": "step-time",
         "price": None,
+        "seconds_of": None,
         "profile_file": "toy.profile.json",
         "profile_sha256": sha256((here / "toy.profile.json").read_text()),
     }
