@@ -28,7 +28,15 @@ ProfileFile = Annotated[
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option("--model", metavar="NAME", help="The model, where the profile's name does not make it."),
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="The model, where it is your own: package.module:factory. A file's word runs no code.",
+    ),
+]
+LossName = Annotated[
+    str | None,
+    typer.Option("--loss", metavar="NAME", help="The loss, where it is your own: package.module:function."),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -99,6 +107,7 @@ def check_command(
     profile_file: ProfileFile = None,
     model: ModelName = None,
     setting: Settings = None,
+    loss: LossName = None,
     runtime: RuntimeName = "torch",
     device: Device = "auto",
     emulate: Emulate = False,
@@ -131,6 +140,7 @@ def check_command(
     options = CheckOptions(
         runtime=runtime,
         model=model,
+        loss=loss,
         settings=parse_settings(setting or ()),
         device=device,
         emulate=emulate,

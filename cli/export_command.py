@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,6 +64,18 @@ ProfileFile = Annotated[
         help="For --script, the plan's profile; else the one of its name beside it.",
     ),
 ]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="For --script: the model, where it is your own, as package.module:factory.",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="For --model, as it was profiled with; repeatable."),
+]
 
 
 def export_command(
@@ -71,6 +84,8 @@ def export_command(
     device: Device = "cuda",
     script: ScriptFile = None,
     profile: ProfileFile = None,
+    model: ModelName = None,
+    setting: Settings = None,
     output: Output = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -83,6 +98,7 @@ def export_command(
     from .newest import named_or_newest
     from .output import chosen_target, file_stem
     from .provenance import command_line, made_by
+    from .settings import parse_settings
 
     name = runtime_named(runtime).name
     source = named_or_newest(plan_file, ("plan",))
@@ -100,7 +116,8 @@ def export_command(
     written = None
     if script is not None:
         _check_script(script, (source, target.path), force=force)
-        written = _script(document, source, profile, target.path, script, device)
+        named = (model, parse_settings(setting or ()))
+        written = _script(document, source, profile, target.path, script, device, named)
     target.write(document, as_json=as_json, show=lambda: _show(document, target.path, written))
     if written is not None and script is not None:
         write_whole(script, written.text, force=force)
@@ -120,9 +137,18 @@ def _check_script(script: Path, others: tuple[Path, ...], *, force: bool) -> Non
 
 
 def _script(
-    document: Exported, source: Path, profile: Path | None, plan_path: Path, path: Path, device: str
+    document: Exported,
+    source: Path,
+    profile: Path | None,
+    plan_path: Path,
+    path: Path,
+    device: str,
+    named: tuple[str | None, Mapping[str, object]],
 ) -> Script:
-    """The script for what is exported. Raises FileError for the plan's profile, ExportError."""
+    """The script for what is exported, which builds the model that the user `named`, with its settings.
+
+    Raises FileError for the plan's profile, ModelError for what that names, ExportError.
+    """
     from ..planner.plan_file import Plan
     from ..runtimes.scripts.script import needs_profile, script_for
     from .simulated_plan import read_plan
@@ -130,7 +156,17 @@ def _script(
     if not needs_profile(document):
         return script_for(document, Plan.load(source), None, path=path, plan_path=plan_path, device=device)
     read = read_plan(source, profile)
-    return script_for(document, read.plan, read.profile, path=path, plan_path=plan_path, device=device)
+    model, settings = named
+    return script_for(
+        document,
+        read.plan,
+        read.profile,
+        path=path,
+        plan_path=plan_path,
+        device=device,
+        model=model,
+        settings=settings,
+    )
 
 
 def _show(document: Exported, path: Path, script: Script | None) -> None:
