@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shlex
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
@@ -28,9 +29,14 @@ def made_by(known: MadeBy, *, command: str = "", measured: MadeBy | None = None)
     )
 
 
+GIVEN: ContextVar[tuple[str, ...] | None] = ContextVar("GIVEN", default=None)
+"""The arguments that `main` was given; None outside of it."""
+
+
 def command_line() -> str:
-    """The command as it was typed."""
-    return shlex.join(["pplan", *sys.argv[1:]])
+    """The command as it was typed, or as `main` was given it."""
+    given = GIVEN.get()
+    return shlex.join(["pplan", *(sys.argv[1:] if given is None else given)])
 
 
 def installed(package: str) -> str | None:
