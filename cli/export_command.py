@@ -95,6 +95,7 @@ def export_command(
     from ..cost_models.runtime import runtime_named
     from ..planner.plan_file import Plan
     from ..runtimes.export import SUFFIXES, export
+    from ..runtimes.exported import layers_hash
     from .newest import named_or_newest
     from .output import chosen_target, file_stem
     from .provenance import command_line, made_by
@@ -104,7 +105,10 @@ def export_command(
     source = named_or_newest(plan_file, ("plan",))
     plan = Plan.load(source)
     target = chosen_target(
-        output, f"{file_stem(plan.model)}.{name}.{SUFFIXES.get(name, 'json')}", force=force
+        output,
+        f"{file_stem(plan.model)}.{name}.{SUFFIXES.get(name, 'json')}",
+        force=force,
+        about={"model": plan.model, "layers_sha256": layers_hash(plan)},
     )
     target.check(source)
     origin = made_by(MadeBy(), command=command_line(), measured=plan.made_by)
