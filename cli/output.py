@@ -20,8 +20,8 @@ _OTHERWISE = "Give --force to replace it, or another name with -o."
 class Target:
     """A file to be written.
 
-    `replace`: an existing one may go, whatever it is. `own`: it has the tool's own name, and one goes that pplan
-    wrote, that nobody changed since, and that says the same as `about` of what it was made for.
+    `replace`: an existing one may go, whatever it is. `own`: it has the tool's own name, and one goes that
+    pplan wrote, that nobody changed since, and that says the same as `about` of what it was made for.
     """
 
     path: Path
