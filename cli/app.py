@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     session = None
     try:
-        from .provenance import GIVEN
+        from .invocation import GIVEN
         from .streams import begin
         from .verbs import Session, app
 

@@ -53,10 +53,10 @@ class Target:
             ) from error
 
     def put(self, text: str) -> None:
-        """Writes `text`, with its hash where it is no JSON. Raises FileError."""
+        """Writes `text`, with its hash where it is no JSON and the file the tool's own. Raises FileError."""
         self._check_free()
-        whole = text if self.path.suffix == ".json" else sealed_lines(text)
-        write_whole(self.path, whole, force=True)
+        in_lines = self.own and self.path.suffix != ".json"
+        write_whole(self.path, sealed_lines(text) if in_lines else text, force=True)
 
     def _check_free(self) -> None:
         """Raises FileError where another file is at the path that may not go."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 import shlex
 import sys
-from contextvars import ContextVar
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
 from ..cost_models.document import MadeBy
+from .invocation import GIVEN
 
 
 def made_by(known: MadeBy, *, command: str = "", measured: MadeBy | None = None) -> MadeBy:
@@ -27,10 +27,6 @@ def made_by(known: MadeBy, *, command: str = "", measured: MadeBy | None = None)
         cuda=known.cuda or measured.cuda,
         driver=known.driver or measured.driver,
     )
-
-
-GIVEN: ContextVar[tuple[str, ...] | None] = ContextVar("GIVEN", default=None)
-"""The arguments that `main` was given; None outside of it."""
 
 
 def command_line() -> str:

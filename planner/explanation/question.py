@@ -74,7 +74,7 @@ def wishes_of(plan: Plan) -> Wishes:
 
 
 def candidate_of(problem: Problem, plan: Plan) -> Candidate:
-    """The plan, scored again. Raises UsageError for cuts that the chain or its own wishes do not allow."""
+    """The plan, scored again. Raises UsageError for cuts that the chain or its wishes do not allow."""
     _check_cuts(problem, plan)
     layout = Layout(plan, problem.chain, Overrides())
     by_device = layout.recompute
@@ -96,7 +96,7 @@ def _check_cuts(problem: Problem, plan: Plan) -> None:
     for number, stage in enumerate(plan.stages):
         if stage.last_layer + 1 not in allowed:
             raise UsageError(
-                f"the plan's stage {number} ends with layer {stage.last_layer}, after which its own wishes or "
+                f"the plan's stage {number} ends with layer {stage.last_layer}, after which its wishes or "
                 "its profile allow no cut",
                 "It was edited, it seems. Make it again: pplan solve",
             )

@@ -61,7 +61,8 @@ def _ways_of(part: tuple[Any, Any], length: int) -> float:
     if kind is _constants.SUBPATTERN:
         return _ways(about[3], length)
     if kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT):
-        return _ways_to_repeat(*about, length)
+        least, most, parts = about
+        return _ways_to_repeat(least, most, parts, length)
     if kind in (_constants.ASSERT, _constants.ASSERT_NOT):
         return _ways(about[1], length)
     if kind is _constants.ATOMIC_GROUP:

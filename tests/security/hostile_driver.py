@@ -23,8 +23,8 @@ EVIL = "evil"
 COMMANDS = ("os.system", "os.exec", "os.posix_spawn", "os.startfile", "subprocess.Popen", "pty.spawn")
 ELSEWHERE = ("socket.connect", "socket.getaddrinfo", "urllib.Request")
 MOVES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate")
-LONGEST = 30
-"""Seconds of a case, of which most take a hundredth: what matches for ever takes longer."""
+LONGEST = 120
+"""Seconds of a case, of which most take a hundredth and one imports torch: what matches for ever takes longer."""
 seen: list[str] = []
 watching = False
 
@@ -77,7 +77,7 @@ def ran(arguments: list[str], folder: str) -> dict[str, Any]:
     from pplan.cli import checking
     from pplan.cli.app import main
 
-    checking.run_in_processes = refuse  # type: ignore[assignment]
+    checking.run_in_processes = refuse  # type: ignore[assignment, attr-defined]
     os.chdir(folder)
     out, err = io.StringIO(), io.StringIO()
     seen.clear()

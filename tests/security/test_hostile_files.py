@@ -287,7 +287,7 @@ def tried(honest: tuple[Content, Content], tmp_path_factory: pytest.TempPathFact
             "COLUMNS": "100",
             "HOME": str(root),
         },
-        timeout=400,
+        timeout=900,
         check=True,
     )
     results = json.loads(found.read_text())
