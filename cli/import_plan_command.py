@@ -113,7 +113,12 @@ def import_plan_command(
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(as_text(content, path, "profile"), str(path))
-    target = chosen_target(output, f"{file_stem(profile.model)}.imported.plan.json", force=force)
+    about = {
+        "model": profile.model,
+        "profile.file": path.name,
+        "profile.layers_sha256": profile.layers_sha256,
+    }
+    target = chosen_target(output, f"{file_stem(profile.model)}.imported.plan.json", force=force, about=about)
     target.check(path, topology)
     plan = import_plan(
         source,

@@ -30,7 +30,7 @@ def own_profiles(topology: Topology, folder: Path, seconds_of: str | None = PROC
 
 
 def _profile(path: Path, kind: str) -> Profile:
-    if not path.exists():
+    if not path.is_file():  # a device, say, of which there is no end
         raise FileError(
             f"{path}: no such file; the topology says that it is the profile of {kind}",
             "Put it beside the topology or plan that names it, or give --topology with the one beside it.",

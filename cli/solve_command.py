@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -141,7 +141,12 @@ def solve_command(
     if sweeping is not None:
         run_sweep(sweeping, profile, given)
         return
-    target = chosen_target(output, f"{file_stem(profile.model)}.plan.json", force=force)
+    about = {
+        "model": profile.model,
+        "profile.file": path.name,
+        "profile.layers_sha256": profile.layers_sha256,
+    }
+    target = chosen_target(output, f"{file_stem(profile.model)}.plan.json", force=force, about=about)
     target.check(path, topology)
     beside = _frontier_target(target)
     if frontier:
@@ -186,10 +191,8 @@ def _check_together(sweep: list[str], frontier: bool, output: Path | None, aim: 
 
 def _frontier_target(plan: Target) -> Target:
     """NAME.frontier.json beside NAME.plan.json."""
-    from .output import Target
-
     stem = plan.path.name.removesuffix(".json").removesuffix(".plan")
-    return Target(plan.path.with_name(f"{stem}.frontier.json"), plan.replace)
+    return replace(plan, path=plan.path.with_name(f"{stem}.frontier.json"))
 
 
 def _frontier(profile: Profile, points: int, given: Mapping[str, Any]) -> Frontier:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf
+from typing import Any
 
 import numpy as np
 
@@ -82,7 +83,26 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         f"{tightest.stages} ({first} to {last}{shared}; {_in_words(tightest)}) needs "
         f"{format_bytes(tightest.memory_bytes)} ({terms}); {format_bytes(missing)} are missing"
     )
-    return InfeasibleError(what, "What would fit: " + "; or ".join(_changes(problem, tightest)) + ".")
+    changes = _changes(problem, tightest)
+    details = _details(tightest, first, last) | {"would_fit": changes}
+    return InfeasibleError(what, "What would fit: " + "; or ".join(changes) + ".", details)
+
+
+def _details(tightest: Tightest, first: str, last: str) -> dict[str, Any]:
+    """Of the stage that is too large, as JSON says it."""
+    return {
+        "stage": {
+            "number": tightest.stage,
+            "stages": tightest.stages,
+            "first_layer": first,
+            "last_layer": last,
+            "replicas": tightest.replicas,
+            "memory_bytes": tightest.memory_bytes,
+        },
+        "ledger": dict(tightest.ledger),
+        "limit_bytes": tightest.limit_bytes,
+        "missing_bytes": tightest.memory_bytes - tightest.limit_bytes,
+    }
 
 
 def _none_left(problem: Problem) -> str:
@@ -130,6 +150,7 @@ def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
     return InfeasibleError(
         f"no plan under {', '.join(problem.schedules)} was found that fits into {limit} a GPU",
         "What would fit: " + "; or ".join(changes) + ".",
+        {"would_fit": changes},
     )
 
 

@@ -38,7 +38,9 @@ def _as_tuples(value: Any) -> Any:
 
 
 Recompute = Literal["never", "always", "except_last", "selective"]
-Count = Annotated[int, Field(ge=1)]
+MOST_MICRO_BATCHES = 2**20
+"""Of a step: orders of actions are written out."""
+Count = Annotated[int, Field(ge=1, le=2**40)]
 Index = Annotated[int, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -309,6 +311,10 @@ _SHARED = ("micro_batches", "micro_batch_size", "recompute")
 
 
 def _check_mini_batch(made: Plan | Alternative, mini_batch: int, where: str = "") -> None:
+    if made.micro_batches > MOST_MICRO_BATCHES:
+        raise ValueError(
+            f"{where}micro_batches is {made.micro_batches}, at most {MOST_MICRO_BATCHES} are read"
+        )
     if made.micro_batches * made.micro_batch_size != mini_batch:
         raise ValueError(
             f"{where}micro_batches {made.micro_batches} times micro_batch_size {made.micro_batch_size} "

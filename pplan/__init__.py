@@ -386,6 +386,7 @@ def check(
     runtime: str = "torch",
     model: str | None = None,
     settings: Mapping[str, object] | None = None,
+    loss: str | None = None,
     device: Literal["auto", "cpu", "cuda"] | str = "auto",
     emulate: bool = False,
     even: bool = True,
@@ -398,9 +399,11 @@ def check(
     `runtime`: torch (torch.distributed.pipelining), torchgpipe, fairscale or deepspeed; where it does not run
     the plan itself, the plan's best alternative for it is checked, which a note says.
 
-    They make the model again by the name in its profile, or by `model`, with `settings`, what it was profiled
-    with. `device`: CUDA with a GPU each, "cpu" with one thread each, or what there is enough of. `emulate`:
-    the stages wait as long as the plan says they compute. `even`: the even split of as many stages runs
+    They make the model again by the name in its profile where that is torchvision's or transformers' own; one
+    of yours is named by `model` (its code is imported then, and else never), with `settings`, what it was
+    profiled with, and a `loss` of yours likewise. `device`: CUDA with a GPU each, "cpu" with
+    one thread each, or what there is enough of. `emulate`: the stages wait as long as the plan says they
+    compute. `even`: the even split of as many stages runs
     beside it. `calibrate`: other schedules run first, and overhead, link and slowdown are fitted to them.
     `timeout`: seconds after which a step that does not end is given up.
 
@@ -427,6 +430,7 @@ def check(
         runtime=arguments.word("runtime", runtime),
         model=arguments.optional_word("model", model),
         settings=arguments.settings("settings", settings) or {},
+        loss=arguments.optional_word("loss", loss),
         device=device,
         emulate=arguments.flag("emulate", emulate),
         even=arguments.flag("even", even),

@@ -127,9 +127,10 @@ def test_json_is_exactly_the_file(run: Run, here: Path, asked: dict[str, Any]) -
 
 
 def test_default_output_is_replaced_but_not_a_named_one(run: Run, here: Path, asked: dict[str, Any]) -> None:
-    (here / "toy.plan.json").write_text("old")
     assert run("solve", "--gpus", "8").status == 0
-    assert (here / "toy.plan.json").read_text() != "old"
+    before = (here / "toy.plan.json").stat().st_ino
+    assert run("solve", "--gpus", "8").status == 0
+    assert (here / "toy.plan.json").stat().st_ino != before
     asked.clear()
     (here / "my.json").write_text("old")
     ran = run("solve", "--gpus", "8", "-o", "my.json")
@@ -182,7 +183,9 @@ def test_bad_values(run: Run, here: Path, asked: dict[str, Any], options: str, w
 def test_a_disk_that_fills_keeps_what_was_printed(
     run: Run, here: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (here / "toy.plan.json").write_text("old")
+    assert run("solve", "--gpus", "8").status == 0
+    old = (here / "toy.plan.json").read_text()
+    asked.clear()
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -193,7 +196,7 @@ def test_a_disk_that_fills_keeps_what_was_printed(
     assert ran.status == 2
     assert ran.out.startswith("A pipeline of 3 stages")
     assert ran.lines[-2] == "pplan: toy.plan.json: cannot be written: No space left on device"
-    assert (here / "toy.plan.json").read_text() == "old"
+    assert (here / "toy.plan.json").read_text() == old
     assert sorted(path.name for path in here.iterdir()) == ["toy.plan.json", "toy.profile.json"]
 
 
