@@ -35,6 +35,9 @@ class ImportOptions:
     replicas: int | None
     recompute: str | None
     optimizer: str
+    precision: str = "auto"
+    gradient_dtype: str = "auto"
+    zero: int = 0
 
 
 def imported_plan(
@@ -78,6 +81,9 @@ def _wishes(read: Partition, given: Given, options: ImportOptions) -> Wishes:
         schedule=options.schedule or read.schedule or ("interleaved" if several else "auto"),
         recompute=(options.recompute or read.recompute or "auto").replace("-", "_"),
         optimizer=options.optimizer,
+        precision=options.precision,
+        gradient_dtype=options.gradient_dtype,
+        zero=options.zero,
         runtime=options.runtime or read.runtime,
     )
 

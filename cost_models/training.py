@@ -37,13 +37,17 @@ class Training:
             )
 
     def states(self, stage: StageBytes) -> dict[str, Amount]:
-        """Bytes of the weights (with buffers), the gradients and the optimizer's state on one replica."""
-        state = self._optimizer.bytes_per_parameter(self.precision) / self.precision.weight
-        return {
+        """Bytes of the weights (with buffers), the gradients, the master weights, where there are some, and
+        the optimizer's state on one replica."""
+        precision = self.precision
+        state = self._optimizer.bytes_per_parameter(precision) - precision.master
+        made: dict[str, Amount] = {
             "weights": self._spread(stage.parameters, 3) + stage.buffers,
             "gradients": self._spread(self._gradients(stage.trainable), 2),
-            "optimizer": self._spread(stage.trainable * state, 1),
         }
+        if precision.master:
+            made["master_weights"] = self._spread(stage.trainable * (precision.master / precision.weight), 1)
+        return made | {"optimizer": self._spread(stage.trainable * (state / precision.weight), 1)}
 
     def versions(self, stage: StageBytes, number: float) -> Amount:
         """Bytes of the weight versions besides the newest; a fraction is an average over layers."""

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
+from ..cost_models.precision import TrainingPrecision, training_precision
 from ..cost_models.quantities import counted
 from ..cost_models.runtime import Runtime, runtime_named
 from ..cost_models.schedules import SCHEDULES
@@ -28,17 +29,19 @@ MOST_STAGES = 32
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked, and the plans to search. `dtype`: that of the profile; `profiles`: of the same layers on
-    the kinds of devices that have their own, by its name in the topology. Raises UsageError for wishes that
-    cannot be."""
+    """What is asked, and the plans to search. `dtype`: that of the profile, `amp`: of its autocast;
+    `profiles`: of the same layers on the kinds of devices that have their own, by its name in the topology.
+    Raises UsageError for wishes that cannot be."""
 
     chain: Chain
     topology: Topology
     wishes: Wishes
     dtype: str = "float32"
     profiles: Mapping[str, Chain] = field(default_factory=dict)
+    amp: str | None = None
 
     def __post_init__(self) -> None:
+        self.precision  # noqa: B018  raises
         _check_counts(self.chain, self.topology.gpus, self.wishes)
         if not self.settings:
             raise self._no_setting()
@@ -52,6 +55,17 @@ class Problem:
     def runtime(self) -> Runtime | None:
         """The runtime that the plan is for, where one was named."""
         return None if self.wishes.runtime is None else runtime_named(self.wishes.runtime)
+
+    @cached_property
+    def precision(self) -> TrainingPrecision:
+        """In which numbers the weights are trained."""
+        return training_precision(
+            self.dtype,
+            self.amp,
+            precision=self.wishes.precision,
+            gradient_dtype=self.wishes.gradient_dtype,
+            runtime=self.wishes.runtime,
+        )
 
     @property
     def mini_batch(self) -> int:
@@ -90,6 +104,8 @@ class Problem:
             past_largest=self.wishes.micro_batches is not None,
             runtime=self.runtime,
             dtype=self.dtype,
+            precision=self.precision.bytes,
+            zero=self.wishes.zero,
             profiles={name: replace(own, cut_after=chain.cut_after) for name, own in self.profiles.items()},
             limits=limits,
         )

@@ -62,7 +62,7 @@ def problem_of(
                 f"the topology says that {kind.name} has a profile of its own, {kind.profile}: it is missing",
                 "Give that profile, or the device's speed relative to the profiled one.",
             )
-    return Problem(chain, topology, wishes, profile.dtype, own)
+    return Problem(chain, topology, wishes, profile.dtype, own, profile.amp)
 
 
 def plan_of(
@@ -104,6 +104,9 @@ def bare_plan(
         schedule=setting.schedule,
         virtual_stages=setting.virtual_stages,
         optimizer=problem.wishes.optimizer,
+        precision=problem.precision.name,
+        gradient_dtype=problem.precision.gradient_dtype,
+        zero=problem.wishes.zero,
         recompute=plan_recompute(best),
         runtime=problem.wishes.runtime,
         gpus=topology.gpus,
@@ -151,6 +154,8 @@ def _notes(problem: Problem) -> list[str]:
         for kind in problem.topology.kinds
         if kind.speed != 1
     ]
+    if problem.precision.leaves_out:
+        notes.append(problem.precision.leaves_out)
     if problem.wishes.mini_batch is None:
         notes.append(
             f"mini-batch {problem.mini_batch}: the largest measured size ({chain.sizes[-1]}) times "

@@ -241,7 +241,8 @@ def test_two_chunks_by_hand() -> None:
     assert everything(found) == {
         "weights": 1010 + 3030,
         "gradients": 800 + 2400,
-        "optimizer": (800 + 2400) / 2 * 12,
+        "master_weights": (800 + 2400) / 2 * 4,
+        "optimizer": (800 + 2400) / 2 * 8,
         "weight_versions": 1000,
         "activations": 2 * 242 + 2 * 726,
         "stage_inputs": 0,
