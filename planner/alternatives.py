@@ -62,7 +62,14 @@ def _interleaved(problem: Problem, answer: Answer) -> Iterator[Alternative]:
     """The plan of the planner of that name, where the schedule was left open and it is not the answer."""
     plan = answer.by_planner.get("interleaved")
     if isinstance(plan, Candidate) and plan != answer.best and "interleaved" not in problem.schedules:
-        names = [name for name, runtime in RUNTIMES.items() if "interleaved" in runtime.schedules]
+        names = [
+            name
+            for name, runtime in RUNTIMES.items()
+            if "interleaved" in runtime.schedules
+            and runtime.trains(problem.precision.name, problem.wishes.zero)
+        ]
+        if not names:
+            return
         found = Found(plan, 0.0, 0.0, exact=False)
         yield _alternative(problem, found, plan, names, "interleaved, which is not searched")
 

@@ -149,7 +149,7 @@ def test_forward_and_backward_wait_for_the_network(
 
 
 def test_states_shrink_and_the_network_pays(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    """Each stage of ZeRO needs less memory; the first adds its two collectives to the work, nothing hidden."""
+    """Each stage of ZeRO needs less memory; the first adds two collectives to the work."""
     chain, topology = make_chain(5, 6, cuts=1.1), make_topology(2, latency=0.01)
     proposal = Proposal(Setting("1f1b", "never", 4, 2), (6,), ((0, 1),))
     needs, steps = [], []
