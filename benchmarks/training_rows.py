@@ -26,7 +26,8 @@ from pplan.profiler.profile_file import Profile
 from pplan.profiler.structure import as_on_the_cpu
 
 TRAINED = ("vgg19", "resnet50", "densenet121", "vit_b_16", "transformer", "tied", "mlp")
-SETUPS = tuple(
+Choice = tuple[str, str, bool, torch.dtype]
+SETUPS: tuple[Choice, ...] = tuple(
     product(("fp32", "mixed", "autocast"), ("sgd", "adamw"), (False, True), (torch.float32, torch.bfloat16))
 )
 TERMS = ("weights", "gradients", "master_weights", "optimizer", "activations", "stage_inputs")
@@ -83,10 +84,10 @@ class Row:
         return self.predicted / self.counted - 1
 
 
-def rows_of(name: str, size: int, device: torch.device) -> Iterator[Row]:
-    """The model's rows."""
+def rows_of(name: str, size: int, device: torch.device, setups: Sequence[Choice] = SETUPS) -> Iterator[Row]:
+    """The model's rows: of precisions, optimizers, whether to recompute, and dtypes of gradients."""
     profiles: dict[str, Profile] = {}
-    for precision, optimizer, recompute, gradient_dtype in SETUPS:
+    for precision, optimizer, recompute, gradient_dtype in setups:
         if precision != "mixed" and gradient_dtype is torch.bfloat16:
             continue  # gradients of float32 weights are float32
         setup = Setup(precision, optimizer, recompute, gradient_dtype)
