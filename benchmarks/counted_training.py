@@ -8,18 +8,19 @@ recomputes, at the end of the forward that its backward runs again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+_weak: Any = reductions.StorageWeakRef
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -28,7 +29,7 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._seen: dict[int, tuple[Any, int]] = {}
         self.note(tensors)
 
     def note(self, tensors: Iterable[Any]) -> None:
@@ -36,7 +37,7 @@ class LiveStorages(TorchDispatchMode):
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self._seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._seen[storage._cdata] = _weak(storage), storage.nbytes()
 
     @property
     def bytes(self) -> int:
@@ -87,7 +88,7 @@ class _Optimizer:
     def step(self) -> None:
         """Updates the weights; gradients stay, as those of the next micro-batch are added to them."""
         if self._masters is not None:
-            gradients = self.main_gradients or [p.grad for p in self._own]
+            gradients: Sequence[Tensor | None] = self.main_gradients or [p.grad for p in self._own]
             for master, gradient in zip(self._masters, gradients, strict=True):
                 master.grad = None if gradient is None else gradient.float()
         self._torch.step()
@@ -130,11 +131,11 @@ def _pass(model: nn.Module, given: Tensor, setup: Setup, live: LiveStorages) -> 
         output.backward(torch.ones_like(output))
         handle.remove()
     # The first forward's output is alive while backward runs, and what backward starts from.
-    return found[-1] - 2 * output.untyped_storage().nbytes()
+    return found[-1] - 2 * int(output.untyped_storage().nbytes())
 
 
 def _unsaved(output: Tensor) -> int:
     """Bytes of the output, unless its own operation saved it."""
     saved = getattr(output.grad_fn, "_saved_result", None)
     is_saved = isinstance(saved, Tensor) and saved.data_ptr() == output.data_ptr()
-    return 0 if is_saved else output.untyped_storage().nbytes()
+    return 0 if is_saved else int(output.untyped_storage().nbytes())

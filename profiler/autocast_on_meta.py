@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+_functional: Any = functional
 _IN_16_BITS = frozenset(
     (
         *("linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv", "addr", "addbmm", "baddbmm", "einsum"),
@@ -49,20 +50,20 @@ class AutocastOnMeta(TorchFunctionMode):
     """What `torch.autocast("cuda", dtype)` does, while entered."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._dtype = dtype
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __exit__(self, *error: Any) -> None:
         self._copies.clear()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func is functional.multi_head_attention_forward:
+        if func is _functional.multi_head_attention_forward:
             # Its own calls are converted one by one.
             with _run_itself(), _Again(self):
                 return func(*args, **kwargs)
@@ -96,7 +97,7 @@ class _Again(TorchFunctionMode):
     """The same conversions for what a function calls."""
 
     def __init__(self, own: AutocastOnMeta) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._own = own
 
     def __torch_function__(
@@ -112,14 +113,14 @@ def _is_converted(value: Any) -> bool:
 @contextmanager
 def _run_itself() -> Iterator[None]:
     """The next function of torch.nn.functional that asks whether a mode takes it over is told no."""
-    asked: Callable[..., bool] = functional.has_torch_function
+    asked: Callable[..., bool] = _functional.has_torch_function
 
     def once(given: Any) -> bool:  # noqa: ARG001
-        functional.has_torch_function = asked  # type: ignore[assignment]
+        _functional.has_torch_function = asked
         return False
 
-    functional.has_torch_function = once  # type: ignore[assignment]
+    _functional.has_torch_function = once
     try:
         yield
     finally:
-        functional.has_torch_function = asked  # type: ignore[assignment]
+        _functional.has_torch_function = asked

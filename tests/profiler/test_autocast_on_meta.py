@@ -30,7 +30,8 @@ class Blocks(nn.Module):
         x = x + self.attention(*[self.norm(x)] * 3, need_weights=False)[0]
         scores = torch.tanh(x @ x.transpose(1, 2))
         x = torch.cat([x, scores @ x], dim=1)
-        return self.head(x + self.down(nn.functional.gelu(self.up(self.norm(x)))))
+        made: Tensor = self.head(x + self.down(nn.functional.gelu(self.up(self.norm(x)))))
+        return made
 
 
 def saved(model: nn.Module, given: Tensor) -> tuple[Counter[torch.dtype], set[torch.dtype]]:
@@ -50,7 +51,7 @@ def saved(model: nn.Module, given: Tensor) -> tuple[Counter[torch.dtype], set[to
             output = model(given)
             target = torch.zeros(output.shape[:-1], dtype=torch.long, device=given.device)
             loss = nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     found: Counter[torch.dtype] = Counter()
     for key, tensor in kept.items():
         if key not in own:
