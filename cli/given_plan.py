@@ -38,6 +38,9 @@ class ImportOptions:
     recompute: str | None
     optimizer: str
     seconds_of: str | None = None
+    precision: str = "auto"
+    gradient_dtype: str = "auto"
+    zero: int = 0
 
 
 def imported_plan(
@@ -88,6 +91,9 @@ def _wishes(read: Partition, given: Given, options: ImportOptions) -> Wishes:
         schedule=options.schedule or read.schedule or ("interleaved" if several else "auto"),
         recompute=(options.recompute or read.recompute or "auto").replace("-", "_"),
         optimizer=options.optimizer,
+        precision=options.precision,
+        gradient_dtype=options.gradient_dtype,
+        zero=options.zero,
         runtime=options.runtime or read.runtime,
         seconds_of=options.seconds_of,
     )

@@ -21,7 +21,7 @@ from .machine_options import (
 )
 from .options import AsJson, Force, Output, number_or_auto, whole_number, word
 from .streams import console
-from .training_options import MicroBatches, MiniBatch, Optimizer, Runtime
+from .training_options import GradientDtype, MicroBatches, MiniBatch, Optimizer, Precision, Runtime, Zero
 
 if TYPE_CHECKING:
     from ..planner.plan_file import Plan
@@ -95,6 +95,9 @@ def import_plan_command(
     replicas: Replicas = None,
     recompute: Recompute = None,
     optimizer: Optimizer = "sgd",
+    precision: Precision = "auto",
+    gradient_dtype: GradientDtype = "auto",
+    zero: Zero = 0,
     output: Output = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -135,6 +138,9 @@ def import_plan_command(
         recompute=recompute,
         optimizer=optimizer,
         seconds_of=seconds_of,
+        precision=precision,
+        gradient_dtype=gradient_dtype,
+        zero=zero,
         profile_file=path.name,
         profile_sha256=sha256(content),
     )

@@ -7,6 +7,7 @@ from itertools import islice
 from rich.console import Console
 from rich.table import Table
 
+from ..cost_models.optimizers import optimizer_named
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import TIE, Alternative, Baseline, Plan, PlannedStage, Prediction
@@ -223,7 +224,7 @@ def _summary(plan: Plan) -> list[str]:
         f"Mini-batch {plan.mini_batch} = "
         f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size}; "
         f"schedule {plan.schedule}; recompute {plan.recompute.replace('_', '-')}; "
-        f"optimizer {plan.optimizer}.",
+        f"optimizer {plan.optimizer}{_states(plan)}.",
         _proof(plan),
     ]
     if plan.searched not in ("", predicted.bound_covers) and not plan.was_given:
@@ -231,6 +232,18 @@ def _summary(plan: Plan) -> list[str]:
     if plan.topology:
         lines.append(f"Devices: {plan.topology}")
     return lines
+
+
+def _states(plan: Plan) -> str:
+    """In which numbers it trains, where the plan says it: `; mixed precision, bf16 gradients, ...`."""
+    if plan.precision is None or (plan.precision in ("fp32", "fp64") and not plan.zero):
+        return ""
+    trained = plan.trained
+    size = trained.bytes_per_parameter(optimizer_named(plan.optimizer))
+    name = {"mixed": "mixed precision", "bf16": "pure bf16"}.get(trained.name, trained.name)
+    gradients = f", {trained.gradient_dtype} gradients" if trained.name == "mixed" else ""
+    spread = f"; ZeRO-{plan.zero} over the replicas of a stage" if plan.zero else ""
+    return f"; {name}{gradients}: {size:.3g} bytes a parameter{spread}"
 
 
 def _interval(predicted: Prediction) -> str:

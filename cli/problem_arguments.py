@@ -43,6 +43,9 @@ class ProblemArguments:
     schedule: str = "auto"
     recompute: str = "auto"
     optimizer: str = "sgd"
+    precision: str = "auto"
+    gradient_dtype: str = "auto"
+    zero: int = 0
     planner: str = "best"
     time_limit: float = 30.0
     use_all: bool = False
@@ -81,6 +84,9 @@ class ProblemArguments:
             schedule=arguments.word("schedule", self.schedule),
             recompute=arguments.word("recompute", self.recompute).replace("-", "_"),
             optimizer=arguments.word("optimizer", self.optimizer),
+            precision=arguments.word("precision", self.precision),
+            gradient_dtype=arguments.word("gradient_dtype", self.gradient_dtype),
+            zero=arguments.whole("zero", self.zero, at_least=0),
             runtime=arguments.optional_word("runtime", self.runtime),
             planner=arguments.word("planner", self.planner),
             time_limit=arguments.number("time_limit", self.time_limit),
@@ -136,7 +142,7 @@ def check_grid(grid: Any, options: Mapping[str, Any]) -> None:
             _check_word(key, value)
 
 
-WORDS = ("runtime", "schedule", "planner", "recompute", "optimizer")
+WORDS = ("runtime", "schedule", "planner", "recompute", "optimizer", "precision", "gradient_dtype")
 """Arguments of which a value that no problem knows is refused at once: it would be a row without a plan."""
 
 

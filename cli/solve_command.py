@@ -25,6 +25,7 @@ from .options import AsJson, Force, Output
 from .streams import console
 from .training_options import (
     CutAfter,
+    GradientDtype,
     KeepTogether,
     MaxStages,
     MicroBatches,
@@ -32,6 +33,7 @@ from .training_options import (
     Optimizer,
     Pin,
     Planner,
+    Precision,
     Recompute,
     Robust,
     Runtime,
@@ -39,6 +41,7 @@ from .training_options import (
     TimeLimit,
     TrainingOptions,
     UseAll,
+    Zero,
 )
 
 if TYPE_CHECKING:
@@ -70,6 +73,9 @@ def solve_command(
     schedule: Schedule = "auto",
     recompute: Recompute = "auto",
     optimizer: Optimizer = "sgd",
+    precision: Precision = "auto",
+    gradient_dtype: GradientDtype = "auto",
+    zero: Zero = 0,
     planner: Planner = "best",
     time_limit: TimeLimit = "30s",
     use_all: UseAll = False,
@@ -123,6 +129,9 @@ def solve_command(
         keep_together,
         pin,
         robust,
+        precision,
+        gradient_dtype,
+        zero,
     ).wishes()
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")

@@ -48,6 +48,8 @@ def accumulating(problem: Problem) -> Problem:
         schedule="1f1b",
         recompute="auto",
         runtime=None,
+        precision=problem.precision.name,
+        gradient_dtype=problem.precision.gradient_dtype,
         use_all=False,
         max_stages=None,
         cut_after=(),

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.memory import Recompute
-from ..cost_models.optimizers import OPTIMIZERS, precision_of
+from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
 from ..cost_models.schedules import schedule_named
 from .balance import balance_table
@@ -221,7 +221,7 @@ def _other_runs(problem: Problem) -> list[str]:
 
 def _lighter_optimizers(problem: Problem) -> Iterator[str]:
     """That keep less than the wished one, the heaviest first."""
-    precision, wishes = precision_of(problem.dtype), problem.wishes
+    precision, wishes = problem.precision.bytes, problem.wishes
     size = {name: optimizer.bytes_per_parameter(precision) for name, optimizer in OPTIMIZERS.items()}
     for name in sorted(size, key=lambda name: -size[name]):
         lighter = size[name] < size[wishes.optimizer]

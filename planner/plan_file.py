@@ -8,6 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..cost_models.document import Document, MadeBy, Record
+from ..cost_models.errors import UsageError
+from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from ..cost_models.runtime import RUNTIMES
 
 SCHEDULES = (
@@ -41,6 +43,7 @@ Recompute = Literal["never", "always", "except_last", "selective"]
 MOST_MICRO_BATCHES = 2**20
 """Of a step: orders of actions are written out."""
 Count = Annotated[int, Field(ge=1, le=2**40)]
+ZeroStage = Annotated[int, Field(ge=0, le=3)]
 Index = Annotated[int, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -181,6 +184,9 @@ class Wished(Record):
     schedule: str = "auto"
     recompute: str = "auto"
     optimizer: str = "sgd"
+    precision: str = "auto"
+    gradient_dtype: str = "auto"
+    zero: ZeroStage = 0
     runtime: RuntimeName | None = None
     planner: str = "best"
     use_all: bool = False
@@ -218,6 +224,8 @@ class ProfileReference(Record):
     sha256: str
     layers_sha256: str = ""
     dtype: str = "float32"
+    amp: str | None = None
+    """The 16-bit dtype of autocast, under which it was measured."""
     device_name: str = ""
     granularity: str = "block"
     estimated: bool = False
@@ -244,6 +252,11 @@ class Plan(Document):
     schedule: ScheduleName
     virtual_stages: Count = 1
     optimizer: str = "sgd"
+    precision: PrecisionName | None = None
+    """Of the weights and states; None in files from before it was said: as usual for the profile."""
+    gradient_dtype: DtypeName | None = None
+    zero: ZeroStage = 0
+    """What the replicas of a stage spread over them: ZeRO's stage."""
     recompute: Recompute = "never"
     runtime: RuntimeName | None = None
     gpus: Count | None = None
@@ -287,6 +300,7 @@ class Plan(Document):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_mini_batch(self, self.mini_batch)
+        _check_precision(self)
         _check_layers(self)
         if self.virtual_stages == 1:
             _check_balance(self)
@@ -299,6 +313,17 @@ class Plan(Document):
     def was_given(self) -> bool:
         """Whether its partition is another tool's, and it is compared with no other."""
         return self.searched == GIVEN
+
+    @property
+    def trained(self) -> TrainingPrecision:
+        """In which numbers the weights are trained."""
+        return training_precision(
+            self.profile.dtype,
+            self.profile.amp,
+            precision=self.precision or "auto",
+            gradient_dtype=self.gradient_dtype or "auto",
+            runtime=self.runtime,
+        )
 
     @property
     def replicas(self) -> list[int]:
@@ -320,6 +345,15 @@ def _check_mini_batch(made: Plan | Alternative, mini_batch: int, where: str = ""
             f"{where}micro_batches {made.micro_batches} times micro_batch_size {made.micro_batch_size} "
             f"do not make a mini_batch of {mini_batch}"
         )
+
+
+def _check_precision(plan: Plan) -> None:
+    """The precision is one that the profile's passes are of."""
+    if plan.precision is not None:
+        try:
+            plan.trained  # noqa: B018  raises
+        except UsageError as error:
+            raise ValueError(error.what) from error
 
 
 def _check_layers(plan: Plan) -> None:

@@ -9,6 +9,7 @@ from math import isqrt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
+from ..cost_models.precision import TrainingPrecision, training_precision
 from ..cost_models.quantities import counted
 from ..cost_models.runtime import Runtime, runtime_named
 from ..cost_models.schedules import SCHEDULES
@@ -39,9 +40,9 @@ FEW = 64
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked, and the plans to search. `dtype`: that of the profile; `profiles`: of the same layers on
-    the kinds of devices that have their own, by its name in the topology. Raises UsageError for wishes that
-    cannot be."""
+    """What is asked, and the plans to search. `dtype`: that of the profile, `amp`: of its autocast;
+    `profiles`: of the same layers on the kinds of devices that have their own, by its name in the topology.
+    Raises UsageError for wishes that cannot be."""
 
     chain: Chain
     topology: Topology
@@ -50,11 +51,13 @@ class Problem:
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     budget: SearchBudget = field(default_factory=SearchBudget, compare=False)
     """What the whole answer may take; problems that are made of this one share it."""
-
     samples_per_device: int = SAMPLES_PER_DEVICE
     """Where no mini-batch is wished: about so many for each device."""
+    amp: str | None = None
+    """The dtype of the autocast that the profile was measured under."""
 
     def __post_init__(self) -> None:
+        self.precision  # noqa: B018  raises
         _check_counts(self.chain, self.topology.gpus, self.wishes)
         if not self.settings:
             raise self._no_setting()
@@ -68,6 +71,17 @@ class Problem:
     def runtime(self) -> Runtime | None:
         """The runtime that the plan is for, where one was named."""
         return None if self.wishes.runtime is None else runtime_named(self.wishes.runtime)
+
+    @cached_property
+    def precision(self) -> TrainingPrecision:
+        """In which numbers the weights are trained."""
+        return training_precision(
+            self.dtype,
+            self.amp,
+            precision=self.wishes.precision,
+            gradient_dtype=self.wishes.gradient_dtype,
+            runtime=self.wishes.runtime,
+        )
 
     @cached_property
     def mini_batch(self) -> int:
@@ -134,6 +148,8 @@ class Problem:
             past_largest=self.wishes.micro_batches is not None,
             runtime=self.runtime,
             dtype=self.dtype,
+            precision=self.precision.bytes,
+            zero=self.wishes.zero,
             profiles={name: replace(own, cut_after=chain.cut_after) for name, own in self.profiles.items()},
             limits=limits,
             budget=self.budget,

@@ -203,6 +203,8 @@ def assembly_of(space: Space, proposal: Proposal, modes: Sequence[Recompute]) ->
         recompute=tuple(recompute[device] for device in range(program.devices)),
         optimizer=space.optimizer,
         dtype=space.dtype,
+        precision=space.number_bytes,
+        zero=space.zero,
         launches=space.one_process,
         transfers="overlapped" if runtime is None else runtime.transfers,
         profiles=space.profiles,

@@ -100,6 +100,8 @@ def _assembly(layout: Layout, topology: Topology, profiles: Mapping[str, Chain])
         recompute=layout.recompute,
         optimizer=layout.plan.optimizer,
         dtype=layout.plan.profile.dtype,
+        precision=layout.plan.trained.bytes,
+        zero=layout.plan.zero,
         launches=layout.launches,
         transfers=layout.overrides.transfers,
         profiles=profiles,

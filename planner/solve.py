@@ -67,7 +67,7 @@ def problem_of(
                 f"the topology says that {kind.name} has a profile of its own, {kind.profile}: it is missing",
                 "Give that profile, or the device's speed relative to the profiled one.",
             )
-    return Problem(chain, topology, wishes, profile.dtype, own)
+    return Problem(chain, topology, wishes, profile.dtype, own, amp=profile.amp)
 
 
 def plan_of(
@@ -114,6 +114,9 @@ def bare_plan(
         schedule=setting.schedule,
         virtual_stages=setting.virtual_stages,
         optimizer=problem.wishes.optimizer,
+        precision=problem.precision.name,
+        gradient_dtype=problem.precision.gradient_dtype,
+        zero=problem.wishes.zero,
         recompute=plan_recompute(best),
         runtime=problem.wishes.runtime,
         gpus=topology.gpus,
@@ -192,6 +195,8 @@ def _notes(problem: Problem) -> list[str]:
         for kind in problem.topology.kinds
         if kind.speed != 1
     ]
+    if problem.precision.leaves_out:
+        notes.append(problem.precision.leaves_out)
     most = problem.space.chain.max_stages
     if gpus > most and runtime is not None and runtime.replicas == "none":
         notes.append(

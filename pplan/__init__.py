@@ -92,6 +92,9 @@ def solve(
     schedule: str = "auto",
     recompute: str = "auto",
     optimizer: str = "sgd",
+    precision: Literal["auto", "fp32", "mixed", "bf16"] | str = "auto",
+    gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] | str = "auto",
+    zero: int = 0,
     planner: str = "best",
     time_limit: float = 30.0,
     use_all: bool = False,
@@ -116,6 +119,10 @@ def solve(
     schedules`, or auto, the better of gpipe and 1f1b; `recompute`: never, always, except_last or auto;
     `optimizer`: sgd, momentum, adam, adamw or adamw-8bit; `runtime` keeps the answer to what that runtime
     runs.
+
+    `precision`: fp32, mixed or bf16; auto is mixed for a profile in 16 bits or under autocast. Micro-batches
+    add their gradients up in `gradient_dtype`: fp32, bf16 or fp16. `zero`: what the replicas of a stage
+    spread over them, 1 the optimizer's states, 2 the gradients too, 3 the weights too.
 
     `planner`: "best", the joint search, or a known tool's way. `time_limit`: about so many seconds for the
     search. `use_all`: no device may stay free. `cut_after`: layers after which a stage must end;
@@ -151,6 +158,9 @@ def solve(
         schedule=schedule,
         recompute=recompute,
         optimizer=optimizer,
+        precision=precision,
+        gradient_dtype=gradient_dtype,
+        zero=zero,
         planner=planner,
         time_limit=time_limit,
         use_all=use_all,
@@ -640,6 +650,9 @@ def import_plan(
     recompute: str | None = None,
     optimizer: str = "sgd",
     seconds_of: Literal["cpu"] | str | None = None,
+    precision: Literal["auto", "fp32", "mixed", "bf16"] | str = "auto",
+    gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] | str = "auto",
+    zero: int = 0,
     profile_file: str = "",
     profile_sha256: str = "",
 ) -> Plan:
@@ -680,6 +693,9 @@ def import_plan(
         recompute=arguments.optional_word("recompute", recompute),
         optimizer=arguments.word("optimizer", optimizer),
         seconds_of=arguments.optional_word("seconds_of", seconds_of),
+        precision=arguments.word("precision", precision),
+        gradient_dtype=arguments.word("gradient_dtype", gradient_dtype),
+        zero=arguments.whole("zero", zero, at_least=0),
     )
     if not isinstance(source, Path):
         source = arguments.word("source", source)
@@ -867,6 +883,7 @@ def _profile_and_origin(
         sha256=sha or sha256(profile.to_json()),
         layers_sha256=profile.layers_sha256,
         dtype=profile.dtype,
+        amp=profile.amp,
         device_name=profile.device_name or profile.device,
         granularity=profile.granularity,
         estimated=profile.estimated,

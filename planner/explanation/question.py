@@ -57,7 +57,7 @@ def question_of(
             "Name a plan of a synchronous schedule; pplan simulate tells where the time of this one goes.",
         )
     own = of_same_layers(chain, profiles or {})
-    problem = Problem(chain, topology, wishes_of(plan), plan.profile.dtype, own)
+    problem = Problem(chain, topology, wishes_of(plan), plan.profile.dtype, own, amp=plan.profile.amp)
     present = candidate_of(problem, plan)
     return Question(problem, present, fastest(problem.space, [present.proposal]) is not None)
 
@@ -68,6 +68,9 @@ def wishes_of(plan: Plan) -> Wishes:
         Wishes(**plan.wishes.model_dump()),
         mini_batch=plan.mini_batch,
         optimizer=plan.optimizer,
+        precision=plan.trained.name,
+        gradient_dtype=plan.trained.gradient_dtype,
+        zero=plan.zero,
         runtime=plan.runtime,
         planner="best",
     )

@@ -136,7 +136,7 @@ class _Enumeration:
             ):
                 self.space.budget.check()
                 team = self.space.team(self.trial.size, range(size))
-                gradients = np.asarray(team.table.stage_bytes.trainable)
+                gradients = self.space.gradients(np.asarray(team.table.stage_bytes.trainable))
                 reduced = all_reduce_seconds(self.space.topology, range(size), gradients, "best")
                 made[size // self.each] = team_costs(self.space, team, self.trial.modes, reduced)
         return made

@@ -201,7 +201,7 @@ class Moves:
         team = self.space.team(self.trial.size, ranks)
         if id(team) not in self._teams:
             self._teams[id(team)] = len(self.costs)
-            gradients = np.asarray(team.table.stage_bytes.trainable)
+            gradients = self.space.gradients(np.asarray(team.table.stage_bytes.trainable))
             reduced = all_reduce_seconds(self.space.topology, ranks, gradients, "best")
             self.costs.append(team_costs(self.space, team, self.trial.modes, reduced))
         return self._teams[id(team)]

@@ -133,7 +133,8 @@ def _choice(space: Space, kind: Device, kinds: Sequence[Device], counts: Replica
             for share in counts.shares
         ]
     )
-    sent = np.asarray(table.stage_bytes.trainable) * all_reduce_pace(space.topology, counts.fewest)
+    exchanged = space.bytes_at_end(np.asarray(table.stage_bytes.trainable))
+    sent = exchanged * all_reduce_pace(space.topology, counts.fewest)
     return Team(
         table=table,
         replicas=counts.most,

@@ -16,10 +16,13 @@ from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain, LayerCosts
 from ...cost_models.machines.hardware import Device
 from ...cost_models.memory import LedgerOptions, Recompute
+from ...cost_models.optimizers import Precision
 from ...cost_models.port_sharing import PortSharings
+from ...cost_models.precision import training_precision
 from ...cost_models.runtime import Runtime
 from ...cost_models.topology import Topology
 from ...cost_models.ways import Ways
+from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
 from ..stage_table import Floats, StageTable, ledger_options
 from ..wishes import Limits
 from .budget import SearchBudget
@@ -54,6 +57,9 @@ class Space:
     past_largest: bool = False
     runtime: Runtime | None = None
     dtype: str = "float32"
+    precision: Precision | None = None
+    """Bytes of a parameter; None: as usual for the dtype."""
+    zero: int = 0
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     budget: SearchBudget = field(default_factory=SearchBudget)
@@ -83,7 +89,21 @@ class Space:
     def buckets(self) -> Buckets:
         """The gradient buckets of all stages."""
         table = self.table(self.chain.sizes[0])
-        return buckets_of(self.chain.trainable_bytes, table.places)
+        return buckets_of(self.gradients(self.chain.trainable_bytes), table.places)
+
+    @cached_property
+    def number_bytes(self) -> Precision:
+        """Bytes of a weight, a gradient and a master weight."""
+        return self.precision or training_precision(self.dtype).bytes
+
+    def gradients(self, trainable: Floats) -> Floats:
+        """Bytes of the gradients of so many bytes of trainable weights."""
+        return gradient_bytes(trainable, self.number_bytes)
+
+    def bytes_at_end(self, trainable: Floats) -> Floats:
+        """Bytes of an all-reduce that sends as much as the replicas of stages with so many bytes of trainable
+        weights exchange after the last backward."""
+        return bytes_at_end(trainable, self.number_bytes, self.zero)
 
     @cached_property
     def usable(self) -> npt.NDArray[np.bool_]:
@@ -202,10 +222,18 @@ class Space:
         kinds = self._kinds(devices)
         share = share_of(size, len(devices))
         timed = [(self.timed(kind, share), kind.seconds_scale) for kind in kinds]
-        forward = np.maximum.reduce([table.forward * scale for table, scale in timed])
-        backward = [table.backward * scale for table, scale in timed]
+        exchange = ReplicaExchange(self.topology, devices, self.number_bytes, self.zero)
+        if exchange.is_by_layer:
+            forwards = [exchange.forward(own, own.costs.forward_seconds * scale) for own, scale in timed]
+            backward = [exchange.backward(own, own.costs.backward_seconds * scale) for own, scale in timed]
+        else:
+            forwards = [table.forward * scale for table, scale in timed]
+            backward = [table.backward * scale for table, scale in timed]
+        forward = np.maximum.reduce(forwards)
         tail = np.zeros_like(forward)
-        if len(devices) > 1:
+        if len(devices) > 1 and self.zero:
+            tail = exchange.at_end(np.asarray(self.table(share).stage_bytes.trainable))
+        elif len(devices) > 1:
             tails = [
                 self.buckets.exposed(
                     table.costs.backward_seconds * scale,
@@ -226,7 +254,7 @@ class Space:
             tail=tail,
             limit=self.limit(devices),
             optimizer=self.optimizer,
-            ledger=ledger_options(least, self.dtype),
+            ledger=ledger_options(least, self.dtype, self.number_bytes, self.zero),
         )
 
     def timed(self, kind: Device, size: float) -> StageTable:

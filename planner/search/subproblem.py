@@ -17,7 +17,7 @@ from .gpipe import GPipeBound
 from .one_f_one_b import RoundTripBound
 from .options import Group, Indices, Options, options_of
 from .partial import Expansion, Known, Partial, extended, joined, nothing
-from .pipelines import Pipelines, Routes
+from .pipelines import Pipelines, routes_of
 from .placements import Placement
 from .runs import Runs
 from .space import Space, share_of
@@ -182,9 +182,8 @@ class Subproblem:
             columns["forward_launch"] = table.forward_launch[starts, plans.ends]
             columns["backward_launch"] = table.backward_launch[starts, plans.ends]
         transfers = "overlapped" if runtime is None else runtime.transfers
-        gradients = np.asarray(table.stage_bytes.trainable)[starts, plans.ends]
         devices = [self._devices(options, plans, row) for row in range(len(plans))]
-        routes = Routes(self.space.ports, devices, gradients)
+        routes = routes_of(self.space, self.family.setting, devices, starts, plans.ends)
         return Pipelines(self.family.setting, **columns, transfers=transfers, routes=routes)
 
     def _devices(self, options: Options, plans: Partial, row: int) -> tuple[tuple[int, ...], ...]:

@@ -61,6 +61,9 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any], profile: Profile)
         "pins": (),
         "memory_limit": None,
         "robust": False,
+        "precision": "auto",
+        "gradient_dtype": "auto",
+        "zero": 0,
         "objective": "step-time",
         "price": None,
         "seconds_of": None,
@@ -74,6 +77,7 @@ def test_every_option_arrives_in_si_units(run: Run, asked: dict[str, Any]) -> No
         "--gpus 16 --gpus-per-node 8 --gpu A100-40GB --memory 16GiB --bandwidth 300GB/s,25GB/s "
         "--latency 5us,20us --topology two.toml --runtime torchgpipe --mini-batch 256 --micro-batches 32 "
         "--schedule gpipe --recompute except-last --optimizer adam --planner gpipe --time-limit 2min "
+        "--precision fp32 --gradient-dtype fp32 "
         "--use-all --max-stages 4 --cut-after features.3 --cut-after features.7 --keep-together classifier* "
         "--pin features.0=stage0 --pin classifier[2]=3"
     )
@@ -93,6 +97,8 @@ def test_every_option_arrives_in_si_units(run: Run, asked: dict[str, Any]) -> No
         "schedule": "gpipe",
         "recompute": "except_last",
         "optimizer": "adam",
+        "precision": "fp32",
+        "gradient_dtype": "fp32",
         "planner": "gpipe",
         "time_limit": 120.0,
         "use_all": True,
