@@ -1,21 +1,32 @@
-"""The peak of a whole step predicted from its layers' bytes, against the peak measured:
-python benchmarks/memory.py [--device cuda] [--models vgg19 transformer] [--sizes 1 8]
+"""What pplan's memory ledger and its profile say, against live bytes.
 
-On the CPU and on CUDA both are what `pplan profile` stores: the peak of forward and backward of the untouched
-model, gradients existing, by torch.cuda.max_memory_allocated or by the storages of live tensors; and what the
-layers' bytes make of it. On meta, where a profile has no whole pass, live tensors are counted here, and the
-prediction is the ledger that `pplan solve` uses: one stage of all layers with one micro-batch in flight,
-without the reserve.
+    python benchmarks/memory.py [--models vgg19 mlp] [--size 2] [--device cpu]
+
+prints the ledger's weights, gradients, master weights, optimizer state and activations of whole models in
+training, against the bytes of live storages during a real step with torch's optimizers
+(counted_training.py): float32, bfloat16 weights with float32 masters, and autocast; SGD and AdamW; with and
+without recomputation. On the meta device, or on the CPU. Ends with status 1 where a row is off by over 1 %.
+
+    python benchmarks/memory.py --peak [--device cuda] [--models vgg19 transformer] [--sizes 1 8]
+
+prints the peak of a whole step predicted from its layers' bytes, against the peak measured. On the CPU and on
+CUDA both are what `pplan profile` stores: the peak of forward and backward of the untouched model, gradients
+existing, by torch.cuda.max_memory_allocated or by the storages of live tensors; and what the layers' bytes
+make of it. On meta, where a profile has no whole pass, live tensors are counted here, and the prediction is
+the ledger that `pplan solve` uses: one stage of all layers with one micro-batch in flight, without the
+reserve.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from measured_models import MODELS, built
+from training_rows import TRAINED, print_training
 
 from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.stage_bytes import StageBytes, stage_workspace
@@ -85,16 +96,28 @@ def _predicted(chain: LayerChain, memory: StepMemory) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Prints one of the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peak", action="store_true", help="of a step, without optimizer")
     parser.add_argument("--device", default="meta", choices=["cpu", "meta", "cuda"])
-    parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--models", nargs="+")
+    parser.add_argument("--size", type=int, default=2, help="samples of a micro-batch")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 4, 16], help="with --peak")
     options = parser.parse_args()
+    if options.peak:
+        print_peaks(options)
+    elif not print_training(options.models or TRAINED, options.size, torch.device(options.device)):
+        sys.exit(1)
+
+
+def print_peaks(options: argparse.Namespace) -> None:
+    """Of whole steps without an optimizer."""
     device = torch.device(options.device)
     print(f"torch {torch.__version__}, {options.device}, float32, training mode; MiB of 2^20 bytes\n")
     print(f"{'model':<14} {'size':>5} {'predicted MiB':>14} {'measured MiB':>13} {'error':>7}")
-    for name in options.models:
+    for name in options.models or MODELS:
         if device.type == "meta":
             rows = [counted_row(name, size) for size in options.sizes]
         else:

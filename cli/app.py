@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ..cost_models.errors import PplanError
 
@@ -25,8 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     session = None
     try:
+        from .invocation import GIVEN
+        from .streams import begin
         from .verbs import Session, app
 
+        begin()
+        GIVEN.set(tuple(given))
         session = Session()
         status = app(args=given, prog_name="pplan", standalone_mode=False, obj=session)
         sys.stdout.flush()
@@ -43,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(error, given, debug=session is not None and session.debug)
     if status == 130:
         print("pplan: interrupted", file=sys.stderr)
+        _tell_json(given, {"status": 130, "kind": "interrupted", "message": "interrupted", "advice": ""})
     return status if isinstance(status, int) else 0
 
 
@@ -57,16 +62,32 @@ def _report(error: Exception, given: Sequence[str], *, debug: bool) -> int:
         traceback.print_exception(error)
     if known is None:
         first = printable((str(error).splitlines() or [""])[0])
-        print(
-            f"pplan: a defect of pplan: {type(error).__name__}{': ' if first else ''}{first}\n"
-            "  Please report it to its makers, with what the same command prints as pplan --debug ...",
-            file=sys.stderr,
-        )
+        message = f"a defect of pplan: {type(error).__name__}{': ' if first else ''}{first}"
+        print(f"pplan: {message}\n  {_REPORT}", file=sys.stderr)
+        _tell_json(given, {"status": 1, "kind": "defect", "message": message, "advice": _REPORT})
         return 1
     print(f"pplan: {printable(_one_line(known.what))}", file=sys.stderr)
     if known.hint:
         print(f"  {printable(_one_line(known.hint))}", file=sys.stderr)
+    _tell_json(given, known.as_json)
     return known.exit_status
+
+
+_REPORT = "Please report it to its makers, with what the same command prints as pplan --debug ..."
+
+
+def _tell_json(given: Sequence[str], error: Mapping[str, object]) -> None:
+    """Prints {"error": ...} on standard output where JSON was asked for, and none was printed yet."""
+    from . import streams
+
+    if "--json" not in given or streams.told_json():
+        return
+    import contextlib
+    import json
+
+    # A reader that has gone, or a full disk: the lines on standard error tell.
+    with contextlib.suppress(OSError, ValueError):
+        print(json.dumps({"error": error}, indent=1), flush=True)
 
 
 def _as_ours(error: Exception, given: Sequence[str]) -> PplanError | None:

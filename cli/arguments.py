@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,47 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _wrong(name, value, "a number", f"For example: {name}=60.")
     return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, numpy's too. Raises UsageError."""
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    raise _wrong(name, value, "True or False", f"For example: {name}=True.")
+
+
+def optional_number(name: str, value: Any) -> float | None:
+    """A number or None. Raises UsageError."""
+    return None if value is None else number(name, value)
+
+
+def pins(name: str, values: Any) -> tuple[tuple[str, int], ...]:
+    """Names of layers with the numbers of their stages. Raises UsageError."""
+    example = f'For example: {name}=[("features.10", 1)], a layer and the number of its stage, from 0.'
+    if isinstance(values, Mapping) or not _goes_through(values):
+        raise _wrong(name, values, "a list of layers with their stages", example)
+    made = []
+    for index, pin in enumerate(values):
+        at = f"{name}[{index}]"
+        if not isinstance(pin, tuple | list) or len(pin) != 2 or not isinstance(pin[0], str):
+            raise _wrong(at, pin, "a layer and the number of its stage", example)
+        made.append((pin[0], whole(f"{at}[1]", pin[1], at_least=0)))
+    return tuple(made)
+
+
+def settings(name: str, value: Any) -> dict[str, object] | None:
+    """Values by their names, or None. Raises UsageError."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise _wrong(name, value, "values by their names", f'For example: {name}={{"depth": 24}}.')
+    return dict(value)
+
+
+def function(name: str, value: Any) -> None:
+    """Raises UsageError for what is neither None nor can be called."""
+    if value is not None and not callable(value):
+        raise _wrong(name, value, "a function", f"For example: {name}=print.")
 
 
 def by_level(name: str, values: Any, example: str) -> Sequence[float] | None:

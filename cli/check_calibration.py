@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..cost_models.document import write_whole
 from ..cost_models.errors import PplanError
 from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.quantities import format_seconds
@@ -17,6 +16,7 @@ from ..planner.wishes import Wishes
 from ..runtimes.checking.calibration_file import Calibration
 from ..runtimes.checking.job import Corrections
 from ..runtimes.checking.report import Check
+from .output import Target
 from .planned_machine import planned_machine
 from .simulated_plan import Measured
 from .streams import remark
@@ -44,7 +44,7 @@ def write_and_solve(found: Check, read: Measured, stem: str) -> None:
         ),
     }
     for path, content in files.items():
-        write_whole(path, content, force=True)
+        Target(path, replace=False, own=True).put(content)
     remark(f"Wrote {' and '.join(map(str, files))}")
     try:
         wishes = Wishes(**read.plan.wishes.model_dump())

@@ -97,6 +97,9 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
             schedule=plan.schedule,
             recompute="auto" if plan.recompute == "selective" else plan.recompute,
             optimizer=plan.optimizer,
+            precision=plan.trained.name,
+            gradient_dtype=plan.trained.gradient_dtype,
+            zero=plan.zero,
             runtime=plan.runtime,
         )
         given = Given(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..runtimes.checking.job import Predicted
     from ..runtimes.checking.report import Check
     from .checking import CheckOptions
+    from .output import Target
     from .simulated_plan import Measured
 
 RUNTIMES = ("torch", "torchgpipe", "fairscale", "deepspeed")
@@ -28,7 +29,15 @@ ProfileFile = Annotated[
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option("--model", metavar="NAME", help="The model, where the profile's name does not make it."),
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="The model, where it is your own: package.module:factory. A file's word runs no code.",
+    ),
+]
+LossName = Annotated[
+    str | None,
+    typer.Option("--loss", metavar="NAME", help="The loss, where it is your own: package.module:function."),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -99,6 +108,7 @@ def check_command(
     profile_file: ProfileFile = None,
     model: ModelName = None,
     setting: Settings = None,
+    loss: LossName = None,
     runtime: RuntimeName = "torch",
     device: Device = "auto",
     emulate: Emulate = False,
@@ -131,6 +141,7 @@ def check_command(
     options = CheckOptions(
         runtime=runtime,
         model=model,
+        loss=loss,
         settings=parse_settings(setting or ()),
         device=device,
         emulate=emulate,
@@ -141,6 +152,8 @@ def check_command(
         timeout_seconds=timeout_seconds,
     )
     read = read_plan(named_or_newest(plan_file, ("plan",)), profile_file)
+    if save:
+        _saved(read).check(read.plan_file, read.profile_file)
     found = _run(read, options)
     if found is None:
         return
@@ -189,15 +202,26 @@ def _tell(found: Check, read: Measured, *, save: bool, as_json: bool, calibrate:
         from .check_tables import print_check
 
         print_check(found, console())
-    stem = read.plan_file.name.removesuffix(".json").removesuffix(".plan")
+    stem = _stem(read)
     if save:
-        path = read.plan_file.with_name(f"{stem}.check.json")
-        found.save(path, force=True)
-        remark(f"Wrote {path}")
+        place = _saved(read)
+        place.put(found.to_json())
+        remark(f"Wrote {place.path}")
     if calibrate:
         from .check_calibration import write_and_solve
 
         write_and_solve(found, read, stem)
+
+
+def _stem(read: Measured) -> str:
+    return read.plan_file.name.removesuffix(".json").removesuffix(".plan")
+
+
+def _saved(read: Measured) -> Target:
+    """NAME.check.json beside NAME.plan.json: an earlier one goes that nobody changed."""
+    from .output import Target
+
+    return Target(read.plan_file.with_name(f"{_stem(read)}.check.json"), replace=False, own=True)
 
 
 def _fail(found: Check, fail_above: float | None) -> None:

@@ -59,6 +59,9 @@ class Placed:
             schedule=choice.schedule,
             recompute=choice.recompute,
             optimizer=plan.optimizer,
+            precision=plan.trained.name,
+            gradient_dtype=plan.trained.gradient_dtype,
+            zero=plan.zero,
             runtime=runtime,
         )
         problem = problem_of(self.chain, self.topology, wishes, plan.profile, self.profiles)

@@ -13,6 +13,7 @@ from ..cost_models.quantities import counted
 from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import Plan
 from ..profiler.launched import is_launched, launched
+from ..profiler.named_model import loss_for, model_for
 from ..profiler.profile_file import Profile
 from ..runtimes.checking.devices import cores, gpus
 from ..runtimes.checking.job import Case, Corrections, Device, Job, Measured, ModelSpec, RuntimeCase
@@ -30,11 +31,12 @@ Runner = Callable[[Job], Measured | None]
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """How a plan is checked. `device`: auto takes CUDA where there are enough GPUs. `model`: another name of
-    the model than the profile's, `settings` what it was profiled with."""
+    """How a plan is checked. `device`: auto takes CUDA where there are enough GPUs. `model` and `loss`:
+    as the user names them, where the profile's are not taken; `settings`: what it was profiled with."""
 
     runtime: str = TORCH
     model: str | None = None
+    loss: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     emulate: bool = False
@@ -141,18 +143,26 @@ def _sizes(cases: list[Case]) -> list[int]:
 
 
 def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
-    """How the processes make the model again: as it was profiled, unless another is named."""
-    own = {} if options.model else profile.settings or {}
+    """How the processes make the model again: as it was profiled, unless another is named.
+
+    Raises ModelError where the profile names code, which only the user may.
+    """
+    named = model_for(profile, options.model, options.settings)
+    loss = loss_for(profile, options.loss)
+    given = (named.name if named.by_user else None, options.loss)
     return ModelSpec(
-        name=options.model or profile.model,
-        settings={**own, **options.settings},
+        name=named.name,
+        settings=dict(named.settings),
         input_shape=profile.input_shape if len(profile.inputs) < 2 else None,
-        classes=profile.classes if ":" not in (options.model or profile.model) else None,
+        classes=profile.classes if ":" not in named.name else None,
         seed=profile.seed or 0,
         dtype=profile.dtype,
         granularity=profile.granularity,
-        loss="none" if profile.loss is None else profile.loss.name,
+        loss=loss,
         channels_last=profile.channels_last,
+        layers_sha256=profile.layers_sha256,
+        profiled=profile.model,
+        by_user=tuple(name for name in given if name is not None),
     )
 
 

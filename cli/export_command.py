@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,8 @@ _UNSEEN = {
     *("granularity", "gpus_per_node"),
 }
 """What the table of an export leaves to its file."""
+_NAMING_DEVICES = ("torchgpipe", "fairscale", "huggingface")
+"""Runtimes of which the export names the devices; those of the others are given by their launchers."""
 _BUILD = {
     "torchgpipe": ("torchgpipe", "model = build({file}, model, example_input)"),
     "fairscale": ("fairscale", "model = build({file}, model, example_input)"),
@@ -38,11 +41,11 @@ PlanFile = Annotated[
     Path | None, typer.Argument(metavar="PLAN", help="A plan; else the newest here.", show_default=False)
 ]
 Device = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--device",
         metavar="cuda|cpu",
-        help="Where the stages will stand; cpu is for trying the file out.",
+        help="Where the stages will stand: else on what the plan is for; cpu is for trying the file out.",
         parser=word("--device", ("cuda", "cpu")),
     ),
 ]
@@ -63,14 +66,28 @@ ProfileFile = Annotated[
         help="For --script, the plan's profile; else the one of its name beside it.",
     ),
 ]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="For --script: the model, where it is your own, as package.module:factory.",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="For --model, as it was profiled with; repeatable."),
+]
 
 
 def export_command(
     runtime: RuntimeName,
     plan_file: PlanFile = None,
-    device: Device = "cuda",
+    device: Device = None,
     script: ScriptFile = None,
     profile: ProfileFile = None,
+    model: ModelName = None,
+    setting: Settings = None,
     output: Output = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -80,27 +97,35 @@ def export_command(
     from ..cost_models.runtime import runtime_named
     from ..planner.plan_file import Plan
     from ..runtimes.export import SUFFIXES, export
+    from ..runtimes.exported import device_of, layers_hash
     from .newest import named_or_newest
     from .output import chosen_target, file_stem
     from .provenance import command_line, made_by
+    from .settings import parse_settings
 
     name = runtime_named(runtime).name
     source = named_or_newest(plan_file, ("plan",))
     plan = Plan.load(source)
     target = chosen_target(
-        output, f"{file_stem(plan.model)}.{name}.{SUFFIXES.get(name, 'json')}", force=force
+        output,
+        f"{file_stem(plan.model)}.{name}.{SUFFIXES.get(name, 'json')}",
+        force=force,
+        about={"model": plan.model, "layers_sha256": layers_hash(plan)},
     )
     target.check(source)
     origin = made_by(MadeBy(), command=command_line(), measured=plan.made_by)
     document, about = export(name, plan, device=device, made_by=origin)
     if about:
         remark(about)
+    if device is None and plan.device_kind == "CPU" and name in _NAMING_DEVICES:
+        remark("the plan is for processors, by seconds measured on one: the export is for the CPU")
     if name == "deepspeed" and device == "cpu":
         remark("--device cpu changes nothing here: DeepSpeed takes its devices from its launcher")
     written = None
     if script is not None:
         _check_script(script, (source, target.path), force=force)
-        written = _script(document, source, profile, target.path, script, device)
+        named = (model, parse_settings(setting or ()))
+        written = _script(document, source, profile, target.path, script, device or device_of(plan), named)
     target.write(document, as_json=as_json, show=lambda: _show(document, target.path, written))
     if written is not None and script is not None:
         write_whole(script, written.text, force=force)
@@ -120,9 +145,18 @@ def _check_script(script: Path, others: tuple[Path, ...], *, force: bool) -> Non
 
 
 def _script(
-    document: Exported, source: Path, profile: Path | None, plan_path: Path, path: Path, device: str
+    document: Exported,
+    source: Path,
+    profile: Path | None,
+    plan_path: Path,
+    path: Path,
+    device: str,
+    named: tuple[str | None, Mapping[str, object]],
 ) -> Script:
-    """The script for what is exported. Raises FileError for the plan's profile, ExportError."""
+    """The script for what is exported, which builds the model that the user `named`, with its settings.
+
+    Raises FileError for the plan's profile, ModelError for what that names, ExportError.
+    """
     from ..planner.plan_file import Plan
     from ..runtimes.scripts.script import needs_profile, script_for
     from .simulated_plan import read_plan
@@ -130,7 +164,17 @@ def _script(
     if not needs_profile(document):
         return script_for(document, Plan.load(source), None, path=path, plan_path=plan_path, device=device)
     read = read_plan(source, profile)
-    return script_for(document, read.plan, read.profile, path=path, plan_path=plan_path, device=device)
+    model, settings = named
+    return script_for(
+        document,
+        read.plan,
+        read.profile,
+        path=path,
+        plan_path=plan_path,
+        device=device,
+        model=model,
+        settings=settings,
+    )
 
 
 def _show(document: Exported, path: Path, script: Script | None) -> None:

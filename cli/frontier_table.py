@@ -18,6 +18,8 @@ SHOWN = 8
 
 def print_frontier(frontier: Frontier, console: Console) -> None:
     """Prints the points, the fastest first."""
+    for warning in frontier.warnings:
+        line(console, f"Warning: {warning}")
     columns = [
         figure("step"),
         figure("samples/s", leaves=3),

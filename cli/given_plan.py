@@ -10,12 +10,14 @@ from typing import Any
 
 from ..cost_models.document import read_text
 from ..cost_models.errors import UsageError
+from ..cost_models.machines.measured_on import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
 from ..planner.given import Given, given_plan
 from ..planner.plan_file import Plan, ProfileReference
 from ..planner.solve import problem_of
 from ..planner.wishes import Wishes
 from ..profiler.profile_file import Profile
+from ..profiler.profile_warnings import notes_of, profiled_device, warnings_of
 from ..runtimes.reading.partition import Partition
 from ..runtimes.reading.read import read_partition, with_virtual_stages
 from .own_profiles import own_profiles
@@ -35,6 +37,10 @@ class ImportOptions:
     replicas: int | None
     recompute: str | None
     optimizer: str
+    seconds_of: str | None = None
+    precision: str = "auto"
+    gradient_dtype: str = "auto"
+    zero: int = 0
 
 
 def imported_plan(
@@ -47,11 +53,18 @@ def imported_plan(
     read = replace(read, replicas=options.replicas or read.replicas)
     given = Given(read.ends, read.virtual_stages or 1, read.replicas or 1)
     topology = make_topology(gpus=options.gpus or given.gpus, **options.machine)
+    check_processor_seconds(profiled_device(profile), topology, options.seconds_of)
     file = options.machine["file"]
-    profiles = own_profiles(topology, Path() if file is None else file.parent)
+    profiles = own_profiles(topology, Path() if file is None else file.parent, options.seconds_of)
     problem = problem_of(chain, topology, _wishes(read, given, options), reference, profiles)
-    notes = [*profile.remarks(topology.device(0).name), *profile.notes, *read.notes]
-    return given_plan(problem, given, model=profile.model, profile=reference, notes=notes)
+    return given_plan(
+        problem,
+        given,
+        model=profile.model,
+        profile=reference,
+        notes=[*notes_of(profile), *read.notes],
+        warnings=warnings_of(profile, topology),
+    )
 
 
 def _content(source: str | Path) -> tuple[str, str]:
@@ -78,7 +91,11 @@ def _wishes(read: Partition, given: Given, options: ImportOptions) -> Wishes:
         schedule=options.schedule or read.schedule or ("interleaved" if several else "auto"),
         recompute=(options.recompute or read.recompute or "auto").replace("-", "_"),
         optimizer=options.optimizer,
+        precision=options.precision,
+        gradient_dtype=options.gradient_dtype,
+        zero=options.zero,
         runtime=options.runtime or read.runtime,
+        seconds_of=options.seconds_of,
     )
 
 

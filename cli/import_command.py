@@ -83,7 +83,9 @@ def import_command(
         granularity=granularity,
         dtype=dtype,
     )
-    target = chosen_target(output, f"{file_stem(profile.model)}.profile.json", force=force)
+    target = chosen_target(
+        output, f"{file_stem(profile.model)}.profile.json", force=force, about={"model": profile.model}
+    )
     target.check(file)
     profile = profile.model_copy(update={"made_by": made_by(profile.made_by, command=command_line())})
     target.write(profile, as_json=as_json, show=lambda: _show(profile))

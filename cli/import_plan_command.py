@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cost_models.schedules import SCHEDULES
-from .machine_options import Bandwidth, Gpu, Gpus, GpusPerNode, Latency, MachineOptions, Memory, TopologyFile
+from .machine_options import (
+    Bandwidth,
+    Gpu,
+    Gpus,
+    GpusPerNode,
+    Latency,
+    MachineOptions,
+    Memory,
+    SecondsOf,
+    TopologyFile,
+)
 from .options import AsJson, Force, Output, number_or_auto, whole_number, word
 from .streams import console
-from .training_options import MicroBatches, MiniBatch, Optimizer, Runtime
+from .training_options import GradientDtype, MicroBatches, MiniBatch, Optimizer, Precision, Runtime, Zero
 
 if TYPE_CHECKING:
     from ..planner.plan_file import Plan
@@ -76,6 +86,7 @@ def import_plan_command(
     bandwidth: Bandwidth = None,
     latency: Latency = None,
     topology: TopologyFile = None,
+    seconds_of: SecondsOf = None,
     runtime: Runtime = None,
     mini_batch: MiniBatch = None,
     micro_batches: MicroBatches = "auto",
@@ -84,6 +95,9 @@ def import_plan_command(
     replicas: Replicas = None,
     recompute: Recompute = None,
     optimizer: Optimizer = "sgd",
+    precision: Precision = "auto",
+    gradient_dtype: GradientDtype = "auto",
+    zero: Zero = 0,
     output: Output = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -102,7 +116,12 @@ def import_plan_command(
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(as_text(content, path, "profile"), str(path))
-    target = chosen_target(output, f"{file_stem(profile.model)}.imported.plan.json", force=force)
+    about = {
+        "model": profile.model,
+        "profile.file": path.name,
+        "profile.layers_sha256": profile.layers_sha256,
+    }
+    target = chosen_target(output, f"{file_stem(profile.model)}.imported.plan.json", force=force, about=about)
     target.check(path, topology)
     plan = import_plan(
         source,
@@ -118,6 +137,10 @@ def import_plan_command(
         replicas=replicas,
         recompute=recompute,
         optimizer=optimizer,
+        seconds_of=seconds_of,
+        precision=precision,
+        gradient_dtype=gradient_dtype,
+        zero=zero,
         profile_file=path.name,
         profile_sha256=sha256(content),
     )

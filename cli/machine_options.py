@@ -57,6 +57,16 @@ TopologyFile = Annotated[
 ]
 
 
+SecondsOf = Annotated[
+    str | None,
+    _machine(
+        "--seconds-of",
+        "cpu",
+        "Plan GPUs with the seconds of a processor's profile, which is refused otherwise.",
+    ),
+]
+
+
 class MachineArguments(TypedDict):
     """Arguments of `make_topology` and `pplan.solve`, by their names; None where an option is not given."""
 

@@ -19,7 +19,7 @@ Output = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="FILE", help="Where to write; else a name made of the model's."),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing -o FILE.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file, whatever it is.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the file's JSON instead of tables.")]
 
 

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..cost_models.document import Document, check_place, write_whole
 from ..cost_models.errors import FileError
+from ..cost_models.seal import is_about, is_unchanged, sealed_lines
 from .streams import remark, result
+
+_OTHERWISE = "Give --force to replace it, or another name with -o."
 
 
 @dataclass(frozen=True)
 class Target:
-    """A file to be written. `replace`: an existing one may go."""
+    """A file to be written.
+
+    `replace`: an existing one may go, whatever it is. `own`: it has the tool's own name, and one goes that
+    pplan wrote, that nobody changed since, and that says the same as `about` of what it was made for.
+    """
 
     path: Path
     replace: bool
+    own: bool = False
+    about: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, *sources: Path | None) -> None:
         """Raises FileError where `write` would fail, as far as that can be known before, and where it would
@@ -34,7 +43,7 @@ class Target:
             raise FileError(
                 f"{self.path}: would overwrite what it is made from", "Name another file with -o."
             )
-        check_place(self.path, force=self.replace)
+        self._check_free()
         try:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
@@ -42,6 +51,23 @@ class Target:
                 f"{self.path}: the folder {folder} cannot be written to: {error.strerror or error}",
                 "Name another place with -o.",
             ) from error
+
+    def put(self, text: str) -> None:
+        """Writes `text`, with its hash where it is no JSON and the file the tool's own. Raises FileError."""
+        self._check_free()
+        in_lines = self.own and self.path.suffix != ".json"
+        write_whole(self.path, sealed_lines(text) if in_lines else text, force=True)
+
+    def _check_free(self) -> None:
+        """Raises FileError where another file is at the path that may not go."""
+        if not self.own or self.replace or not self.path.is_file():
+            check_place(self.path, force=self.replace)
+            return
+        text = self.path.read_bytes().decode(errors="replace")
+        if not is_unchanged(text):
+            raise FileError(f"{self.path} exists already, and not as pplan wrote it", _OTHERWISE)
+        if not is_about(text, self.about):
+            raise FileError(f"{self.path} exists already, for another model or profile", _OTHERWISE)
 
     def write(self, document: Document, *, as_json: bool, show: Callable[[], None]) -> None:
         """Writes the file, prints its JSON or lets `show` print it, and says on standard error what was made.
@@ -51,7 +77,10 @@ class Target:
         files, written = document.files(self.path), False
         try:
             for path, text in files.items():
-                write_whole(path, text, force=self.replace)
+                if path == self.path:
+                    self.put(text)
+                else:
+                    write_whole(path, text, force=self.replace or self.own)
             written = True
         finally:
             try:
@@ -69,13 +98,16 @@ def _same_file(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and one.samefile(other)
 
 
-def chosen_target(named: Path | None, default: str, *, force: bool) -> Target:
-    """`named` (replaced only with `force`), or the tool's own `default` in the working directory."""
+def chosen_target(
+    named: Path | None, default: str, *, force: bool, about: Mapping[str, str] | None = None
+) -> Target:
+    """`named`, or the tool's own `default` in the working directory, which is replaced without `force` where
+    pplan wrote it for the same and nobody changed it since."""
     if named is None:
-        return Target(Path(default), replace=True)
+        return Target(Path(default), replace=force, own=True, about=about or {})
     return Target(named, replace=force)
 
 
 def file_stem(model: str) -> str:
     """A model's name as the first part of a file name: `my.zoo:make` as `my.zoo_make`."""
-    return re.sub(r"[^\w.+-]+", "_", model).strip("._") or "model"
+    return re.sub(r"[^\w.+-]+", "_", model).strip("._").lstrip("-") or "model"

@@ -7,10 +7,13 @@ from itertools import islice
 from rich.console import Console
 from rich.table import Table
 
+from ..cost_models.optimizers import optimizer_named
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import TIE, Alternative, Baseline, Plan, PlannedStage, Prediction
+from ..planner.setting import SEARCHED
 from .aim_lines import aim_line, aim_proof
+from .default_lines import default_lines
 from .figures import percent, ranges, three_digits
 from .table_style import figure, line, table, text, titled, word
 
@@ -21,6 +24,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     line(console, answer, style="bold")
     for further in more:
         line(console, further)
+    for warning in plan.warnings:
+        line(console, f"Warning: {warning}")
     each = " on one replica" if max(plan.replicas) > 1 else ""
     titled(console, f"Stages; seconds of one micro-batch{each}", _stages(plan, console))
     console.print()
@@ -29,7 +34,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.baselines:
         titled(console, "Against simpler ways to train", _baselines(plan, console))
     if plan.alternatives:
-        title = "Alternatives: the best 1f1b and gpipe plans that each runtime can run, and what was proposed"
+        title = "Alternatives: the best 1f1b and gpipe plans by runtime"
         titled(console, title, _alternatives(plan, console))
     if plan.notes:
         console.print()
@@ -39,6 +44,11 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def answer_lines(plan: Plan) -> list[str]:
     """What to do, in one line, and what to know about it before anything else."""
+    answer, *more = _answer(plan)
+    return [answer, *default_lines(plan), *more]
+
+
+def _answer(plan: Plan) -> list[str]:
     what = _what(plan)
     if plan.objective is not None:
         return [aim_line(plan, plan.objective, what)]
@@ -58,7 +68,7 @@ def answer_lines(plan: Plan) -> list[str]:
 
 
 def _lower(what: str) -> str:
-    return what.replace("A pipeline", "a pipeline").replace("Data", "data").replace("One GPU", "one GPU")
+    return what.replace("A pipeline", "a pipeline").replace("Data", "data").replace("One ", "one ")
 
 
 def devices_used(plan: Plan) -> int:
@@ -71,14 +81,23 @@ def _what(plan: Plan) -> str:
     stages, chunks = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
     if len(plan.stages) > 1:
         each = f", {chunks} virtual stages on each," if chunks > 1 else ""
-        return f"A pipeline of {counted(stages, 'stage')} over {counted(used, 'GPU')}{each}"
-    return f"Data parallelism over {counted(used, 'GPU')}" if used > 1 else "One GPU"
+        return f"A pipeline of {counted(stages, 'stage')} over {counted(used, plan.device_kind)}{each}"
+    return (
+        f"Data parallelism over {counted(used, plan.device_kind)}" if used > 1 else f"One {plan.device_kind}"
+    )
 
 
 def _how_sure(plan: Plan) -> str:
     """What the plan is the fastest of."""
     within = f" that {plan.runtime} can run" if plan.runtime else ""
-    return within if plan.prediction.exact else f"{within} of those scored"
+    if not plan.prediction.exact:
+        return f"{within} of those scored"
+    step = plan.prediction.step_seconds * (1 - TIE)
+    proposed = any(
+        other.step_seconds < step and other.schedule not in SEARCHED and _may_run(plan, other)
+        for other in plan.alternatives
+    )
+    return f"{within} of the schedules that are searched" if proposed else within
 
 
 def _figures(step: float, samples_per_second: float) -> str:
@@ -92,11 +111,17 @@ def _give_or_take(uncertainty: float | None) -> str:
 
 
 def _rival_answer(plan: Plan, rival: Baseline) -> str:
-    on = f" over {counted(plan.gpus, 'GPU')}" if rival.name == "data-parallel" and plan.gpus else ""
+    on = (
+        f" over {counted(plan.gpus, plan.device_kind)}" if rival.name == "data-parallel" and plan.gpus else ""
+    )
     step = rival.step_seconds or 0.0
     unable = rival.name == "data-parallel" and plan.runtime and plan.gpus and not _replicates(plan)
     asked = f"{plan.runtime} does not run it" if unable else "the options given leave it out"
-    return f"{_RIVALS[rival.name]}{on} is the fastest: {_figures(step, plan.mini_batch / step)}; {asked}."
+    return f"{_rival(plan, rival)}{on} is the fastest: {_figures(step, plan.mini_batch / step)}; {asked}."
+
+
+def _rival(plan: Plan, rival: Baseline) -> str:
+    return "Data parallelism" if rival.name == "data-parallel" else f"One {plan.device_kind}"
 
 
 def _replicates(plan: Plan) -> bool:
@@ -119,7 +144,7 @@ def _fewer(plan: Plan, used: int, offered: int) -> str:
     ]
     # A faster one is not for this plan's options: it may not stand here as the price of using all.
     slower = [row for row in on_all if row[0] >= plan.prediction.step_seconds]
-    uses = f"It uses {used} of the {offered} GPUs"
+    uses = f"It uses {used} of the {counted(offered, plan.device_kind)}"
     runtime = None if plan.runtime is None else runtime_named(plan.runtime)
     if runtime is not None and runtime.one_process and used == plan.gpus_per_node:
         return f"{uses}: {runtime.name} reaches those of one node."
@@ -148,7 +173,7 @@ def _faster_baseline(plan: Plan) -> Baseline | None:
 
 _SHOWN = 0.01
 """Share from which on the profile's uncertainty is said."""
-_RIVALS = {"data-parallel": "Data parallelism", "one-gpu": "One GPU"}
+_RIVALS = ("data-parallel", "one-gpu")
 
 
 def _stages(plan: Plan, console: Console) -> Table:
@@ -199,14 +224,26 @@ def _summary(plan: Plan) -> list[str]:
         f"Mini-batch {plan.mini_batch} = "
         f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size}; "
         f"schedule {plan.schedule}; recompute {plan.recompute.replace('_', '-')}; "
-        f"optimizer {plan.optimizer}.",
+        f"optimizer {plan.optimizer}{_states(plan)}.",
         _proof(plan),
     ]
-    if plan.searched and not plan.was_given:
+    if plan.searched not in ("", predicted.bound_covers) and not plan.was_given:
         lines.append(f"Searched: {plan.searched}")
     if plan.topology:
         lines.append(f"Devices: {plan.topology}")
     return lines
+
+
+def _states(plan: Plan) -> str:
+    """In which numbers it trains, where the plan says it: `; mixed precision, bf16 gradients, ...`."""
+    if plan.precision is None or (plan.precision in ("fp32", "fp64") and not plan.zero):
+        return ""
+    trained = plan.trained
+    size = trained.bytes_per_parameter(optimizer_named(plan.optimizer))
+    name = {"mixed": "mixed precision", "bf16": "pure bf16"}.get(trained.name, trained.name)
+    gradients = f", {trained.gradient_dtype} gradients" if trained.name == "mixed" else ""
+    spread = f"; ZeRO-{plan.zero} over the replicas of a stage" if plan.zero else ""
+    return f"; {name}{gradients}: {size:.3g} bytes a parameter{spread}"
 
 
 def _interval(predicted: Prediction) -> str:

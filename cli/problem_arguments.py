@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
+from ..cost_models.machines.measured_on import check_processor_seconds
+from ..cost_models.machines.topology_options import make_topology
 from ..planner.find import BEST
 from ..planner.objectives.objective import ANY, Objective, objective_of, prices_of
 from ..planner.planners import planner_named
 from ..planner.problem import Problem
 from ..planner.solve import problem_of
 from ..planner.wishes import Wishes
+from ..profiler.profile_warnings import profiled_device
 from . import arguments
 from .own_profiles import own_profiles
 
@@ -42,6 +43,9 @@ class ProblemArguments:
     schedule: str = "auto"
     recompute: str = "auto"
     optimizer: str = "sgd"
+    precision: str = "auto"
+    gradient_dtype: str = "auto"
+    zero: int = 0
     planner: str = "best"
     time_limit: float = 30.0
     use_all: bool = False
@@ -53,6 +57,7 @@ class ProblemArguments:
     robust: bool = False
     objective: str = "step-time"
     price: float | str | Mapping[str, float] | None = None
+    seconds_of: str | None = None
 
     def problem(self, measured: Profile, reference: ProfileReference) -> Problem:
         """Raises UsageError, FileError."""
@@ -64,33 +69,35 @@ class ProblemArguments:
             latency=arguments.by_level("latency", self.latency, "(5e-6, 20e-6)"),
             gpus_per_node=arguments.optional_whole("gpus_per_node", self.gpus_per_node),
             file=None if self.topology is None else arguments.path("topology", self.topology),
-            profiled=ProfiledDevice(measured.device, measured.device_name, measured.device_memory_bytes),
+            profiled=profiled_device(measured),
         )
+        wishes = self._wishes()
+        check_processor_seconds(profiled_device(measured), machine, wishes.seconds_of)
         folder = Path() if self.topology is None else Path(self.topology).parent
-        own = own_profiles(machine, folder)
-        return problem_of(measured.chain(), machine, self._wishes(), reference, own)
+        own = own_profiles(machine, folder, wishes.seconds_of)
+        return problem_of(measured.chain(), machine, wishes, reference, own)
 
     def _wishes(self) -> Wishes:
-        limit = self.memory_limit
         return Wishes(
             mini_batch=arguments.optional_whole("mini_batch", self.mini_batch),
             micro_batches=arguments.whole_or_auto("micro_batches", self.micro_batches),
             schedule=arguments.word("schedule", self.schedule),
             recompute=arguments.word("recompute", self.recompute).replace("-", "_"),
             optimizer=arguments.word("optimizer", self.optimizer),
+            precision=arguments.word("precision", self.precision),
+            gradient_dtype=arguments.word("gradient_dtype", self.gradient_dtype),
+            zero=arguments.whole("zero", self.zero, at_least=0),
             runtime=arguments.optional_word("runtime", self.runtime),
             planner=arguments.word("planner", self.planner),
             time_limit=arguments.number("time_limit", self.time_limit),
-            use_all=self.use_all,
+            use_all=arguments.flag("use_all", self.use_all),
             max_stages=arguments.optional_whole("max_stages", self.max_stages),
             cut_after=arguments.words("cut_after", self.cut_after),
             keep_together=arguments.words("keep_together", self.keep_together),
-            pins=tuple(
-                (arguments.word("pins", name), arguments.whole("pins", stage, at_least=0))
-                for name, stage in self.pins
-            ),
-            memory_limit=None if limit is None else arguments.number("memory_limit", limit),
-            robust=self.robust,
+            pins=arguments.pins("pins", self.pins),
+            memory_limit=arguments.optional_number("memory_limit", self.memory_limit),
+            robust=arguments.flag("robust", self.robust),
+            seconds_of=arguments.optional_word("seconds_of", self.seconds_of),
         )
 
     @property
@@ -110,7 +117,7 @@ def _prices(price: Any) -> dict[str, float]:
             arguments.word("price", kind): arguments.number(f"price[{kind!r}]", own)
             for kind, own in price.items()
         }
-    return {ANY: arguments.number("price", price)} if isinstance(price, Real) else prices_of(str(price))
+    return {ANY: arguments.number("price", price)}
 
 
 def check_grid(grid: Any, options: Mapping[str, Any]) -> None:
@@ -135,7 +142,7 @@ def check_grid(grid: Any, options: Mapping[str, Any]) -> None:
             _check_word(key, value)
 
 
-WORDS = ("runtime", "schedule", "planner", "recompute", "optimizer")
+WORDS = ("runtime", "schedule", "planner", "recompute", "optimizer", "precision", "gradient_dtype")
 """Arguments of which a value that no problem knows is refused at once: it would be a row without a plan."""
 
 

@@ -215,7 +215,8 @@ def profile_command(
     def write(profile: Profile) -> None:
         place = target
         if output is None:
-            place = chosen_target(None, f"{file_stem(profile.model)}.profile.json", force=force)
+            name = f"{file_stem(profile.model)}.profile.json"
+            place = chosen_target(None, name, force=force, about={"model": profile.model})
         profile = profile.model_copy(update={"made_by": made_by(profile.made_by, command=command_line())})
         place.write(profile, as_json=as_json, show=lambda: _show(profile))
 

@@ -107,10 +107,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _write(measured: MeasuredLinks, target: Target, *, as_json: bool) -> None:
     """What was found is printed even where the file cannot be written."""
-    from ..cost_models.document import write_whole
-
     try:
-        write_whole(target.path, measured.to_toml(), force=target.replace)
+        target.put(measured.to_toml())
     finally:
         if as_json:
             result(measured.to_json())

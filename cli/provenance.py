@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
 from ..cost_models.document import MadeBy
+from .invocation import GIVEN
 
 
 def made_by(known: MadeBy, *, command: str = "", measured: MadeBy | None = None) -> MadeBy:
@@ -29,8 +30,9 @@ def made_by(known: MadeBy, *, command: str = "", measured: MadeBy | None = None)
 
 
 def command_line() -> str:
-    """The command as it was typed."""
-    return shlex.join(["pplan", *sys.argv[1:]])
+    """The command as it was typed, or as `main` was given it."""
+    given = GIVEN.get()
+    return shlex.join(["pplan", *(sys.argv[1:] if given is None else given)])
 
 
 def installed(package: str) -> str | None:

@@ -23,6 +23,7 @@ def show_command(
 ) -> None:
     """Show a profile or a plan in tables."""
     from ..cost_models.document import read_text
+    from ..cost_models.seal import escaped
     from ..profiler.profile_file import Profile
     from .newest import named_or_newest
     from .streams import console, result
@@ -31,7 +32,7 @@ def show_command(
     text = read_text(path, "profile or plan")
     document = _parse_either(text, path)
     if as_json:
-        result(text)
+        result(escaped(text))
     elif isinstance(document, Profile):
         from .profile_tables import print_profile
 

@@ -73,6 +73,15 @@ VirtualStages = Annotated[
         parser=whole_number("--virtual-stages", at_least=1),
     ),
 ]
+Replicas = Annotated[
+    int | None,
+    typer.Option(
+        "--replicas",
+        metavar="R",
+        help="Devices that share each stage of a plan whose layers are cut anew; else as many as now.",
+        parser=whole_number("--replicas", at_least=1),
+    ),
+]
 TRANSFERS = ("overlapped", "blocking", "blocking-receive", "rendezvous")
 """As of `Costs.transfers`, which is not imported here: the help would wait for numpy."""
 Transfers = Annotated[
@@ -117,6 +126,7 @@ def simulate_command(
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     virtual_stages: VirtualStages = None,
+    replicas: Replicas = None,
     transfers: Transfers = "overlapped",
     forward_ms: Forward = None,
     backward_ms: Backward = None,
@@ -140,7 +150,7 @@ def simulate_command(
 
     if actions and not as_json:
         raise UsageError("simulate --actions: without --json", "Give both: pplan simulate --json --actions")
-    asked = Asked(schedule, stages, micro_batches, virtual_stages, transfers)
+    asked = Asked(schedule, stages, micro_batches, virtual_stages, transfers, replicas)
     pictures = Pictures(trace, svg, force)
     costs = {
         "--forward-ms": forward_ms,
@@ -150,7 +160,9 @@ def simulate_command(
     }
     machine = MachineOptions(gpus_per_node, gpu, memory, bandwidth, latency, topology)
     if any(text is not None for text in costs.values()):
-        _refuse_with_costs({"PLAN": plan_file, "--profile": profile_file, **machine.by_name})
+        _refuse_with_costs(
+            {"PLAN": plan_file, "--profile": profile_file, "--replicas": replicas, **machine.by_name}
+        )
         pictures.check()
         found = simulate_costs(costs, asked)
     else:
@@ -171,6 +183,7 @@ class Asked:
     micro_batches: int | None
     virtual_stages: int | None
     transfers: str = "overlapped"
+    replicas: int | None = None
 
 
 def _plan_file(named: Path | None) -> Path:

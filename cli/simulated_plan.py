@@ -7,13 +7,15 @@ from pathlib import Path
 
 from ..cost_models.document import as_text, read_bytes, sha256
 from ..cost_models.errors import FileError
-from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
+from ..cost_models.machines.measured_on import check_processor_seconds
+from ..cost_models.machines.topology_options import make_topology
 from ..cost_models.quantities import format_seconds
 from ..cost_models.topology import Topology
 from ..planner.layout import Overrides, devices_needed, machine_of
 from ..planner.plan_file import TIE, Plan
 from ..planner.simulated import simulate_plan
 from ..profiler.profile_file import Profile
+from ..profiler.profile_warnings import profiled_device
 from .machine_options import MachineOptions
 from .own_profiles import own_profiles
 from .simulate_command import Asked, told, with_options
@@ -57,7 +59,12 @@ def simulate_read(read: Measured, asked: Asked, machine: MachineOptions) -> Simu
     """A step of the plan, on its machine or as the options of a machine say. Raises UsageError."""
     plan, chain = read.plan, read.profile.chain()
     overrides = Overrides(
-        asked.schedule, asked.stages, asked.micro_batches, asked.virtual_stages, asked.transfers
+        asked.schedule,
+        asked.stages,
+        asked.micro_batches,
+        asked.virtual_stages,
+        asked.transfers,
+        asked.replicas,
     )
     topology = _topology(read, machine, devices_needed(plan, overrides))
     named = machine.topology
@@ -88,12 +95,15 @@ def _topology(read: Measured, machine: MachineOptions, gpus: int) -> Topology:
     a topology or a GPU."""
     plan, profile = read.plan, read.profile
     another = machine.topology or machine.gpu
-    return make_topology(
+    topology = make_topology(
         gpus=gpus,
         **machine.arguments(),
         file=machine.topology if another else machine_of(plan, str(read.plan_file)),
-        profiled=ProfiledDevice(profile.device, profile.device_name, profile.device_memory_bytes),
+        profiled=profiled_device(profile),
     )
+    if another:
+        check_processor_seconds(profiled_device(profile), topology, plan.wishes.seconds_of)
+    return topology
 
 
 def _differences(plan: Plan, step: float, *, given: bool) -> list[str]:

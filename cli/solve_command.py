@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,7 @@ from .machine_options import (
     Latency,
     MachineOptions,
     Memory,
+    SecondsOf,
     TopologyFile,
 )
 from .objective_options import Backend, Csv, FrontierToo, Jobs, Objective, Points, Price, Sweep
@@ -24,6 +25,7 @@ from .options import AsJson, Force, Output
 from .streams import console
 from .training_options import (
     CutAfter,
+    GradientDtype,
     KeepTogether,
     MaxStages,
     MicroBatches,
@@ -31,6 +33,7 @@ from .training_options import (
     Optimizer,
     Pin,
     Planner,
+    Precision,
     Recompute,
     Robust,
     Runtime,
@@ -38,6 +41,7 @@ from .training_options import (
     TimeLimit,
     TrainingOptions,
     UseAll,
+    Zero,
 )
 
 if TYPE_CHECKING:
@@ -62,12 +66,16 @@ def solve_command(
     bandwidth: Bandwidth = None,
     latency: Latency = None,
     topology: TopologyFile = None,
+    seconds_of: SecondsOf = None,
     runtime: Runtime = None,
     mini_batch: MiniBatch = None,
     micro_batches: MicroBatches = "auto",
     schedule: Schedule = "auto",
     recompute: Recompute = "auto",
     optimizer: Optimizer = "sgd",
+    precision: Precision = "auto",
+    gradient_dtype: GradientDtype = "auto",
+    zero: Zero = 0,
     planner: Planner = "best",
     time_limit: TimeLimit = "30s",
     use_all: UseAll = False,
@@ -121,6 +129,9 @@ def solve_command(
         keep_together,
         pin,
         robust,
+        precision,
+        gradient_dtype,
+        zero,
     ).wishes()
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
@@ -129,6 +140,7 @@ def solve_command(
         "gpus": gpus,
         "topology": topology,
         **asdict(wishes),
+        "seconds_of": seconds_of,
         "objective": objective,
         "price": price,
         "profile_file": path.name,
@@ -138,7 +150,12 @@ def solve_command(
     if sweeping is not None:
         run_sweep(sweeping, profile, given)
         return
-    target = chosen_target(output, f"{file_stem(profile.model)}.plan.json", force=force)
+    about = {
+        "model": profile.model,
+        "profile.file": path.name,
+        "profile.layers_sha256": profile.layers_sha256,
+    }
+    target = chosen_target(output, f"{file_stem(profile.model)}.plan.json", force=force, about=about)
     target.check(path, topology)
     beside = _frontier_target(target)
     if frontier:
@@ -183,10 +200,8 @@ def _check_together(sweep: list[str], frontier: bool, output: Path | None, aim: 
 
 def _frontier_target(plan: Target) -> Target:
     """NAME.frontier.json beside NAME.plan.json."""
-    from .output import Target
-
     stem = plan.path.name.removesuffix(".json").removesuffix(".plan")
-    return Target(plan.path.with_name(f"{stem}.frontier.json"), plan.replace)
+    return replace(plan, path=plan.path.with_name(f"{stem}.frontier.json"))
 
 
 def _frontier(profile: Profile, points: int, given: Mapping[str, Any]) -> Frontier:

@@ -41,8 +41,22 @@ def remark(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
+_PRINTED = [False]
+
+
+def begin() -> None:
+    """Nothing was printed yet by the command that begins."""
+    _PRINTED[0] = False
+
+
+def told_json() -> bool:
+    """Whether the command printed its result as it is: an error does not go behind it."""
+    return _PRINTED[0]
+
+
 def result(text: str) -> None:
     """Text on standard output as it is, without wrapping."""
+    _PRINTED[0] = True
     sys.stdout.write(text)
 
 

@@ -29,6 +29,12 @@ def _count_or_auto(text: str) -> int | str:
     return text if text == "auto" else _count(text)
 
 
+def _stage_of_zero(text: str) -> int:
+    if not re.fullmatch(r"[0-3]", text):
+        raise UsageError(f"--sweep: {text!r} is no stage of ZeRO", "For example: zero=0,1.")
+    return int(text)
+
+
 def _word(text: str) -> str:
     return text
 
@@ -44,6 +50,9 @@ KEYS = {
     "planner": Key("planner", _word),
     "recompute": Key("recompute", lambda text: text.replace("-", "_")),
     "optimizer": Key("optimizer", _word),
+    "precision": Key("precision", _word),
+    "gradient-dtype": Key("gradient_dtype", _word),
+    "zero": Key("zero", _stage_of_zero),
 }
 
 

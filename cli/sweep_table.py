@@ -13,26 +13,28 @@ from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..planner.sweep import Sweep, SweepRow
 from .figures import percent, three_digits
 from .frontier_table import shape
-from .table_style import figure, table, text, word
+from .table_style import figure, line, table, text, word
 
-FIGURES = [name for name in SweepRow.model_fields if name != "point"]
+FIGURES = [name for name in SweepRow.model_fields if name not in ("point", "warnings")]
 
 
 def print_sweep(sweep: Sweep, console: Console) -> None:
     """Prints a row for every point."""
+    for warning in sweep.warnings:
+        line(console, f"Warning: {warning}")
     keys = keys_of(sweep)
     columns = [
         *(figure(key.replace("_bytes", "").replace("_", "-")) for key in keys),
         figure("step"),
         figure("samples/s"),
         figure("gap", leaves=3),
-        figure("memory", leaves=5),
+        figure("needs" if "memory_bytes" in keys else "memory", leaves=5),
         figure("used", leaves=4),
         text("stages", leaves=6, folds_at=16),
-        word("schedule", leaves=2),
+        *([] if "schedule" in keys else [word("schedule", leaves=2)]),
         text("how, or why not", folds_at=20),
     ]
-    rows = [[*(_shown(key, row.point[key]) for key in keys), *_cells(row)] for row in sweep.rows]
+    rows = [[*(_shown(key, row.point[key]) for key in keys), *_cells(row, keys)] for row in sweep.rows]
     console.print(table(console, columns, rows), crop=False)
 
 
@@ -50,11 +52,13 @@ def _shown(key: str, value: Any) -> str:
     return str(value)
 
 
-def _cells(row: SweepRow) -> list[str]:
+def _cells(row: SweepRow, keys: Sequence[str]) -> list[str]:
+    swept = "schedule" in keys
     if row.step_seconds is None:
-        return ["-"] * 7 + [row.reason or ""]
+        return ["-"] * (6 if swept else 7) + [row.reason or ""]
     gap = "-" if row.gap is None else percent(row.gap)
     recompute = (row.recompute or "").replace("_", "-")
+    found = f"{row.schedule}, " if swept and row.schedule != row.point["schedule"] else ""
     return [
         format_seconds(row.step_seconds),
         three_digits(row.samples_per_second or 0.0),
@@ -62,16 +66,17 @@ def _cells(row: SweepRow) -> list[str]:
         format_bytes(row.memory_bytes or 0),
         str(row.gpus_used),
         shape(row.balance, row.replicas),
-        row.schedule or "",
-        f"{row.micro_batches} of {row.micro_batch_size}, recompute {recompute}",
+        *([] if swept else [row.schedule or ""]),
+        f"{found}{row.micro_batches} of {row.micro_batch_size}, recompute {recompute}",
     ]
 
 
 def as_csv(sweep: Sweep) -> str:
-    """A line for every point, with a head; lists have blanks between their values."""
+    """A line for every point, with a head; lists have blanks between their values. A figure of the plan that
+    has the name of what is swept is called plan_NAME: `auto` was asked for, `gpipe` found."""
     keys, lines = keys_of(sweep), io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow([*keys, *FIGURES])
+    writer.writerow([*keys, *(f"plan_{name}" if name in keys else name for name in FIGURES)])
     for row in sweep.rows:
         values = [row.point[key] for key in keys] + [getattr(row, name) for name in FIGURES]
         writer.writerow([_field(value) for value in values])

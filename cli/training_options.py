@@ -11,6 +11,7 @@ import typer
 
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import OPTIMIZERS
+from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS
 from ..cost_models.quantities import parse_seconds
 from ..cost_models.runtime import RUNTIMES
 from ..planner.wishes import Wishes
@@ -33,7 +34,7 @@ MiniBatch = Annotated[
     _training(
         "--mini-batch",
         "B",
-        "Samples of one optimizer step; else the largest measured size times the GPUs.",
+        "Samples of one optimizer step; else 32 for each GPU, as nearly as micro-batches make it.",
         parser=whole_number("--mini-batch", at_least=1),
     ),
 ]
@@ -64,6 +65,33 @@ Optimizer = Annotated[
         "|".join(OPTIMIZERS),
         "What keeps state beside the weights.",
         parser=word("--optimizer", OPTIMIZERS),
+    ),
+]
+Precision = Annotated[
+    str,
+    _training(
+        "--precision",
+        "|".join(PRECISIONS),
+        "Of weights and states; else mixed where the profile is 16-bit or of autocast, fp32 where it is not.",
+        parser=word("--precision", ("auto", *PRECISIONS)),
+    ),
+]
+GradientDtype = Annotated[
+    str,
+    _training(
+        "--gradient-dtype",
+        "|".join(GRADIENT_DTYPES),
+        "In which micro-batches add up; else that of the weights (Megatron, DeepSpeed: fp32 for bf16).",
+        parser=word("--gradient-dtype", ("auto", *GRADIENT_DTYPES)),
+    ),
+]
+Zero = Annotated[
+    int,
+    _training(
+        "--zero",
+        "0|1|2|3",
+        "What replicas of a stage spread: 1 optimizer states, 2 gradients too, 3 weights too.",
+        parser=whole_number("--zero", at_least=0),
     ),
 ]
 Planner = Annotated[
@@ -108,6 +136,9 @@ class TrainingOptions:
     keep_together: Sequence[str] = ()
     pin: Sequence[str] = ()
     robust: bool = False
+    precision: str = "auto"
+    gradient_dtype: str = "auto"
+    zero: int = 0
 
     def wishes(self) -> Wishes:
         """Raises UsageError."""
@@ -117,6 +148,9 @@ class TrainingOptions:
             schedule=self.schedule,
             recompute=self.recompute.replace("-", "_"),
             optimizer=self.optimizer,
+            precision=self.precision,
+            gradient_dtype=self.gradient_dtype,
+            zero=self.zero,
             runtime=self.runtime,
             planner=self.planner,
             time_limit=parse_seconds(self.time_limit, name="--time-limit"),

@@ -7,8 +7,6 @@ has no W, and holds meanwhile:
     never         what its layers save, all the time
     always        its input, all the time; from the start of B also what its layers save
     except_last   as always; the last micro-batch as never
-    selective     what the runs of `Selective` leave, all the time; during B also the largest run, or from
-                  the start of B to the end of W all runs
 
 So where a W follows later, what B built again stays until then.
 """
@@ -24,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
-from .memory import RECOMPUTES, selective_of, with_reserve
+from .memory import RECOMPUTES, with_reserve
 from .schedules.action import Action, Program
 from .stage_bytes import Amount, StageBytes
 from .training import Training
@@ -75,7 +73,7 @@ def held_by_action(
     `device_ledger`."""
     _check(program, device, chunk_bytes, recompute)
     own, stays = program.actions[device], _stays(program, device, recompute)
-    sizes = [_sizes(chunk, recompute) for chunk in chunk_bytes]
+    sizes = [_sizes(chunk) for chunk in chunk_bytes]
     workspace = np.array([float(chunk_bytes[action.chunk].workspace) for action in own])
     return Held(*_over_time(len(own), stays, sizes), workspace)
 
@@ -122,24 +120,23 @@ def _alive(
     program: Program, device: int, chunks: Sequence[StageBytes], recompute: str, position: int
 ) -> Iterator[Alive]:
     """The micro-batches in flight at a position in the list, in the order of their forwards."""
-    sizes = [_sizes(chunk, recompute) for chunk in chunks]
+    sizes = [_sizes(chunk) for chunk in chunks]
     for stay in _stays(program, device, recompute):
         if stay.start <= position <= stay.end:
             own = sizes[stay.chunk][stay.saves]
             held = own.activations + own.inputs
             if position >= stay.backward:
-                held += own.rebuilt if stay.end == stay.backward else own.rebuilt_together
+                held += own.rebuilt
             yield Alive(stay.micro_batch, stay.chunk, stay.share * held)
 
 
 class _Sizes(NamedTuple):
     """Of a whole micro-batch on a chunk: bytes of activations and of stage inputs while it waits, and of what
-    B builds again, alone and where a W needs it together."""
+    B builds again."""
 
     activations: float
     inputs: float
     rebuilt: float
-    rebuilt_together: float
 
 
 class _Stay(NamedTuple):
@@ -169,14 +166,11 @@ def _stays(program: Program, device: int, recompute: str) -> list[_Stay]:
     return stays
 
 
-def _sizes(stage: StageBytes, recompute: str) -> tuple[_Sizes, _Sizes]:
+def _sizes(stage: StageBytes) -> tuple[_Sizes, _Sizes]:
     """Of a micro-batch that recomputes, and of one that saves all in forward."""
     saved = float(stage.saved + stage.saved_input)
-    saving = _Sizes(saved, 0.0, 0.0, 0.0)
-    if recompute != "selective":
-        return _Sizes(0.0, float(stage.input), saved, saved), saving
-    layers = selective_of(stage)
-    return _Sizes(layers.kept, 0.0, layers.rebuilt, layers.rebuilt_together), saving
+    saving = _Sizes(saved, 0.0, 0.0)
+    return _Sizes(0.0, float(stage.input), saved), saving
 
 
 def _over_time(
@@ -186,17 +180,16 @@ def _over_time(
 
     Micro-batches are counted, by chunk and by what they hold, before bytes are taken: counts are exact.
     """
-    changes = np.zeros((count + 1, len(sizes), 2, 3))  # by chunk, by whether it saves, and:
-    waiting, again, together = range(3)
+    changes = np.zeros((count + 1, len(sizes), 2, 2))  # by chunk, by whether it saves, and:
+    waiting, again = range(2)
     for stay in stays:
         counts = changes[:, stay.chunk, int(stay.saves)]
-        built = again if stay.end == stay.backward else together
-        for kind, start in ((waiting, stay.start), (built, stay.backward)):
+        for kind, start in ((waiting, stay.start), (again, stay.backward)):
             counts[start, kind] += stay.share
             counts[stay.end + 1, kind] -= stay.share
     held = np.cumsum(changes, axis=0)[:-1]
     table = np.array(sizes)
-    activations = np.stack([table[..., 0], table[..., 2], table[..., 3]], axis=-1)
+    activations = np.stack([table[..., 0], table[..., 2]], axis=-1)
     return np.tensordot(held, activations, axes=3), np.tensordot(held[..., waiting], table[..., 1], axes=2)
 
 

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import FileError
 from .runtime import RUNTIMES
+from .seal import sealed
 
 
 class Record(BaseModel):
@@ -65,8 +66,8 @@ class Document(Record):
             raise _refusal(error, where, cls.kind) from error
 
     def to_json(self) -> str:
-        """The text of the file, keys as in the file."""
-        return self.model_dump_json(by_alias=True, indent=1) + "\n"
+        """The text of the file, keys as in the file, with the hash of the content (see seal.py)."""
+        return sealed(self.model_dump_json(by_alias=True, indent=1)) + "\n"
 
     def files(self, path: Path) -> dict[Path, str]:
         """What is written at `path`, and what belongs beside it."""

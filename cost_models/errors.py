@@ -14,11 +14,15 @@ Exit status 1 is kept for defects of pplan itself (`DefectError`, beside whateve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class PplanError(Exception):
     """What happened, where and with which value (`what`), and what to do about it (`hint`)."""
 
     exit_status = 2
+    kind = "error"
 
     def __init__(self, what: str, hint: str = "") -> None:
         super().__init__(what, hint)
@@ -28,31 +32,61 @@ class PplanError(Exception):
     def __str__(self) -> str:
         return f"{self.what}\n{self.hint}" if self.hint else self.what
 
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` prints under the key `error`."""
+        return {"status": self.exit_status, "kind": self.kind, "message": self.what, "advice": self.hint}
+
 
 class UsageError(PplanError):
     """An option or an argument has a value that cannot be used."""
+
+    kind = "usage"
 
 
 class FileError(PplanError):
     """A file cannot be read, is not one of ours, is damaged, or cannot be written."""
 
+    kind = "file"
+
 
 class ModelError(PplanError):
     """A model is unknown, or its factory, its cutting into layers or its run failed."""
+
+    kind = "model"
 
 
 class MachineError(PplanError):
     """The machine lacks something: a package, a device, memory."""
 
+    kind = "machine"
+
 
 class ExportError(PplanError):
     """A plan cannot be run by the runtime it is exported for."""
 
+    kind = "export"
+
 
 class InfeasibleError(PplanError):
-    """No plan of the searched space fits the limits."""
+    """No plan of the searched space fits the limits.
+
+    `details`, which JSON can say: where a stage of the plan that needs least is too large, `stage` (number,
+    stages, first and last layer, replicas, memory_bytes), `ledger` (bytes by term), `limit_bytes` and
+    `missing_bytes`; `would_fit`: the changes of which each was solved again and fits.
+    """
 
     exit_status = 3
+    kind = "infeasible"
+
+    def __init__(self, what: str, hint: str = "", details: Mapping[str, Any] | None = None) -> None:
+        super().__init__(what, hint)
+        self.details = dict(details or {})
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """With the stage that is too large, its ledger, and what would fit, where they are known."""
+        return super().as_json | self.details
 
 
 class DefectError(Exception):

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 
 from .errors import UsageError
 from .optimizers import FLOAT32, OPTIMIZERS, Precision
-from .stage_bytes import Amount, Selective, StageBytes, stage_workspace
+from .stage_bytes import Amount, StageBytes, stage_workspace
 from .training import Training
 
 __all__ = [
@@ -28,8 +28,9 @@ __all__ = [
     "with_reserve",
 ]
 
-Recompute = Literal["never", "always", "except_last", "selective"]
-RECOMPUTES: tuple[Recompute, ...] = ("never", "always", "except_last", "selective")
+Recompute = Literal["never", "always", "except_last"]
+RECOMPUTES: tuple[Recompute, ...] = ("never", "always", "except_last")
+"""Of a stage; a plan whose stages differ is called selective."""
 
 OPTIMIZER_STATES = OPTIMIZERS
 """The optimizers by name."""
@@ -95,22 +96,9 @@ def total(terms: dict[str, Amount]) -> Any:
     return sum(terms.values())
 
 
-def selective_of(stage: StageBytes) -> Selective:
-    """What recompute "selective" leaves. Raises UsageError where the stage does not say which layers do."""
-    if stage.selective is None:
-        raise UsageError(
-            "recompute selective: the stage does not say which layers recompute",
-            "Give stage_bytes the layers that do.",
-        )
-    return stage.selective
-
-
 def _held(stage: StageBytes, in_flight: float, recompute: str) -> dict[str, Amount]:
     """Activations and stage inputs of the micro-batches in flight, and of the one at work."""
     whole = stage.saved + stage.saved_input
-    if recompute == "selective":
-        layers = selective_of(stage)
-        return {"activations": in_flight * layers.kept + layers.rebuilt, "stage_inputs": 0.0}
     if recompute == "never":
         return {"activations": in_flight * whole, "stage_inputs": stage.input * 0}
     if recompute not in RECOMPUTES:

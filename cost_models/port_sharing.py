@@ -35,13 +35,14 @@ class Hop(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """The gradients that an all-reduce over `ranks` adds up, bytes, so many `times` in a step; `key` names it
-    to the caller."""
+    """The bytes that an all-reduce over `ranks` adds up, so many `times` in a step; `before`: bytes of
+    all-reduces that send as much as the ranks exchange earlier in the step. `key` names it to the caller."""
 
     key: int
     ranks: Ranks
     bytes: float
     times: int = 1
+    before: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,16 +83,15 @@ class PortSharings:
             if seconds:
                 for port, part in self._shares(ranks[sender], ranks[receiver]):
                     taken[port] += part * seconds
-        loads = {
-            own.key: {port: own.bytes * each for port, each in self._loads(own.ranks).items()}
-            for own in reductions
-            if own.bytes
-        }
-        times = {own.key: own.times for own in reductions}
-        for key, made in loads.items():
-            for (level, owner), seconds in made.items():
+        loads: dict[int, Loads] = {}
+        for own in reductions:
+            made = self._loads(own.ranks)
+            if own.bytes:
+                loads[own.key] = {port: own.bytes * each for port, each in made.items()}
+            bytes = own.bytes * own.times + own.before
+            for (level, owner), each in made.items():
                 for direction in ("out", "in"):
-                    taken[Port(level, direction, owner)] += seconds * times[key]
+                    taken[Port(level, direction, owner)] += bytes * each
         return PortSharing(links, _of_several(loads), max(taken.values(), default=0.0))
 
     def _exit(self, senders: Ranks, receivers: Ranks) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import UsageError
 
@@ -40,10 +40,34 @@ class Runtime:
     transfers: str = "overlapped"
     virtual_stages: bool = False
     """Whether a device may hold several stages."""
+    zero: frozenset[int] = frozenset({0})
+    """The stages of ZeRO that it runs over the replicas of a stage of a pipeline."""
+    no_zero: str = "it spreads nothing over replicas"
+    """Why it runs no others."""
+    pure_16_bits: bool = True
+    """Whether it trains 16-bit weights without float32 master weights."""
 
     def runs_replicas(self, replicas: Sequence[int]) -> bool:
         """Whether the stages may have these numbers of replicas."""
         return len(set(replicas)) == 1 and (self.replicas == "equal" or replicas[0] == 1)
+
+    def trains(self, precision: str, zero: int) -> bool:
+        """Whether it trains weights of a precision with a stage of ZeRO."""
+        return zero in self.zero and (precision != "bf16" or self.pure_16_bits)
+
+    def check_states(self, precision: str, zero: int) -> None:
+        """Raises UsageError for a precision or a stage of ZeRO that it does not train with."""
+        if zero not in self.zero:
+            runs = " or ".join(map(str, sorted(self.zero)))
+            raise UsageError(
+                f"--zero {zero} with --runtime {self.name}: {self.no_zero}",
+                f"Use --zero {runs}, or leave --runtime away.",
+            )
+        if precision == "bf16" and not self.pure_16_bits:
+            raise UsageError(
+                f"--precision bf16 with --runtime {self.name}: it keeps float32 master weights",
+                "Use --precision mixed.",
+            )
 
 
 def _one_process_gpipe(name: str) -> Runtime:
@@ -54,10 +78,11 @@ def _one_process_gpipe(name: str) -> Runtime:
         replicas="none",
         one_process=True,
         trains_every_stage=False,
+        no_zero="it has no replicas to spread states over",
     )
 
 
-def _of_transformers(name: str, schedules: frozenset[str]) -> Runtime:
+def _of_transformers(name: str, schedules: frozenset[str], **more: Any) -> Runtime:
     return Runtime(
         name,
         schedules,
@@ -66,9 +91,21 @@ def _of_transformers(name: str, schedules: frozenset[str]) -> Runtime:
         one_process=False,
         trains_every_stage=False,
         virtual_stages=True,
+        **more,
     )
 
 
+_WHOLE_GRADIENTS = (
+    "torch.distributed.pipelining adds up the micro-batches' gradients whole before it reduces them, and "
+    "keeps gathered weights until the last backward: of FSDP2 that is ZeRO-1"
+)
+"""Its stage.py: `backward_maybe_with_nosync` sets set_requires_gradient_sync(False) and
+set_reshard_after_backward(False) before every backward; `perform_reduce_grad` reduces after the last."""
+_STATES_ALONE: dict[str, Any] = {"zero": frozenset({0, 1})}
+_MEGATRON = _STATES_ALONE | {
+    "no_zero": "its distributed optimizer spreads the optimizer's states and master weights (ZeRO-1)",
+    "pure_16_bits": False,
+}
 _TORCH = frozenset({"naive", "gpipe", "1f1b", "dapple", "interleaved", "looped-bfs"}) | {
     "zb-h1",
     "zb-h2",
@@ -89,6 +126,9 @@ RUNTIMES: dict[str, Runtime] = {
             replicas="equal",
             one_process=False,
             trains_every_stage=True,
+            zero=frozenset({0, 1}),
+            no_zero="its pipeline engine runs ZeRO stage 1 only (runtime/pipe/engine.py asserts it)",
+            pure_16_bits=False,
         ),
         Runtime(
             "torch",
@@ -99,6 +139,8 @@ RUNTIMES: dict[str, Runtime] = {
             trains_every_stage=False,
             recompute_by_stage=True,
             virtual_stages=True,
+            zero=frozenset({0, 1}),
+            no_zero=_WHOLE_GRADIENTS,
         ),
         Runtime(
             "huggingface",
@@ -108,10 +150,12 @@ RUNTIMES: dict[str, Runtime] = {
             one_process=True,
             trains_every_stage=False,
         ),
-        _of_transformers("megatron", frozenset({"1f1b", "interleaved"})),
-        _of_transformers("megatron-bridge", frozenset({"1f1b", "interleaved"})),
-        _of_transformers("torchtitan", _TORCH),
-        _of_transformers("nemo-automodel", _TORCH - {"dualpipe-v"}),
+        _of_transformers("megatron", frozenset({"1f1b", "interleaved"}), **_MEGATRON),
+        _of_transformers("megatron-bridge", frozenset({"1f1b", "interleaved"}), **_MEGATRON),
+        _of_transformers("torchtitan", _TORCH, **_STATES_ALONE, no_zero=_WHOLE_GRADIENTS),
+        _of_transformers(
+            "nemo-automodel", _TORCH - {"dualpipe-v"}, **_STATES_ALONE, no_zero=_WHOLE_GRADIENTS
+        ),
     )
 }
 

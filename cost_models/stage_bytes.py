@@ -1,10 +1,10 @@
-"""The bytes of a stage's layers that its ledger is made from, and what recomputing some of them leaves."""
+"""The bytes of a stage's layers that its ledger is made from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -16,21 +16,6 @@ Amount = float | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Selective:
-    """What a micro-batch holds where only some layers recompute.
-
-    A run of neighbouring layers that recompute is one checkpoint: it keeps its input, and backward builds
-    what it saves again. `kept`: the inputs of the runs and what the other layers save. `rebuilt`: what the
-    largest run saves; `rebuilt_together`: what all of them save, for backwards whose weight gradients come
-    later and need it all.
-    """
-
-    kept: float
-    rebuilt: float
-    rebuilt_together: float
-
-
-@dataclass(frozen=True)
 class StageBytes:
     """What the ledger is made from: bytes of a stage's layers, at the micro-batch size of one replica.
 
@@ -38,8 +23,7 @@ class StageBytes:
     own layers, `saved_input` the part of its input that it saves besides; `input` its whole input; `received`
     and `sent` the tensors that cross its two cuts (0 where it has none); `workspace` what it needs at its
     peak besides all it saves (`stage_workspace`). `gathered`: the parameters of two neighbouring layers at
-    most, which ZeRO has whole at a time (None: all of the stage). `selective` is there where some layers
-    recompute.
+    most, which ZeRO has whole at a time (None: all of the stage).
     """
 
     parameters: Amount
@@ -52,17 +36,11 @@ class StageBytes:
     sent: Amount
     workspace: Amount
     gathered: Amount | None = None
-    selective: Selective | None = None
 
 
-def stage_bytes(
-    costs: LayerCosts, first: int, last: int, recomputed: Sequence[bool] | None = None
-) -> StageBytes:
-    """The bytes of the layers `first` to `last` (0-based, inclusive), or of a chunk of a device.
-
-    `recomputed`: for each layer of the chain whether it runs forward again in backward, for recompute
-    "selective". Raises UsageError where the layers or the length of `recomputed` cannot be.
-    """
+def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
+    """The bytes of the layers `first` to `last` (0-based, inclusive), or of a chunk of a device. Raises
+    UsageError where the layers cannot be."""
     layers = len(costs.saved_bytes)
     if not 0 <= first <= last < layers:
         raise UsageError(
@@ -81,7 +59,6 @@ def stage_bytes(
         sent=float(costs.output_bytes[last]) if last < layers - 1 else 0.0,
         workspace=stage_workspace(costs.saved_bytes[own].tolist(), costs.workspace_bytes[own].tolist()),
         gathered=neighbours(costs.parameter_bytes[own].tolist()),
-        selective=None if recomputed is None else selective_bytes(costs, first, last, recomputed),
     )
 
 
@@ -100,34 +77,6 @@ def neighbours(parameters: Sequence[float]) -> float:
     """The parameters of two layers in a row at most, given by layer: of the one at work and of the one that
     is fetched meanwhile."""
     return max((a + b for a, b in pairwise(parameters)), default=parameters[0])
-
-
-def selective_bytes(costs: LayerCosts, first: int, last: int, recomputed: Sequence[bool]) -> Selective:
-    """What a micro-batch holds of the layers `first` to `last`, where those with `recomputed` run again.
-
-    A tensor that several layers save is held by the first of them: where that one recomputes, or lies before
-    the stage, the first layer behind it that does not recompute holds its own input.
-    """
-    if len(recomputed) != len(costs.saved_bytes):
-        raise UsageError(
-            f"recomputed: {len(recomputed)} values for {len(costs.saved_bytes)} layers",
-            "Give one for each layer of the model.",
-        )
-    saved, saved_input = costs.saved_bytes, costs.saved_input_bytes
-    kept, rebuilt = 0.0, [0.0]
-    for again, group in groupby(range(first, last + 1), key=lambda layer: bool(recomputed[layer])):
-        run = list(group)
-        start, own = run[0], float(saved[run].sum())
-        if not again:
-            kept += own + float(saved_input[start])
-        elif start == first:
-            kept += float(costs.output_bytes[start - 1]) if start else costs.input_bytes
-            rebuilt.append(own + float(saved_input[start]))
-        else:
-            # Of this input the layers before hold what they or an earlier one save of it.
-            kept += max(float(costs.output_bytes[start - 1] - saved_input[start]), 0.0)
-            rebuilt.append(own)
-    return Selective(kept, max(rebuilt), sum(rebuilt))
 
 
 def workspace_before_loss(own: Amount, loss_saved: Amount, loss_workspace: Amount) -> Amount:

@@ -10,14 +10,37 @@ from functools import cached_property
 from itertools import accumulate
 from operator import mul
 
+import numpy as np
+
 from .errors import UsageError
 from .machines.hardware import Amount, Device, Group, Level, Link, Port
 from .quantities import format_bytes
 
-__all__ = ["Amount", "Device", "Group", "Level", "Link", "Port", "Topology", "two_level_topology"]
+__all__ = [
+    "Amount",
+    "Device",
+    "Group",
+    "Level",
+    "Link",
+    "Port",
+    "Topology",
+    "check_devices",
+    "two_level_topology",
+]
 
+MOST_DEVICES = 65_536
+"""Of a topology."""
 NODE = "node"
 """The level of this name is what one process reaches; without one it is the innermost."""
+
+
+def check_devices(count: int, what: str) -> None:
+    """Raises UsageError for more devices than are planned for; `what` names the count."""
+    if count > MOST_DEVICES:
+        raise UsageError(
+            f"{what} {count}: at most {MOST_DEVICES} devices are planned for",
+            f"Give up to {MOST_DEVICES}: larger clusters run copies of a plan for fewer.",
+        )
 
 
 @dataclass(frozen=True)
@@ -36,6 +59,7 @@ class Topology:
                 raise UsageError(
                     f"count {count} of {device.name}: must be at least 1", "Give count = 8, say."
                 )
+        check_devices(self.gpus, "devices")
         if not self.groups or not self.levels:
             raise UsageError("a topology without devices or levels", "Give at least one of each.")
         names = [level.name for level in self.levels]
@@ -129,12 +153,13 @@ class Topology:
 
         {1} where the level joins none of them; one number where they are spread evenly. Raises UsageError.
         """
-        ranks = set(devices)
-        self._check(*ranks)
+        ranks = np.unique(np.array(list(devices), dtype=np.int64))
+        self._check(*ranks[:1].tolist(), *ranks[-1:].tolist())
         made = []
-        for index in range(len(self.levels)):
-            held = set(zip(*self.places_in(index, ranks), strict=True))
-            made.append(frozenset(Counter(group for group, _ in held).values()))
+        for inner, outer in zip(self._inner, (*self._inner[1:], None), strict=True):
+            held = np.unique(ranks // inner)
+            groups = held * 0 if outer is None else held // (outer // inner)
+            made.append(frozenset(np.unique(groups, return_counts=True)[1].tolist()))
         return made
 
     def places_in(self, index: int, ranks: Iterable[int]) -> tuple[list[int], list[int]]:

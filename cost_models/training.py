@@ -37,13 +37,17 @@ class Training:
             )
 
     def states(self, stage: StageBytes) -> dict[str, Amount]:
-        """Bytes of the weights (with buffers), the gradients and the optimizer's state on one replica."""
-        state = self._optimizer.bytes_per_parameter(self.precision) / self.precision.weight
-        return {
+        """Bytes of the weights (with buffers), the gradients, the master weights, where there are some, and
+        the optimizer's state on one replica."""
+        precision = self.precision
+        state = self._optimizer.bytes_per_parameter(precision) - precision.master
+        made: dict[str, Amount] = {
             "weights": self._spread(stage.parameters, 3) + stage.buffers,
             "gradients": self._spread(self._gradients(stage.trainable), 2),
-            "optimizer": self._spread(stage.trainable * state, 1),
         }
+        if precision.master:
+            made["master_weights"] = self._spread(stage.trainable * (precision.master / precision.weight), 1)
+        return made | {"optimizer": self._spread(stage.trainable * (state / precision.weight), 1)}
 
     def versions(self, stage: StageBytes, number: float) -> Amount:
         """Bytes of the weight versions besides the newest; a fraction is an average over layers."""
@@ -56,14 +60,17 @@ class Training:
     def exchanged(self, stage: StageBytes) -> Amount:
         """Bytes of what the replicas exchange, on one of them.
 
-        DistributedDataParallel's buckets hold the gradients once more, also with ZeRO stage 1. From stage 2
-        on the gradients of two neighbouring layers are whole at a time, with stage 3 the parameters too: of
-        the layer at work and of the next one.
+        DistributedDataParallel's buckets hold the gradients once more. With ZeRO stage 1 gradients are
+        reduced where they lie, after the last backward: what a reduction needs besides comes when the
+        activations are gone. From stage 2 on the gradients of two neighbouring layers are whole at a time,
+        with stage 3 the parameters too: of the layer at work and of the next one.
         """
         if self.replicas == 1:
             return 0.0
-        if self.zero < 2:
+        if self.zero == 0:
             return self._gradients(stage.trainable)
+        if self.zero == 1:
+            return stage.trainable * 0
         whole = stage.parameters if stage.gathered is None else stage.gathered
         return self._gradients(whole) + (whole if self.zero == 3 else 0.0)
 

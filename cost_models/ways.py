@@ -56,10 +56,19 @@ class Ways:
     def loads(self, senders: Ranks, receivers: Ranks) -> Mapping[Port, float]:
         """By port that the transfer goes through, leaving or entering: for how many seconds of each byte of a
         whole micro-batch it is taken."""
-        key = senders, receivers
+        key = self._shifted(senders), self._shifted(receivers, senders[0])
+        first = senders[0] - key[0][0]
         if key not in self._loads:
-            self._loads[key] = self._loaded(senders, receivers)[0]
-        return self._loads[key]
+            self._loads[key] = self._moved(self._loaded(senders, receivers)[0], -first)
+        return self._moved(self._loads[key], first) if first else self._loads[key]
+
+    def _moved(self, loads: Mapping[Port, float], devices: int) -> Mapping[Port, float]:
+        """The same of ports that belong to devices of so much higher ranks."""
+        by_level = [devices // level.devices_per_port for level in self.topology.levels]
+        return {
+            Port(port.level, port.direction, port.owner + by_level[port.level]): load
+            for port, load in loads.items()
+        }
 
     def exit_port(self, senders: Ranks, receivers: Ranks) -> Port:
         """Of the ports that the transfer leaves by, the one that it takes longest (of equal ones the first):

@@ -26,14 +26,20 @@ def alternatives_of(problem: Problem, answer: Answer) -> list[Alternative]:
     or the problem is too large to solve it again for each."""
     if problem.wishes.planner != "best" or is_large(problem.space, problem.families):
         return []
-    made = [other for names in _kinds() for other in _for_runtimes(problem, answer, names)]
+    made = [other for names in _kinds(problem) for other in _for_runtimes(problem, answer, names)]
     return [*made, *_interleaved(problem, answer)]
 
 
 def _for_runtimes(problem: Problem, answer: Answer, names: list[str]) -> Iterator[Alternative]:
     runtime = RUNTIMES[names[0]]
     try:
-        wishes = replace(problem.wishes, runtime=names[0], schedule=_schedule(problem, runtime))
+        wishes = replace(
+            problem.wishes,
+            runtime=names[0],
+            schedule=_schedule(problem, runtime),
+            precision=problem.precision.name,
+            gradient_dtype=problem.precision.gradient_dtype,
+        )
         own = replace(problem, wishes=wishes)
     except UsageError:
         return  # the wishes leave nothing that it runs
@@ -57,7 +63,14 @@ def _interleaved(problem: Problem, answer: Answer) -> Iterator[Alternative]:
     searched."""
     plan, best = answer.by_planner.get(INTERLEAVED), answer.best
     if isinstance(plan, Candidate) and best is not None and INTERLEAVED not in problem.schedules:
-        names = [name for name, runtime in RUNTIMES.items() if INTERLEAVED in runtime.schedules]
+        names = [
+            name
+            for name, runtime in RUNTIMES.items()
+            if INTERLEAVED in runtime.schedules
+            and runtime.trains(problem.precision.name, problem.wishes.zero)
+        ]
+        if not names:
+            return
         found = Found(plan, 0.0, 0.0, exact=False)
         ratio = plan.step_seconds / best.step_seconds
         than = f"{ratio:.3g} x slower" if ratio > 1 else f"{1 / ratio:.3g} x faster"
@@ -87,14 +100,25 @@ def _in_order(best: Candidate) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(next(ranks) for _ in own) for own in best.proposal.devices)
 
 
-def _kinds() -> list[list[str]]:
-    """Names of the runtimes, those of which the same plans are searched together."""
+def _kinds(problem: Problem) -> list[list[str]]:
+    """Names of the runtimes that train with the problem's weights and states, those of which the same plans
+    are searched together."""
     kinds: dict[Runtime, list[str]] = {}
     for name, runtime in RUNTIMES.items():
         searched = runtime.schedules & set(SEARCHED)
-        key = replace(runtime, name="", schedules=frozenset(searched), virtual_stages=False)
-        kinds.setdefault(key, []).append(name)
-    return [names for key, names in kinds.items() if key.schedules]
+        key = replace(
+            runtime,
+            name="",
+            schedules=frozenset(searched),
+            virtual_stages=False,
+            zero=frozenset(),
+            no_zero="",
+            pure_16_bits=True,
+        )
+        trains = runtime.trains(problem.precision.name, problem.wishes.zero)
+        if trains and searched:
+            kinds.setdefault(key, []).append(name)
+    return list(kinds.values())
 
 
 def _alternative(

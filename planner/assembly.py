@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import inf
@@ -15,7 +15,9 @@ from ..cost_models.communication import exposed_all_reduce_seconds
 from ..cost_models.device_memory import device_ledger
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain, LayerCosts
+from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced
+from ..cost_models.precision import training_precision
 from ..cost_models.schedules import Place, Program, Schedule
 from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
 from ..cost_models.stage_bytes import StageBytes
@@ -23,6 +25,7 @@ from ..cost_models.timeline import Timeline
 from ..cost_models.topology import Device, Topology
 from ..cost_models.training import Training
 from ..cost_models.ways import Ways
+from .replica_exchange import ReplicaExchange, bytes_at_end, bytes_by_layer, gradient_bytes
 from .search.space import share_of
 from .stage_table import Floats, StageTable, ledger_options
 
@@ -72,6 +75,9 @@ class Assembly:
     recompute: Sequence[str]
     optimizer: str
     dtype: str
+    precision: Precision | None = None
+    """Bytes of a parameter; None: as usual for the dtype."""
+    zero: int = 0
     launches: bool = False
     transfers: str = "overlapped"
     profiles: Mapping[str, Chain] = field(default_factory=dict)
@@ -121,10 +127,29 @@ class Assembly:
         values = np.zeros((self.program.devices, self.program.chunks, 1))
         for (device, chunk), part in self.part_of.items():
             bounds = self.bounds[part]
+            exchange = self.exchange(part)
             values[device, chunk] = max(
-                _figure(table, name, scale)[bounds] for table, scale in self.timed[device]
+                _figure(table, name, scale, exchange)[bounds] for table, scale in self.timed[device]
             )
         return values
+
+    @cached_property
+    def number_bytes(self) -> Precision:
+        """Bytes of a weight, a gradient and a master weight."""
+        return self.precision or training_precision(self.dtype).bytes
+
+    def exchanged_seconds(self, part: int, table: StageTable, scale: float, name: str) -> float:
+        """By what exchanging under ZeRO makes a figure of a part longer than computing alone."""
+        exchange = self.exchange(part)
+        if not exchange.is_by_layer:
+            return 0.0
+        alone = replace(exchange, zero=0)
+        bounds = self.bounds[part]
+        return float((_figure(table, name, scale, exchange) - _figure(table, name, scale, alone))[bounds])
+
+    def exchange(self, part: int) -> ReplicaExchange:
+        """What ZeRO exchanges between all devices that hold a part of the layers."""
+        return ReplicaExchange(self.topology, self.ranks_of(part), self.number_bytes, self.zero)
 
     def costs(self) -> Costs:
         """What the program's actions and transfers take."""
@@ -201,8 +226,12 @@ class Assembly:
         for part, place in enumerate(self.program.pipes[0]):
             ranks = self.ranks_of(part)
             if len(ranks) > 1:
-                bytes = float(self.table(place.device).bytes_of(*self.bounds[part]).trainable)
-                yield Reduced(part, tuple(ranks), bytes, times)
+                held = self.table(place.device).bytes_of(*self.bounds[part])
+                numbers = np.array([held.trainable]), np.array([held.parameters])
+                at_end = bytes_at_end(numbers[0], self.number_bytes, self.zero)
+                by_layer = bytes_by_layer(*numbers, self.number_bytes, self.zero)
+                before = float(by_layer[0]) * self.program.micro_batches
+                yield Reduced(part, tuple(ranks), float(at_end[0]), times, before)
 
     def _all_reduce(self) -> Floats | None:
         """(devices, chunks): what of the all-reduce follows a place's last backward."""
@@ -215,14 +244,17 @@ class Assembly:
 
     def reduces_meanwhile(self, place: Place, ranks: Sequence[int]) -> bool:
         """Whether a place's gradients are reduced over `ranks` while its backward goes on."""
-        return list(ranks) == sorted(self.ranks[place.device]) and self.program.update_every is None
+        alone = list(ranks) == sorted(self.ranks[place.device])
+        return alone and not self.zero and self.program.update_every is None
 
     def _reduced(self, place: Place, part: int, ranks: list[int]) -> float:
         """Replicas of one stage reduce while they compute on, as DistributedDataParallel does."""
         table = self.table(place.device)
         i, j = self.bounds[part]
         own = slice(table.places[i], table.places[j])
-        gradients = table.costs.trainable_bytes[own]
+        gradients = gradient_bytes(table.costs.trainable_bytes[own], self.number_bytes)
+        if self.zero:
+            return float(self.exchange(part).at_end(np.asarray(table.costs.trainable_bytes[own].sum())))
         if not self.reduces_meanwhile(place, ranks):
             return float(all_reduce_seconds(self.topology, ranks, float(gradients.sum()), "best"))
         each = [made.costs.backward_seconds[own] * scale for made, scale in self.timed[place.device]]
@@ -236,7 +268,7 @@ class Assembly:
     def ledger(self, device: int, recompute: str | None = None) -> dict[str, float]:
         """Bytes by term of a device with all its chunks, as it holds most; under another recomputation, where
         it is given."""
-        options = ledger_options(self._least(device), self.dtype)
+        options = ledger_options(self._least(device), self.dtype, self.number_bytes, self.zero)
         made = device_ledger(
             self.program,
             device,
@@ -245,6 +277,7 @@ class Assembly:
                 self.optimizer,
                 options["precision"],
                 len(self.ranks_of(self.part_of[Place(device)])),
+                self.zero,
             ),
             recompute=recompute or self.recompute[device],
             weight_versions=self.schedule.weight_versions(
@@ -273,7 +306,7 @@ class Assembly:
 
     def _chunk_bytes(self, device: int) -> list[StageBytes]:
         parts = [self.part_of[Place(device, chunk)] for chunk in range(self.program.chunks)]
-        return [self.table(device).bytes_of(*self.bounds[part]) for part in parts]
+        return [self.table(device).bytes_of(*self.bounds[part], zero=self.zero) for part in parts]
 
     def outside(self) -> Iterator[str]:
         """What was extrapolated, or taken for granted."""
@@ -297,9 +330,15 @@ def _table(chain: Chain, size: int) -> StageTable:
     return StageTable.of(chain, size, past_largest=True)
 
 
-def _figure(table: StageTable, name: str, scale: float) -> Floats:
+def _figure(table: StageTable, name: str, scale: float, exchange: ReplicaExchange) -> Floats:
     """A figure of every stage, its seconds on a device that takes `scale` times as long; the host that
-    launches is no slower."""
+    launches is no slower. With what `exchange` adds to each forward and backward."""
+    if exchange.is_by_layer and name == "forward":
+        return exchange.forward(table, table.costs.forward_seconds * scale)
+    if exchange.is_by_layer and name in ("backward", "input", "weight"):
+        whole = name == "backward"
+        own = table.costs.backward_seconds if whole else part_seconds(table.costs, name)
+        return exchange.backward(table, own * scale, name)
     if name in ("input", "weight"):
         return table.between(part_seconds(table.costs, name)) * scale
     values: Floats = getattr(table, name)

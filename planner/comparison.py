@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..cost_models.errors import UsageError
 from ..cost_models.quantities import counted
 from .candidate import Candidate
-from .find import Answer, planned_by
+from .find import OUT_OF_TIME, Answer, planned_by
 from .plan_file import Baseline
 from .planned import run_in_words
 from .planners import planner_named
@@ -28,8 +28,12 @@ class Row:
 
 def baselines_of(problem: Problem, answer: Answer) -> list[Row]:
     """One GPU, data parallelism, and what each of the named planners came to."""
-    free = accumulating(problem)
-    rows = [_row(name, planned_by(planner_named(name), free)) for name in FREE]
+    if problem.budget.over:
+        known = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
+    else:
+        free = accumulating(problem)
+        known = {name: planned_by(planner_named(name), free) for name in FREE}
+    rows = [_row(name, plan) for name, plan in known.items()]
     return rows + [_row(name, plan) for name, plan in answer.by_planner.items() if name not in FREE]
 
 
@@ -44,6 +48,8 @@ def accumulating(problem: Problem) -> Problem:
         schedule="1f1b",
         recompute="auto",
         runtime=None,
+        precision=problem.precision.name,
+        gradient_dtype=problem.precision.gradient_dtype,
         use_all=False,
         max_stages=None,
         cut_after=(),

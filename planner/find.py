@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ..cost_models.errors import DefectError, UsageError
-from .candidate import Candidate, Planner
+from .candidate import Candidate, Planner, Proposal
 from .coverage import as_searched, is_searched
 from .other_placements import along_other_orders, reassigned
 from .other_schedules import transplanted
@@ -21,16 +21,22 @@ from .planners import PLANNERS, planner_named, refusal
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import Found, search
+from .search.budget import WORK_A_SECOND, OutOfTime
 from .search.large import is_large, search_large
 from .search.space import Space
 from .setting import SEARCHED
 from .universal_bound import universal_bound
 
-WORK_A_SECOND = 1e9
-"""Of the search's counted work: about what one core does in a second."""
+SEARCH_SHARE = 0.6
+"""Of the work that the time limit stands for, what the search may do; the rest is for what is not counted."""
 BEST = "best"
 COSTLY = ("pipedream", "pipedream-published", "dapple", "alpa", "interleaved")
 """Planners that search themselves: where the problem is not small, they are asked after the joint search."""
+SIMPLE = ("one-gpu", "data-parallel", "even")
+"""Planners that are asked whatever the time."""
+OUT_OF_TIME = "the time limit was reached before it made a plan"
+PLANNER_SHARE = 0.2
+"""Of the time that is left, what the proposals of one planner may take."""
 SMALL = 1_000
 """Devices times blocks between cuts."""
 
@@ -61,7 +67,8 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
         best = plan if isinstance(plan, Candidate) else None
         return Answer(with_bound(problem, best, searched(problem, _plans(own))), own)
     quick = is_small(problem)
-    first = [name for name in planners if quick or name not in COSTLY]
+    large = is_large(problem.space, problem.families)
+    first = [name for name in planners if quick or (name in SIMPLE if large else name not in COSTLY)]
     by_planner = {name: planned_by(planner_named(name), _opened_to(name, problem)) for name in first}
     found = joint_search(problem, _running(problem, by_planner))
     others = [name for name in planners if name not in first]
@@ -93,6 +100,8 @@ def _on_fewer(problem: Problem) -> list[Candidate]:
     answer worse, also where it is not proven."""
     if problem.gpus == 1 or problem.wishes.use_all or is_large(problem.space, problem.families):
         return []
+    if problem.budget.spent:
+        return []
     gpus = 1 << ((problem.gpus - 1).bit_length() - 1)
     wishes = replace(problem.wishes, mini_batch=problem.mini_batch)
     try:
@@ -116,21 +125,32 @@ def _plans(by_planner: Mapping[str, Candidate | str]) -> list[Candidate]:
 
 
 def _with(problem: Problem, found: Found, plans: Iterable[Candidate]) -> Found:
-    """The answer, unless one of the plans is faster: where that may be searched, searched again from it."""
+    """The answer, unless one of the plans is faster: then that, with the bound that holds for it."""
     best = min(plans, key=lambda plan: plan.step_seconds, default=None)
     if best is None or (found.best is not None and found.best.step_seconds <= best.step_seconds):
         return found
-    if found.exact or not is_searched(problem, best.proposal):
-        return with_bound(problem, best, found)
-    return joint_search(problem, [best])
+    return with_bound(problem, best, found)
 
 
 def planned_by(planner: Planner, problem: Problem) -> Candidate | str:
-    """The planner's best plan under the problem's costs and limits, or why there is none."""
-    proposals = [proposal for proposal in planner.propose(problem) if problem.allows(proposal)]
+    """The planner's best plan under the problem's costs and limits, or why there is none. Where the time is
+    over only the simple ones still make one, so that there is a plan."""
+    if problem.budget.over and planner.name not in SIMPLE:
+        return OUT_OF_TIME
+    budget = problem.budget.part(share=PLANNER_SHARE)
+    proposals = list[Proposal]()
+    try:
+        for proposal in planner.propose(problem):
+            if problem.allows(proposal):
+                proposals.append(proposal)
+            if proposals:
+                budget.check()
+    except OutOfTime:
+        if not proposals:
+            return OUT_OF_TIME
     if not proposals:
         return refusal(planner, problem)
-    return fastest(problem.space, proposals) or _unfit(problem.space)
+    return fastest(problem.space, proposals, budget=budget) or _unfit(problem.space)
 
 
 def _unfit(space: Space) -> str:
@@ -192,8 +212,11 @@ def searched(
 ) -> Found:
     """The search of the schedules that it knows, from these plans; `work`: else as long as was wished. Not of
     the `whole` space: of plans near good ones, as of a problem that is too large."""
-    work = problem.wishes.time_limit * WORK_A_SECOND if work is None else work
+    work = SEARCH_SHARE * problem.wishes.time_limit * WORK_A_SECOND if work is None else work
     own = [plan for plan in seeds if plan.setting.schedule in SEARCHED]
     large = is_large(problem.space, problem.families) or not whole
-    find_in = search_large if large else search
-    return find_in(problem.space, problem.families, problem.stage_counts, own, work)
+    if not large:
+        return search(problem.space, problem.families, problem.stage_counts, own, work)
+    return search_large(
+        problem.space, problem.families, problem.stage_counts, own, work, deeper=problem.may_be_deeper
+    )

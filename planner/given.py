@@ -17,7 +17,7 @@ from .scoring import assembly_of, fastest, possible
 from .search.branch_and_bound import Found
 from .search.pipelines import stage_modes
 from .setting import Setting
-from .solve import bare_plan
+from .solve import bare_plan, warnings_of
 from .universal_bound import universal_bound
 
 
@@ -50,10 +50,16 @@ class Given:
 
 
 def given_plan(
-    problem: Problem, given: Given, *, model: str, profile: ProfileReference, notes: Sequence[str] = ()
+    problem: Problem,
+    given: Given,
+    *,
+    model: str,
+    profile: ProfileReference,
+    notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> Plan:
     """The partition with the best of the problem's settings, as a plan; one that does not fit says so in its
-    notes. No search says how good it is: the bound is one on all plans with such micro-batches, of any
+    warnings. No search says how good it is: the bound is one on all plans with such micro-batches, of any
     schedule in the running.
 
     Raises UsageError for too few devices, a cut that the profile does not allow, and numbers that the
@@ -74,7 +80,10 @@ def given_plan(
     bound = universal_bound(problem, schedules, best.step_seconds)
     found = Found(best=best, bound_seconds=bound, root_bound_seconds=bound, exact=False, universal=True)
     plan = bare_plan(problem, best, found, model=model, profile=profile)
-    return plan.model_copy(update={"searched": GIVEN, "notes": list(dict.fromkeys([*notes, *lacking]))})
+    made = assembly_of(problem.space, best.proposal, best.recompute)
+    said = dict.fromkeys([*lacking, *warnings, *warnings_of(problem), *made.outside()])
+    noted = list(dict.fromkeys(notes))
+    return plan.model_copy(update={"searched": GIVEN, "warnings": list(said), "notes": noted})
 
 
 def _check_cuts(problem: Problem, given: Given) -> None:

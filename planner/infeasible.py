@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf
+from typing import Any
 
 import numpy as np
 
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.memory import Recompute
-from ..cost_models.optimizers import OPTIMIZERS, precision_of
+from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
 from ..cost_models.schedules import schedule_named
 from .balance import balance_table
@@ -59,7 +60,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         return _no_plan_of_schedule(problem)
     if tightest is None or not limited:
         return InfeasibleError(
-            "no plan is left by these wishes, whatever the memory",
+            _none_left(problem),
             f"Leave out {_one_of(_narrowing(problem.wishes))}.",
         )
     space = problem.space
@@ -82,7 +83,33 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         f"{tightest.stages} ({first} to {last}{shared}; {_in_words(tightest)}) needs "
         f"{format_bytes(tightest.memory_bytes)} ({terms}); {format_bytes(missing)} are missing"
     )
-    return InfeasibleError(what, "What would fit: " + "; or ".join(_changes(problem, tightest)) + ".")
+    changes = _changes(problem, tightest)
+    details = _details(tightest, first, last) | {"would_fit": changes}
+    return InfeasibleError(what, "What would fit: " + "; or ".join(changes) + ".", details)
+
+
+def _details(tightest: Tightest, first: str, last: str) -> dict[str, Any]:
+    """Of the stage that is too large, as JSON says it."""
+    return {
+        "stage": {
+            "number": tightest.stage,
+            "stages": tightest.stages,
+            "first_layer": first,
+            "last_layer": last,
+            "replicas": tightest.replicas,
+            "memory_bytes": tightest.memory_bytes,
+        },
+        "ledger": dict(tightest.ledger),
+        "limit_bytes": tightest.limit_bytes,
+        "missing_bytes": tightest.memory_bytes - tightest.limit_bytes,
+    }
+
+
+def _none_left(problem: Problem) -> str:
+    if any(setting.schedule in SEARCHED for setting in problem.settings):
+        return "no plan is left by these wishes, whatever the memory"
+    names = ", ".join(problem.schedules)
+    return f"no plan under {names} was found for these wishes, whatever the memory; not all are looked at"
 
 
 def _narrowing(wishes: Wishes) -> list[str]:
@@ -123,6 +150,7 @@ def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
     return InfeasibleError(
         f"no plan under {', '.join(problem.schedules)} was found that fits into {limit} a GPU",
         "What would fit: " + "; or ".join(changes) + ".",
+        {"would_fit": changes},
     )
 
 
@@ -193,7 +221,7 @@ def _other_runs(problem: Problem) -> list[str]:
 
 def _lighter_optimizers(problem: Problem) -> Iterator[str]:
     """That keep less than the wished one, the heaviest first."""
-    precision, wishes = precision_of(problem.dtype), problem.wishes
+    precision, wishes = problem.precision.bytes, problem.wishes
     size = {name: optimizer.bytes_per_parameter(precision) for name, optimizer in OPTIMIZERS.items()}
     for name in sorted(size, key=lambda name: -size[name]):
         lighter = size[name] < size[wishes.optimizer]

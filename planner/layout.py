@@ -30,12 +30,15 @@ class Overrides:
     virtual_stages: int | None = None
     transfers: str = "overlapped"
     """As of `Costs`; the planner lets all overlap."""
+    replicas: int | None = None
+    """Of every stage."""
 
 
 def devices_needed(plan: Plan, overrides: Overrides) -> int:
     """How many devices the topology must have."""
     used = 1 + max(device for stage in plan.stages for device in stage.devices)
-    return max(used, plan.gpus or 1, overrides.stages or 1)
+    stages = overrides.stages or len(plan.stages) // plan.virtual_stages
+    return max(used, plan.gpus or 1, stages * (overrides.replicas or 1))
 
 
 def machine_of(plan: Plan, where: str) -> TopologyFile | None:
@@ -113,8 +116,32 @@ class Layout:
     @cached_property
     def kept(self) -> bool:
         """Whether the cuts and the devices are the plan's."""
-        same_devices = self.program.devices == self.planned_stages
-        return same_devices and self.program.places == len(self.plan.stages)
+        own = self.overrides.replicas
+        same_replicas = own is None or set(self.plan.replicas) == {own}
+        return self.same_devices and same_replicas and self.program.places == len(self.plan.stages)
+
+    @property
+    def same_devices(self) -> bool:
+        """Whether the pipeline is as long as the plan's."""
+        return self.program.devices == self.planned_stages
+
+    @cached_property
+    def replicas(self) -> int:
+        """Of every stage, where the cuts are not the plan's: its own, one where another number of stages is
+        named, so many devices."""
+        counts = set(self.plan.replicas)
+        if self.overrides.replicas is not None:
+            return self.overrides.replicas
+        if not self.same_devices:
+            return 1
+        if len(counts) == 1:
+            return counts.pop()
+        shown = "-".join(map(str, self.plan.replicas[:16]))
+        raise UsageError(
+            f"{self.schedule.name} with {self.program.places} parts: the layers are cut anew, and the plan's "
+            f"replicas ({shown}) are those of its own stages",
+            "Say how many each stage is to have: --replicas 1, say.",
+        )
 
     @cached_property
     def recompute(self) -> tuple[str, ...]:
@@ -167,7 +194,10 @@ class Layout:
         """The devices of each stage: its replicas."""
         if self.kept:
             return [self.plan.stages[stage].devices for stage in range(self.program.devices)]
-        return [[stage] for stage in range(self.program.devices)]
+        each = self.replicas
+        if self.same_devices and set(self.plan.replicas) == {each}:
+            return [self.plan.stages[stage].devices for stage in range(self.program.devices)]
+        return [list(range(stage * each, (stage + 1) * each)) for stage in range(self.program.devices)]
 
     @cached_property
     def part_of(self) -> dict[Place, int]:

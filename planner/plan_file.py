@@ -8,6 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..cost_models.document import Document, MadeBy, Record
+from ..cost_models.errors import UsageError
+from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from ..cost_models.runtime import RUNTIMES
 
 SCHEDULES = (
@@ -38,7 +40,10 @@ def _as_tuples(value: Any) -> Any:
 
 
 Recompute = Literal["never", "always", "except_last", "selective"]
-Count = Annotated[int, Field(ge=1)]
+MOST_MICRO_BATCHES = 2**20
+"""Of a step: orders of actions are written out."""
+Count = Annotated[int, Field(ge=1, le=2**40)]
+ZeroStage = Annotated[int, Field(ge=0, le=3)]
 Index = Annotated[int, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -179,6 +184,9 @@ class Wished(Record):
     schedule: str = "auto"
     recompute: str = "auto"
     optimizer: str = "sgd"
+    precision: str = "auto"
+    gradient_dtype: str = "auto"
+    zero: ZeroStage = 0
     runtime: RuntimeName | None = None
     planner: str = "best"
     use_all: bool = False
@@ -189,6 +197,23 @@ class Wished(Record):
     memory_limit: float | None = None
     time_limit: float = 30.0
     robust: bool = False
+    seconds_of: str | None = None
+
+
+class OtherMiniBatch(Record):
+    """What another mini-batch would give: the best that a short search found; None where no plan was."""
+
+    mini_batch: Count
+    step_seconds: StepSeconds | None = None
+    samples_per_second: Rate | None = None
+
+
+class DefaultMiniBatch(Record):
+    """The mini-batch that none was given for: so many samples a device, before it was rounded to what the
+    micro-batches make. `others`: half and twice of it, where there was time to try them."""
+
+    samples_per_device: Count
+    others: list[OtherMiniBatch] = []
 
 
 class ProfileReference(Record):
@@ -199,10 +224,14 @@ class ProfileReference(Record):
     sha256: str
     layers_sha256: str = ""
     dtype: str = "float32"
+    amp: str | None = None
+    """The 16-bit dtype of autocast, under which it was measured."""
     device_name: str = ""
     granularity: str = "block"
     estimated: bool = False
     """Whether its seconds, and so the plan's, are an estimate and not measured."""
+    device: str = ""
+    """cpu, cuda, analytic or unknown, as in the profile; empty where the plan does not tell."""
 
 
 GIVEN = "this partition alone"
@@ -223,11 +252,18 @@ class Plan(Document):
     schedule: ScheduleName
     virtual_stages: Count = 1
     optimizer: str = "sgd"
+    precision: PrecisionName | None = None
+    """Of the weights and states; None in files from before it was said: as usual for the profile."""
+    gradient_dtype: DtypeName | None = None
+    zero: ZeroStage = 0
+    """What the replicas of a stage spread over them: ZeRO's stage."""
     recompute: Recompute = "never"
     runtime: RuntimeName | None = None
     gpus: Count | None = None
     """Devices that were offered; a plan may use fewer."""
     gpus_per_node: Count | None = None
+    device_kind: Literal["GPU", "CPU"] = "GPU"
+    """What it is for: processors where one was profiled and no GPU was named."""
     topology: str = ""
     """The devices and links the plan was made for, in words."""
     machine: str = ""
@@ -240,7 +276,11 @@ class Plan(Document):
     wishes: Wished = Wished()
     searched: str = ""
     """The space that `exact` and the bound speak of."""
+    warnings: list[str] = []
+    """What may make the answer wrong: seconds that were estimated, extrapolated or are another device's."""
     notes: list[str] = []
+    default_mini_batch: DefaultMiniBatch | None = None
+    """How the mini-batch was chosen; None where it was given."""
     layer_names: list[str] = []
     profile: ProfileReference
     made_by: MadeBy = MadeBy()
@@ -260,6 +300,7 @@ class Plan(Document):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_mini_batch(self, self.mini_batch)
+        _check_precision(self)
         _check_layers(self)
         if self.virtual_stages == 1:
             _check_balance(self)
@@ -274,6 +315,17 @@ class Plan(Document):
         return self.searched == GIVEN
 
     @property
+    def trained(self) -> TrainingPrecision:
+        """In which numbers the weights are trained."""
+        return training_precision(
+            self.profile.dtype,
+            self.profile.amp,
+            precision=self.precision or "auto",
+            gradient_dtype=self.gradient_dtype or "auto",
+            runtime=self.runtime,
+        )
+
+    @property
     def replicas(self) -> list[int]:
         """Replicas of each stage."""
         return [stage.replicas for stage in self.stages]
@@ -284,11 +336,24 @@ _SHARED = ("micro_batches", "micro_batch_size", "recompute")
 
 
 def _check_mini_batch(made: Plan | Alternative, mini_batch: int, where: str = "") -> None:
+    if made.micro_batches > MOST_MICRO_BATCHES:
+        raise ValueError(
+            f"{where}micro_batches is {made.micro_batches}, at most {MOST_MICRO_BATCHES} are read"
+        )
     if made.micro_batches * made.micro_batch_size != mini_batch:
         raise ValueError(
             f"{where}micro_batches {made.micro_batches} times micro_batch_size {made.micro_batch_size} "
             f"do not make a mini_batch of {mini_batch}"
         )
+
+
+def _check_precision(plan: Plan) -> None:
+    """The precision is one that the profile's passes are of."""
+    if plan.precision is not None:
+        try:
+            plan.trained  # noqa: B018  raises
+        except UsageError as error:
+            raise ValueError(error.what) from error
 
 
 def _check_layers(plan: Plan) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from math import inf
 
-from ..cost_models.memory import Recompute
 from ..cost_models.timeline import simulate
 from .assembly import Assembly
 from .candidate import Candidate
-from .plan_file import PlannedStage
+from .plan_file import PlannedStage, Recompute
 from .scoring import assembly_of
 from .search.space import Space
 

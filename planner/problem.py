@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import isqrt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
+from ..cost_models.precision import TrainingPrecision, training_precision
 from ..cost_models.quantities import counted
 from ..cost_models.runtime import Runtime, runtime_named
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .candidate import Proposal
 from .constrained import constrained
+from .search.budget import SearchBudget
+from .search.large import MOST_DEVICES
 from .search.placements import Placement, placements
 from .search.space import Space
 from .search.subproblem import Family
@@ -22,6 +26,10 @@ from .wishes import Wishes
 
 EVERY_COUNT = 16
 """Up to so many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
+SAMPLES_PER_DEVICE = 32
+"""Of a mini-batch that is not wished: the same whatever sizes the profiling machine reached."""
+MOST_DEFAULTS = 512
+"""Mini-batches around that which are tried."""
 MOST_STAGES = 32
 """That are searched where stages may have replicas."""
 INTERLEAVED = "interleaved"
@@ -32,17 +40,24 @@ FEW = 64
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked, and the plans to search. `dtype`: that of the profile; `profiles`: of the same layers on
-    the kinds of devices that have their own, by its name in the topology. Raises UsageError for wishes that
-    cannot be."""
+    """What is asked, and the plans to search. `dtype`: that of the profile, `amp`: of its autocast;
+    `profiles`: of the same layers on the kinds of devices that have their own, by its name in the topology.
+    Raises UsageError for wishes that cannot be."""
 
     chain: Chain
     topology: Topology
     wishes: Wishes
     dtype: str = "float32"
     profiles: Mapping[str, Chain] = field(default_factory=dict)
+    budget: SearchBudget = field(default_factory=SearchBudget, compare=False)
+    """What the whole answer may take; problems that are made of this one share it."""
+    samples_per_device: int = SAMPLES_PER_DEVICE
+    """Where no mini-batch is wished: about so many for each device."""
+    amp: str | None = None
+    """The dtype of the autocast that the profile was measured under."""
 
     def __post_init__(self) -> None:
+        self.precision  # noqa: B018  raises
         _check_counts(self.chain, self.topology.gpus, self.wishes)
         if not self.settings:
             raise self._no_setting()
@@ -57,10 +72,49 @@ class Problem:
         """The runtime that the plan is for, where one was named."""
         return None if self.wishes.runtime is None else runtime_named(self.wishes.runtime)
 
-    @property
+    @cached_property
+    def precision(self) -> TrainingPrecision:
+        """In which numbers the weights are trained."""
+        return training_precision(
+            self.dtype,
+            self.amp,
+            precision=self.wishes.precision,
+            gradient_dtype=self.wishes.gradient_dtype,
+            runtime=self.wishes.runtime,
+        )
+
+    @cached_property
     def mini_batch(self) -> int:
-        """Samples of a step: the wish, or the largest measured size times the GPUs."""
-        return self.wishes.mini_batch or self.chain.sizes[-1] * self.gpus
+        """Samples of a step: the wish, or what comes nearest to `samples_per_device` on every device of all
+        that micro-batches within the profile's reach make."""
+        if self.wishes.mini_batch is not None:
+            return self.wishes.mini_batch
+        wished, unit = self.samples_per_device * self.gpus, self._mini_batch_unit
+        counts = range(1, 2 * wished // unit + 2)
+        nearest = sorted(counts, key=lambda count: (abs(count * unit - wished), count))
+        batches = (count * unit for count in nearest[:MOST_DEFAULTS])
+        return next((batch for batch in batches if self._reaches(batch)), wished)
+
+    @property
+    def _mini_batch_unit(self) -> int:
+        """What divides a mini-batch that is not wished: the micro-batches that are; with one measured size
+        what all devices share; else the devices."""
+        shared = self.gpus if self._replicated else 1
+        alone = len(self.chain.sizes) == 1 and not self.chain.scales_with_samples
+        return self.wishes.micro_batches or (self.chain.sizes[0] * shared if alone else self.gpus)
+
+    def _reaches(self, batch: int) -> bool:
+        """Whether the profile reaches micro-batches that make it."""
+        wished = self.wishes.micro_batches
+        if wished is None:
+            return bool(self._sizes_of(batch))
+        return len(self.chain.sizes) > 1 or any(
+            self.chain.reaches(share) for share in self._shares(batch // wished)
+        )
+
+    def _shares(self, size: int) -> set[int]:
+        """A replica's samples of such a micro-batch, by the numbers of replicas."""
+        return {-(-size // count) for count in range(1, min(size, self.gpus) + 1)}
 
     @cached_property
     def stage_counts(self) -> range:
@@ -94,8 +148,11 @@ class Problem:
             past_largest=self.wishes.micro_batches is not None,
             runtime=self.runtime,
             dtype=self.dtype,
+            precision=self.precision.bytes,
+            zero=self.wishes.zero,
             profiles={name: replace(own, cut_after=chain.cut_after) for name, own in self.profiles.items()},
             limits=limits,
+            budget=self.budget,
         )
 
     @cached_property
@@ -149,7 +206,7 @@ class Problem:
     def families(self) -> list[Family]:
         """What is searched exactly: the settings with every order of the devices and number of replicas."""
         return [
-            Family(setting, placement, counts, self.wishes.use_all)
+            Family(setting, placement, counts, self.wishes.use_all, any_count=self.any_count)
             for setting in self.settings
             if setting.schedule in SEARCHED
             for placement in self.placements
@@ -165,18 +222,16 @@ class Problem:
         reached = self.topology if self.reached == self.gpus else self.topology.with_gpus(self.reached)
         return placements(reached)[:1]
 
-    @property
+    @cached_property
     def _replicas(self) -> list[tuple[int, ...]]:
         """The numbers of replicas that stages may have together."""
         if not self._replicated:
             return [(1,)]
+        reached = self.reached
         counts = tuple(
             count
-            for count in range(1, self.reached + 1)
-            if count <= EVERY_COUNT
-            or count & (count - 1) == 0
-            or _is_three_halves(count)
-            or count == self.reached
+            for count in range(1, reached + 1)
+            if count <= EVERY_COUNT or count & (count - 1) == 0 or _is_three_halves(count) or count == reached
         )
         if self.runtime is not None and self.runtime.replicas == "equal":
             return [(count,) for count in counts]
@@ -192,6 +247,18 @@ class Problem:
         if self.runtime is None or not self._replicated:
             return [usable] if usable else []
         return [(count,) for count in usable]
+
+    @property
+    def may_be_deeper(self) -> bool:
+        """Whether plans with more stages than are searched are allowed."""
+        return self.wishes.max_stages is None or self.wishes.max_stages > self.stage_counts[-1]
+
+    @property
+    def any_count(self) -> bool:
+        """Whether the bound is to hold for every number of replicas, too many to search: `proposable` plans
+        may have any."""
+        own = self.runtime is None and self.reached > MOST_DEVICES
+        return own or (self.runtime is None and self.space.is_long)
 
     def may_share(self, size: int, replicas: Iterable[int]) -> bool:
         """Whether these numbers of replicas may share micro-batches of so many samples: a runtime's, only
@@ -219,6 +286,10 @@ class Problem:
             and all(rank < self.reached for devices in proposal.devices for rank in devices)
         )
 
+    def timed(self) -> Problem:
+        """The same with its time limit running: everything that is done for it shares what is left."""
+        return replace(self, budget=SearchBudget.of_seconds(self.wishes.time_limit))
+
     @property
     def freest(self) -> Problem:
         """The same with schedule, recomputation and micro-batches left to the search.
@@ -237,18 +308,7 @@ class Problem:
         batch, measured = self.mini_batch, self.chain.sizes
         if self.wishes.micro_batches is not None:
             return [self._wished_size(self.wishes.micro_batches)]
-        largest = measured[-1] * (self.gpus if self._replicated else 1)
-        if self.chain.scales_with_samples:
-            largest = batch
-        sizes = [
-            size
-            for size in range(-(-batch // MOST_MICRO_BATCHES), min(batch, largest) + 1)
-            if batch % size == 0
-            and any(
-                self.chain.reaches(-(-size // count))
-                for count in range(1, min(size, self.gpus if self._replicated else 1) + 1)
-            )
-        ]
+        sizes = self._sizes_of(batch)
         if not sizes:
             raise UsageError(
                 f"--mini-batch {batch}: no micro-batch size that the profile reaches makes it, in at most "
@@ -256,6 +316,21 @@ class Problem:
                 f"Use a multiple of {measured[-1]}, or measure more sizes with pplan profile.",
             )
         return sizes
+
+    def _sizes_of(self, batch: int) -> list[int]:
+        largest = self.chain.sizes[-1] * (self.gpus if self._replicated else 1)
+        if self.chain.scales_with_samples:
+            largest = batch
+        smallest = -(-batch // MOST_MICRO_BATCHES)
+        return [
+            size
+            for size in _divisors(batch)
+            if smallest <= size <= largest
+            and any(
+                self.chain.reaches(-(-size // count))
+                for count in range(1, min(size, self.gpus if self._replicated else 1) + 1)
+            )
+        ]
 
     def _wished_size(self, micro_batches: int) -> int:
         batch = self.mini_batch
@@ -271,8 +346,7 @@ class Problem:
 
     def _check_one_size(self, size: int) -> None:
         """With one measured size: whether some replica's share is just that."""
-        shares = {-(-size // count) for count in range(1, min(size, self.gpus) + 1)}
-        if not any(self.chain.reaches(share) for share in shares):
+        if not any(self.chain.reaches(share) for share in self._shares(size)):
             self.chain.at(size)  # says so
 
     def _no_setting(self) -> UsageError:
@@ -344,6 +418,12 @@ class Problem:
         counts = self._replicas[0]
         most = counts[-1]
         return f"1 to {most} replicas a stage" if len(counts) == most else f"{some(counts)} replicas a stage"
+
+
+def _divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [count for count in range(1, isqrt(number) + 1) if number % count == 0]
+    return sorted({*small, *(number // count for count in small)})
 
 
 def _is_three_halves(count: int) -> bool:

@@ -19,6 +19,7 @@ from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
 from .candidate import Candidate, Proposal
 from .search import gpipe, one_f_one_b
+from .search.budget import SearchBudget
 from .search.pipelines import Pipelines, modes_of, pipelines_of, stage_modes
 from .search.space import Space, narrowed, share_of
 from .setting import SEARCHED
@@ -32,19 +33,25 @@ MOST_SCORED, MOST_TRIED = 6, 60
 """Of the pipelines of a long chain that one planner proposes: those that fit, and those that may not."""
 
 
-def fastest(space: Space, proposals: Iterable[Proposal], limit: float = inf) -> Candidate | None:
+def fastest(
+    space: Space, proposals: Iterable[Proposal], limit: float = inf, budget: SearchBudget | None = None
+) -> Candidate | None:
     """The fastest of the proposals that fit and take less than `limit` seconds; None where there is none.
 
-    Among equals the one that is proposed first.
+    Among equals the one that is proposed first. Where the time of the `budget`, else of the space's, is over:
+    of those that were scored by then, one at least.
     """
+    space = space if budget is None else space.within(budget)
     unique = list(dict.fromkeys(proposals))
     if space.is_long:
         return _fastest_of_long(space, unique, limit)
     key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.setting), len(p.ends))  # noqa: E731
     tried: list[_Trial] = []
     for _, alike in groupby(sorted(unique, key=key), key=key):
+        if tried and space.budget.over:
+            break
         tried += _trials(space, list(alike))
-    return _fastest_of(sorted(tried, key=lambda trial: trial.bound), limit)
+    return _fastest_of(space, sorted(tried, key=lambda trial: trial.bound), limit)
 
 
 @dataclass(frozen=True)
@@ -57,12 +64,13 @@ class _Trial:
     score: Callable[[float], Candidate | None]
 
 
-def _fastest_of(trials: Iterable[_Trial], limit: float) -> Candidate | None:
-    """The fastest of them, which stand with the lowest bounds first."""
+def _fastest_of(space: Space, trials: Iterable[_Trial], limit: float) -> Candidate | None:
+    """The fastest of them, which stand with the lowest bounds first; where the time is over, of those that
+    were scored by then, one at least."""
     best: Candidate | None = None
     loose = 0
     for trial in trials:
-        if trial.bound >= limit:
+        if trial.bound >= limit or (best is not None and space.budget.over):
             break
         loose += not trial.tight
         if not trial.tight and loose > MOST_TRIED:
@@ -90,19 +98,25 @@ def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) 
     best: Candidate | None = None
     fitting = 0
     for index in np.argsort(works, kind="stable")[:MOST_TRIED].tolist():
-        if works[index] >= limit or fitting == MOST_SCORED:
+        if works[index] >= limit or fitting == MOST_SCORED or (best is not None and space.budget.over):
             break
         narrow = narrowed(space, own[index].ends)
         straight = own[index].setting.schedule in SEARCHED
         fitting += not straight or modes_of(narrow, own[index]) is not None
-        found = _fastest_of(_trials(narrow, [own[index]]), limit)
+        found = _fastest_of(space, _trials(narrow, [own[index]]), limit)
         if found is not None:
             best, limit = found, found.step_seconds
     return best
 
 
 def _straight_trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Trial]:
-    fitting = [(p, modes) for p in proposals if (modes := modes_of(space, p)) is not None]
+    fitting = list[tuple[Proposal, tuple[Recompute, ...]]]()
+    for proposal in proposals:
+        if fitting and space.budget.over:
+            break
+        modes = modes_of(space, proposal)
+        if modes is not None:
+            fitting.append((proposal, modes))
     if not fitting:
         return
     pipelines = pipelines_of(space, [p for p, _ in fitting], [modes for _, modes in fitting])
@@ -189,6 +203,8 @@ def assembly_of(space: Space, proposal: Proposal, modes: Sequence[Recompute]) ->
         recompute=tuple(recompute[device] for device in range(program.devices)),
         optimizer=space.optimizer,
         dtype=space.dtype,
+        precision=space.number_bytes,
+        zero=space.zero,
         launches=space.one_process,
         transfers="overlapped" if runtime is None else runtime.transfers,
         profiles=space.profiles,

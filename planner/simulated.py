@@ -40,12 +40,14 @@ def simulate_plan(
     """The plan of this chain on this topology, simulated.
 
     The plan's cuts and devices stay where the number of stages and of their parts does; otherwise the layers
-    are cut anew so that the slowest part is as fast as can be, each stage on one device. The mini-batch
-    stays, so that other micro-batches are of another size. `profiles`: the same layers as measured on the
+    are cut anew so that the slowest part is as fast as can be. The plan's replicas stay where the pipeline is
+    as long, all stages have as many and no other number is named; stages that are named are on one device
+    each. The mini-batch stays, so that other micro-batches are of another
+    size. `profiles`: the same layers as measured on the
     kinds of devices that have a profile of their own, by its name in the topology.
 
-    Raises UsageError for numbers that the schedule, the mini-batch or the cuts do not allow, and for
-    `profiles` that are missing or of other layers.
+    Raises UsageError for numbers that the schedule, the mini-batch or the cuts do not allow, for replicas
+    that cannot stay, and for `profiles` that are missing or of other layers.
     """
     layout = Layout(plan, chain, overrides or Overrides())
     made = _assembly(layout, topology, of_same_layers(chain, profiles or {}))
@@ -98,6 +100,8 @@ def _assembly(layout: Layout, topology: Topology, profiles: Mapping[str, Chain])
         recompute=layout.recompute,
         optimizer=layout.plan.optimizer,
         dtype=layout.plan.profile.dtype,
+        precision=layout.plan.trained.bytes,
+        zero=layout.plan.zero,
         launches=layout.launches,
         transfers=layout.overrides.transfers,
         profiles=profiles,
@@ -110,8 +114,10 @@ def _notes(layout: Layout) -> Iterator[str]:
     if not layout.kept:
         counts = ", ".join(map(str, layout.balance))
         yield f"the layers are cut anew, the slowest part as fast as can be: {counts}"
-        if max(plan.replicas) > 1:
+        if layout.replicas == 1 and max(plan.replicas) > 1:
             yield "the plan's replicas are left out: each stage is on one device"
+        elif layout.replicas > 1:
+            yield f"each stage has {layout.replicas} replicas"
     if plan.recompute in ("except_last", "selective") and plan.recompute not in layout.recompute:
         mode = plan.recompute.replace("_", "-")
         if plan.recompute == "except_last":

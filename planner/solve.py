@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Literal
 
 from ..cost_models.errors import DefectError, UsageError
 from ..cost_models.layer import Chain
+from ..cost_models.machines.presets import is_gpu
 from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.quantities import counted
 from ..cost_models.topology import Topology
@@ -16,7 +18,8 @@ from .comparison import baselines_of
 from .coverage import covered
 from .find import Answer, find
 from .infeasible import no_plan_fits
-from .plan_file import TIE, Alternative, Plan, Prediction, ProfileReference, Wished
+from .mini_batch import default_of
+from .plan_file import TIE, Plan, Prediction, ProfileReference, Wished
 from .planned import bubble, plan_recompute, planned_stages
 from .problem import Problem
 from .robust.interval import interval_of
@@ -34,6 +37,7 @@ def solve(
     model: str,
     profile: ProfileReference,
     notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
     profiles: Mapping[str, Chain] | None = None,
 ) -> Plan:
     """The fastest plan of the searched space, with what was proven and what it is compared with.
@@ -41,11 +45,11 @@ def solve(
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
     name in the topology. Raises UsageError for wishes that cannot be, InfeasibleError where nothing fits.
     """
-    problem = problem_of(chain, topology, wishes, profile, profiles or {})
+    problem = problem_of(chain, topology, wishes, profile, profiles or {}).timed()
     answer = find(problem)
     if answer.best is None:
         raise no_plan_fits(problem)
-    return plan_of(problem, answer, model=model, profile=profile, notes=notes)
+    return plan_of(problem, answer, model=model, profile=profile, notes=notes, warnings=warnings)
 
 
 def problem_of(
@@ -63,7 +67,7 @@ def problem_of(
                 f"the topology says that {kind.name} has a profile of its own, {kind.profile}: it is missing",
                 "Give that profile, or the device's speed relative to the profiled one.",
             )
-    return Problem(chain, topology, wishes, profile.dtype, own)
+    return Problem(chain, topology, wishes, profile.dtype, own, amp=profile.amp)
 
 
 def plan_of(
@@ -73,19 +77,24 @@ def plan_of(
     model: str,
     profile: ProfileReference,
     notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> Plan:
-    """The plan file of an answer that holds a plan."""
+    """The plan file of an answer that holds a plan; `warnings` and `notes` come before its own."""
     best = answer.best
     if best is None:
         raise no_plan_fits(problem)
     baselines, alternatives = baselines_of(problem, answer), alternatives_of(problem, answer)
     plan = bare_plan(problem, best, answer.found, model=model, profile=profile)
-    more = [*notes, *_notes(problem), *_outside(problem, best, [row.size for row in baselines], alternatives)]
+    own = _outside(problem, _sizes(best))
+    compared = {row.size for row in baselines if row.size is not None}
+    compared |= {share_of(other.micro_batch_size, other.replicas) for other in alternatives}
+    others = [text for text in _outside(problem, compared) if text not in own]
     return plan.model_copy(
         update={
             "baselines": [row.record for row in baselines],
             "alternatives": alternatives,
-            "notes": list(dict.fromkeys(more)),
+            "warnings": list(dict.fromkeys([*warnings, *warnings_of(problem), *own])),
+            "notes": list(dict.fromkeys([*notes, *_notes(problem), *others])),
         }
     )
 
@@ -105,19 +114,29 @@ def bare_plan(
         schedule=setting.schedule,
         virtual_stages=setting.virtual_stages,
         optimizer=problem.wishes.optimizer,
+        precision=problem.precision.name,
+        gradient_dtype=problem.precision.gradient_dtype,
+        zero=problem.wishes.zero,
         recompute=plan_recompute(best),
         runtime=problem.wishes.runtime,
         gpus=topology.gpus,
         gpus_per_node=topology.gpus_per_node,
+        device_kind=_device_kind(topology, profile),
         topology=topology.describe(),
         machine=to_toml(topology),
         stages=stages,
         prediction=_prediction(problem, best, found),
         wishes=Wished(**asdict(problem.wishes)),
         searched=problem.searched(),
+        default_mini_batch=default_of(problem, tried=False),
         layer_names=list(problem.chain.names),
         profile=profile,
     )
+
+
+def _device_kind(topology: Topology, profile: ProfileReference) -> Literal["GPU", "CPU"]:
+    measured_on_cpu = profile.device.split(":")[0] == "cpu"
+    return "CPU" if measured_on_cpu and not any(is_gpu(kind.name) for kind in topology.kinds) else "GPU"
 
 
 def _balance(best: Candidate) -> list[int]:
@@ -152,18 +171,32 @@ def _bound(best: Candidate, bound: float) -> float:
     return min(bound, best.step_seconds)
 
 
+def warnings_of(problem: Problem) -> list[str]:
+    """What the machine leaves unknown, and whether time, not counted work, ended the search."""
+    said = []
+    if problem.wishes.memory_limit is None:
+        said += [
+            f"the memory of {kind.name} is not known: no plan is refused for what it holds; --memory gives it"
+            for kind in problem.topology.kinds
+            if kind.memory_bytes is None
+        ]
+    if problem.budget.stopped:
+        said.append(
+            f"the time limit of {problem.wishes.time_limit:g} s ended the search: on another run or machine "
+            "the answer may be another; --time-limit gives more"
+        )
+    return said
+
+
 def _notes(problem: Problem) -> list[str]:
-    chain, gpus, runtime = problem.chain, problem.gpus, problem.runtime
+    gpus, runtime = problem.gpus, problem.runtime
     notes = [
         f"a {kind.name} is taken as {kind.speed:g} times as fast as the profiled device"
         for kind in problem.topology.kinds
         if kind.speed != 1
     ]
-    if problem.wishes.mini_batch is None:
-        notes.append(
-            f"mini-batch {problem.mini_batch}: the largest measured size ({chain.sizes[-1]}) times "
-            f"{counted(gpus, 'GPU')}; --mini-batch sets another"
-        )
+    if problem.precision.leaves_out:
+        notes.append(problem.precision.leaves_out)
     most = problem.space.chain.max_stages
     if gpus > most and runtime is not None and runtime.replicas == "none":
         notes.append(
@@ -175,15 +208,12 @@ def _notes(problem: Problem) -> list[str]:
     return notes
 
 
-def _outside(
-    problem: Problem,
-    best: Candidate,
-    baseline_sizes: Sequence[int | None],
-    alternatives: Sequence[Alternative],
-) -> list[str]:
-    """What of all that is shown was extrapolated."""
-    sizes = {share_of(best.setting.micro_batch_size, count) for count in best.proposal.replicas}
-    sizes |= {size for size in baseline_sizes if size is not None}
-    sizes |= {share_of(other.micro_batch_size, other.replicas) for other in alternatives}
+def _sizes(plan: Candidate) -> set[int]:
+    """Samples of a micro-batch on a replica, by stage."""
+    return {share_of(plan.setting.micro_batch_size, count) for count in plan.proposal.replicas}
+
+
+def _outside(problem: Problem, sizes: Iterable[int]) -> list[str]:
+    """What of the costs at these sizes was extrapolated."""
     space = replace(problem.space, past_largest=True)
     return [text for size in sorted(sizes) if (text := space.table(size).costs.outside)]

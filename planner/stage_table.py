@@ -18,17 +18,22 @@ from ..cost_models.layer import Chain, LayerCosts, joined
 from ..cost_models.machines.hardware import Device
 from ..cost_models.machines.presets import context_of
 from ..cost_models.memory import LedgerOptions, StageBytes, ledger, total
-from ..cost_models.optimizers import precision_of
+from ..cost_models.optimizers import Precision
+from ..cost_models.precision import training_precision
 
 Floats = npt.NDArray[np.float64]
 
 
-def ledger_options(device: Device, dtype: str) -> LedgerOptions:
-    """What a device and the dtype of a profile add to every ledger: the context, where the device has a
-    preset, and the bytes of a parameter. Raises UsageError for an unknown dtype."""
+def ledger_options(
+    device: Device, dtype: str, precision: Precision | None = None, zero: int = 0
+) -> LedgerOptions:
+    """What a device and the training add to every ledger: the context, where the device has a preset, the
+    bytes of a parameter (None: those that are usual for a profile in `dtype`) and the stage of ZeRO.
+    Raises UsageError for an unknown dtype."""
     context = context_of(device.name)
     return {
-        "precision": precision_of(dtype),
+        "precision": precision or training_precision(dtype).bytes,
+        "zero": zero,
         "context_bytes": 0.0 if context is None else context.value,
     }
 

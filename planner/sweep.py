@@ -40,6 +40,8 @@ class SweepRow(Record):
     gap: float | None = None
     exact: bool | None = None
     reason: str | None = None
+    warnings: list[str] = []
+    """Of the plan."""
 
 
 class Sweep(Document):
@@ -49,6 +51,8 @@ class Sweep(Document):
 
     model: str
     rows: list[SweepRow]
+    warnings: list[str] = []
+    """Those of all rows, once each."""
     made_by: MadeBy = MadeBy()
 
 
@@ -105,6 +109,7 @@ def row_of(point: Point, plan: Plan) -> SweepRow:
         lower_bound_seconds=predicted.lower_bound_seconds,
         gap=predicted.gap,
         exact=predicted.exact,
+        warnings=plan.warnings,
     )
 
 

@@ -233,7 +233,7 @@ class _Case:
         """By number of replicas, (places, places) each, inf where there is no stage: f, f + b, w, and what of
         the all-reduce follows."""
         table, made = self.space.table(self.space.chain.sizes[0]), []
-        gradients = table.between(table.costs.trainable_bytes)
+        gradients = self.space.bytes_at_end(table.between(table.costs.trainable_bytes))
         for count, (forward, back, work) in zip(self.counts, self._layers, strict=True):
             tail = np.zeros_like(gradients)
             if count > 1 and not self.splits:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import OPTIMIZERS
+from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, known_word
 from ..cost_models.runtime import runtime_named
 from ..cost_models.schedules import SCHEDULES
+from ..cost_models.training import ZERO_STAGES
 from .setting import MODES, MOST_MICRO_BATCHES
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
@@ -22,7 +23,8 @@ class Wishes:
     `planner`: "best", the joint search, or a named planner. `use_all`: no device may stay free.
     `cut_after`: names of layers after which a stage must end; `keep_together`: patterns of names, no cut
     between neighbours that match the same; `pins`: (name of a layer, number of its stage, from 0).
-    `memory_limit`: bytes that no device may exceed, besides what it has.
+    `memory_limit`: bytes that no device may exceed, besides what it has. `precision` and `gradient_dtype`: as
+    of `cost_models.precision`; `zero`: what the replicas of a stage spread over them, as of `Training`.
     """
 
     mini_batch: int | None = None
@@ -30,6 +32,9 @@ class Wishes:
     schedule: str = "auto"
     recompute: str = "auto"
     optimizer: str = "sgd"
+    precision: str = "auto"
+    gradient_dtype: str = "auto"
+    zero: int = 0
     runtime: str | None = None
     planner: str = "best"
     use_all: bool = False
@@ -42,6 +47,8 @@ class Wishes:
     """About so many seconds of one core for the search; counted as work, so that answers do not vary."""
     robust: bool = False
     """Of plans near the fastest, the one whose step at the 90th percentile is the best."""
+    seconds_of: str | None = None
+    """`cpu`: GPUs are planned with a processor's seconds, which is meant."""
 
     def __post_init__(self) -> None:
         counts = (
@@ -79,13 +86,17 @@ class Wishes:
             ("--schedule", self.schedule, ("auto", *synchronous)),
             ("--recompute", self.recompute, ("auto", *modes)),
             ("--optimizer", self.optimizer, tuple(OPTIMIZERS)),
+            ("--precision", self.precision, ("auto", *PRECISIONS)),
+            ("--gradient-dtype", self.gradient_dtype, ("auto", *GRADIENT_DTYPES)),
         ):
-            if word not in known:
-                near = get_close_matches(word, known, n=1)
-                start = f"Did you mean {near[0]}? " if near else ""
-                raise UsageError(f"{option} {word!r}: not known", f"{start}Use one of: {', '.join(known)}.")
+            known_word(option, word, known, also="fp64")
+        if self.zero not in ZERO_STAGES:
+            raise UsageError(
+                f"--zero {self.zero}: there is no such stage",
+                "Use 0 (nothing is spread over the replicas of a stage), 1, 2 or 3.",
+            )
         if self.runtime is not None:
-            runtime_named(self.runtime)
+            runtime_named(self.runtime).check_states(self.precision, self.zero)
         if self.recompute == "except_last" and self.schedule not in ("auto", "gpipe"):
             raise UsageError(
                 f"--recompute except-last with --schedule {self.schedule}: only GPipe's backward begins with "

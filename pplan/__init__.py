@@ -92,6 +92,9 @@ def solve(
     schedule: str = "auto",
     recompute: str = "auto",
     optimizer: str = "sgd",
+    precision: Literal["auto", "fp32", "mixed", "bf16"] | str = "auto",
+    gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] | str = "auto",
+    zero: int = 0,
     planner: str = "best",
     time_limit: float = 30.0,
     use_all: bool = False,
@@ -103,6 +106,7 @@ def solve(
     robust: bool = False,
     objective: Literal["step-time", "throughput", "memory", "cost"] | str = "step-time",
     price: float | str | Mapping[str, float] | None = None,
+    seconds_of: Literal["cpu"] | str | None = None,
     profile_file: str = "",
     profile_sha256: str = "",
 ) -> Plan:
@@ -110,10 +114,15 @@ def solve(
 
     `profile` is a profile or the path of its file. `bandwidth` (bytes per second) and `latency` (seconds)
     hold one value inside a node and, where given, a second between nodes; None takes those of `gpu`, of the
-    profiled device or of `topology`, a machine's name or a TOML file. `mini_batch` defaults to the largest
-    measured size times the GPUs, `micro_batches` to the best number. `schedule`: one of `pplan schedules`, or
-    auto, the better of gpipe and 1f1b; `recompute`: never, always, except_last or auto; `optimizer`: sgd,
-    momentum, adam, adamw or adamw-8bit; `runtime` keeps the answer to what that runtime runs.
+    profiled device or of `topology`, a machine's name or a TOML file. `mini_batch` defaults to 32 samples a
+    GPU, as nearly as micro-batches make it, `micro_batches` to the best number. `schedule`: one of `pplan
+    schedules`, or auto, the better of gpipe and 1f1b; `recompute`: never, always, except_last or auto;
+    `optimizer`: sgd, momentum, adam, adamw or adamw-8bit; `runtime` keeps the answer to what that runtime
+    runs.
+
+    `precision`: fp32, mixed or bf16; auto is mixed for a profile in 16 bits or under autocast. Micro-batches
+    add their gradients up in `gradient_dtype`: fp32, bf16 or fp16. `zero`: what the replicas of a stage
+    spread over them, 1 the optimizer's states, 2 the gradients too, 3 the weights too.
 
     `planner`: "best", the joint search, or a known tool's way. `time_limit`: about so many seconds for the
     search. `use_all`: no device may stay free. `cut_after`: layers after which a stage must end;
@@ -124,6 +133,9 @@ def solve(
     `objective`: "step-time"; "throughput", for which the weights may be an update or more late; "memory", the
     least that the fullest device holds with a step at most 5 % longer than the fastest ("memory:10%"); or
     "cost", dollars per sample. `price`: dollars per device hour, one for all or by the kind of device.
+
+    `seconds_of`: "cpu" where GPUs are to be planned with the seconds of a profile of a processor, which is
+    refused otherwise.
 
     `profile_file` and `profile_sha256` are what the plan says of its profile (default: the name and the hash
     of the file, or the hash of the profile's JSON).
@@ -146,6 +158,9 @@ def solve(
         schedule=schedule,
         recompute=recompute,
         optimizer=optimizer,
+        precision=precision,
+        gradient_dtype=gradient_dtype,
+        zero=zero,
         planner=planner,
         time_limit=time_limit,
         use_all=use_all,
@@ -157,6 +172,7 @@ def solve(
         robust=robust,
         objective=objective,
         price=price,
+        seconds_of=seconds_of,
     )
     return _solved(profile, given, profile_file, profile_sha256)
 
@@ -171,11 +187,19 @@ def _solved(
 ) -> Plan:
     from .cli.provenance import made_by
     from .planner.objectives.solved import solve_for
+    from .profiler.profile_warnings import notes_of, warnings_of
 
     measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
     aim, problem = given.aim, given.problem(measured, reference)
-    remarks = [*measured.remarks(problem.topology.device(0).name), *measured.notes]
-    plan = solve_for(aim, problem, model=measured.model, profile=reference, notes=remarks, compared=compared)
+    plan = solve_for(
+        aim,
+        problem,
+        model=measured.model,
+        profile=reference,
+        notes=notes_of(measured),
+        warnings=warnings_of(measured, problem.topology),
+        compared=compared,
+    )
     return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
 
 
@@ -200,12 +224,20 @@ def frontier(
     from .cli.problem_arguments import ProblemArguments
     from .cli.provenance import made_by
     from .planner.objectives.frontier import frontier_of
+    from .profiler.profile_warnings import warnings_of
 
+    for name in ("objective", "price"):
+        if name in options:
+            raise UsageError(
+                f"{name}={options[name]!r}: a frontier is of step time against memory", f"Leave {name} away."
+            )
     measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
+    problem = ProblemArguments(**options).problem(measured, reference)
     found = frontier_of(
-        ProblemArguments(**options).problem(measured, reference),
+        problem,
         model=measured.model,
         profile=reference,
+        warnings=warnings_of(measured, problem.topology),
         points=arguments.whole("points", points),
         memory_step=arguments.number("memory_step", memory_step),
     )
@@ -247,7 +279,12 @@ def sweep(
         backend=arguments.word("backend", backend),
         jobs=arguments.optional_whole("jobs", jobs),
     )
-    return Sweep(model=measured.model, rows=rows, made_by=made_by(MadeBy(), measured=measured.made_by))
+    return Sweep(
+        model=measured.model,
+        rows=rows,
+        warnings=list(dict.fromkeys(text for row in rows for text in row.warnings)),
+        made_by=made_by(MadeBy(), measured=measured.made_by),
+    )
 
 
 def _solved_point(
@@ -269,19 +306,23 @@ def simulate(
     stages: int | None = None,
     micro_batches: int | None = None,
     virtual_stages: int | None = None,
+    replicas: int | None = None,
 ) -> Timeline:
     """A step of `plan`, simulated with the costs of `profile`: start and end of every action.
 
     `plan` and `profile` may be the paths of their files. `topology` is a machine's name or a TOML file; None
-    is the machine that the plan was made for. `schedule`, `stages` (devices of the pipeline), `micro_batches`
-    and `virtual_stages` (of a device) override the plan's, as `pplan simulate` does. Of the result:
-    `step_seconds`, `bubble`, `stage_times`, `peak_in_flight`, `spans`, `transfers`.
+    is the machine that the plan was made for. `schedule`, `stages` (devices of the pipeline),
+    `micro_batches`, `virtual_stages` (of a device) and `replicas` (of every stage) override the plan's, as
+    `pplan simulate` does. The plan's replicas stay, or have to be named where they cannot; other `stages`
+    than the plan's are on one device each. Of the result: `step_seconds`, `bubble`, `stage_times`,
+    `peak_in_flight`, `spans`, `transfers`.
 
     Raises UsageError (numbers that the schedule, the mini-batch or the cuts do not allow, a profile of other
     layers), FileError.
     """
     from .cli import arguments
     from .cli.own_profiles import own_profiles
+    from .cost_models.machines.measured_on import check_processor_seconds
     from .cost_models.machines.topology_options import make_topology
     from .planner.layout import Overrides, devices_needed, machine_of
     from .planner.simulated import simulate_plan
@@ -294,6 +335,7 @@ def simulate(
         stages=arguments.optional_whole("stages", stages),
         micro_batches=arguments.optional_whole("micro_batches", micro_batches),
         virtual_stages=arguments.optional_whole("virtual_stages", virtual_stages),
+        replicas=arguments.optional_whole("replicas", replicas),
     )
     file = None if topology is None else arguments.path("topology", topology)
     machine = make_topology(
@@ -301,6 +343,8 @@ def simulate(
         file=machine_of(plan, "plan") if file is None else file,
         profiled=_profiled(measured),
     )
+    if file is not None:
+        check_processor_seconds(_profiled(measured), machine, plan.wishes.seconds_of)
     profiles = own_profiles(machine, Path() if file is None else file.parent)
     return simulate_plan(plan, measured.chain(), machine, overrides, profiles).timeline
 
@@ -331,14 +375,12 @@ def explain(
     from .planner.explanation.explain import explain as explain_plan
 
     split = arguments.wholes("current", current)
-    used = None
-    if split is not None:
-        used = Current(
-            split,
-            arguments.whole("replicas", replicas),
-            arguments.optional_whole("micro_batches", micro_batches),
-            arguments.optional_word("schedule", schedule),
-        )
+    of_it = (
+        arguments.whole("replicas", replicas),
+        arguments.optional_whole("micro_batches", micro_batches),
+        arguments.optional_word("schedule", schedule),
+    )
+    used = None if split is None else Current(split, *of_it)
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     plan = _plan(plan)
     measured, reference = _profile_and_origin(profile, "", "")
@@ -354,6 +396,7 @@ def check(
     runtime: str = "torch",
     model: str | None = None,
     settings: Mapping[str, object] | None = None,
+    loss: str | None = None,
     device: Literal["auto", "cpu", "cuda"] | str = "auto",
     emulate: bool = False,
     even: bool = True,
@@ -366,9 +409,11 @@ def check(
     `runtime`: torch (torch.distributed.pipelining), torchgpipe, fairscale or deepspeed; where it does not run
     the plan itself, the plan's best alternative for it is checked, which a note says.
 
-    They make the model again by the name in its profile, or by `model`, with `settings`, what it was profiled
-    with. `device`: CUDA with a GPU each, "cpu" with one thread each, or what there is enough of. `emulate`:
-    the stages wait as long as the plan says they compute. `even`: the even split of as many stages runs
+    They make the model again by the name in its profile where that is torchvision's or transformers' own; one
+    of yours is named by `model` (its code is imported then, and else never), with `settings`, what it was
+    profiled with, and a `loss` of yours likewise. `device`: CUDA with a GPU each, "cpu" with
+    one thread each, or what there is enough of. `emulate`: the stages wait as long as the plan says they
+    compute. `even`: the even split of as many stages runs
     beside it. `calibrate`: other schedules run first, and overhead, link and slowdown are fitted to them.
     `timeout`: seconds after which a step that does not end is given up.
 
@@ -388,16 +433,18 @@ def check(
     plan = _plan(plan)
     measured, reference = _profile_and_origin(profile, "", "")
     _check_layers(plan, reference)
+    arguments.word("device", device)
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device {device!r} is not known", "Use auto, cpu or cuda.")
     options = CheckOptions(
         runtime=arguments.word("runtime", runtime),
         model=arguments.optional_word("model", model),
-        settings=dict(settings or {}),
+        settings=arguments.settings("settings", settings) or {},
+        loss=arguments.optional_word("loss", loss),
         device=device,
-        emulate=emulate,
-        even=even,
-        calibrate=calibrate,
+        emulate=arguments.flag("emulate", emulate),
+        even=arguments.flag("even", even),
+        calibrate=arguments.flag("calibrate", calibrate),
         steps=arguments.whole("steps", steps),
         timeout_seconds=arguments.number("timeout", timeout),
     )
@@ -497,6 +544,16 @@ def profile(
     seed = arguments.whole("seed", seed, at_least=0, at_most=2**63 - 1)
     sizes = arguments.wholes("micro_batch_sizes", micro_batch_sizes)
     budget_seconds = arguments.number("budget_seconds", budget_seconds)
+    settings = arguments.settings("settings", settings)
+    granularity = arguments.optional_word("granularity", granularity)
+    loss = arguments.optional_word("loss", loss)
+    keep_together = arguments.words("keep_together", keep_together)
+    arguments.optional_word("amp", amp)
+    flags = {"compile": compile, "channels_last": channels_last, "tf32": tf32, "cache": cache}
+    for name, value in {**flags, "resume": resume}.items():
+        arguments.flag(name, value)
+    for name, told in {"progress": progress, "remark": remark}.items():
+        arguments.function(name, told)
     if calibrate is not None and not isinstance(calibrate, Profile):
         calibrate = arguments.path("calibrate", calibrate)
     target = target_named(arguments.optional_word("device", device), calibrate)
@@ -515,9 +572,9 @@ def profile(
     )
     return profile_model(
         loaded,
-        granularity=arguments.optional_word("granularity", granularity),
-        keep_together=arguments.words("keep_together", keep_together),
-        loss=arguments.optional_word("loss", loss),
+        granularity=granularity,
+        keep_together=keep_together,
+        loss=loss,
         compile=compile,
         channels_last=channels_last,
         amp=amp,
@@ -592,6 +649,10 @@ def import_plan(
     replicas: int | None = None,
     recompute: str | None = None,
     optimizer: str = "sgd",
+    seconds_of: Literal["cpu"] | str | None = None,
+    precision: Literal["auto", "fp32", "mixed", "bf16"] | str = "auto",
+    gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] | str = "auto",
+    zero: int = 0,
     profile_file: str = "",
     profile_sha256: str = "",
 ) -> Plan:
@@ -604,8 +665,8 @@ def import_plan(
     schedule of 1f1b and gpipe (interleaved, where devices have several stages), the best number of
     micro-batches, recomputation where it does not fit without. The rest as for `solve`.
 
-    A plan that does not fit says so in its notes. Raises FileError (the source, the profile, the topology),
-    UsageError.
+    A plan that does not fit says so in its warnings. Raises UsageError, FileError (the source, the profile,
+    the topology).
     """
     from .cli import arguments
     from .cli.given_plan import ImportOptions, imported_plan
@@ -631,6 +692,10 @@ def import_plan(
         replicas=arguments.optional_whole("replicas", replicas),
         recompute=arguments.optional_word("recompute", recompute),
         optimizer=arguments.word("optimizer", optimizer),
+        seconds_of=arguments.optional_word("seconds_of", seconds_of),
+        precision=arguments.word("precision", precision),
+        gradient_dtype=arguments.word("gradient_dtype", gradient_dtype),
+        zero=arguments.whole("zero", zero, at_least=0),
     )
     if not isinstance(source, Path):
         source = arguments.word("source", source)
@@ -659,20 +724,24 @@ def sequential(
     from .cli import arguments
     from .profiler.sequential import sequential as as_sequential
 
+    granularity = arguments.word("granularity", granularity)
+    keep_together = arguments.words("keep_together", keep_together)
     arguments.instance("model", model, nn.Module, "Give a torch.nn.Module.")
     return as_sequential(
         model,
         example_input,
-        granularity=arguments.word("granularity", granularity),
-        keep_together=arguments.words("keep_together", keep_together),
+        granularity=granularity,
+        keep_together=keep_together,
     )
 
 
-def export(runtime: str, plan: Plan, *, device: str = "cuda") -> Exported:
+def export(runtime: str, plan: Plan, *, device: Literal["cuda", "cpu"] | str | None = None) -> Exported:
     """`plan` in the words of `runtime`, one of those that `pplan export --help` names.
 
     Where the runtime cannot run the plan itself, the best of its alternatives is taken, and a UserWarning
-    says which. `device` "cpu" puts every stage on the CPU. `.save(path, force=False)` writes the file.
+    says which. `device` "cuda" or "cpu" says where the stages stand; None: on what the plan is for,
+    processors where one was profiled and no GPU was named.
+    `.save(path, force=False)` writes the file.
 
     Raises UsageError, ExportError (nothing in the plan is for this runtime).
     """
@@ -686,7 +755,10 @@ def export(runtime: str, plan: Plan, *, device: str = "cuda") -> Exported:
     _check_plan(plan)
     origin = made_by(MadeBy(), measured=plan.made_by)
     document, remark = export_plan(
-        arguments.word("runtime", runtime), plan, device=arguments.word("device", device), made_by=origin
+        arguments.word("runtime", runtime),
+        plan,
+        device=arguments.optional_word("device", device),
+        made_by=origin,
     )
     if remark:
         warnings.warn(remark, UserWarning, stacklevel=2)
@@ -716,7 +788,7 @@ def load_model(
         arguments.word("name", name),
         classes=arguments.optional_whole("classes", classes),
         input_shape=arguments.wholes("input_shape", input_shape),
-        settings=settings,
+        settings=arguments.settings("settings", settings),
         seed=arguments.whole("seed", seed, at_least=0, at_most=2**63 - 1),
     )
     example = loaded.example
@@ -783,9 +855,9 @@ def _check_layers(plan: Plan, profile: ProfileReference) -> None:
 
 
 def _profiled(measured: Profile) -> ProfiledDevice:
-    from .cost_models.machines.topology_options import ProfiledDevice
+    from .profiler.profile_warnings import profiled_device
 
-    return ProfiledDevice(measured.device, measured.device_name, measured.device_memory_bytes)
+    return profiled_device(measured)
 
 
 def _profile_and_origin(
@@ -797,6 +869,7 @@ def _profile_and_origin(
     from .planner.plan_file import ProfileReference
     from .profiler.profile_file import Profile
 
+    file, sha = arguments.word("profile_file", file), arguments.word("profile_sha256", sha)
     if isinstance(profile, str | Path):
         path = Path(profile)
         content = read_bytes(path, "profile")
@@ -806,13 +879,15 @@ def _profile_and_origin(
         "profile", profile, Profile, "Give what pplan.profile returns, or the path of its file."
     )
     return profile, ProfileReference(
-        file=arguments.word("profile_file", file),
-        sha256=arguments.word("profile_sha256", sha) or sha256(profile.to_json()),
+        file=file,
+        sha256=sha or sha256(profile.to_json()),
         layers_sha256=profile.layers_sha256,
         dtype=profile.dtype,
+        amp=profile.amp,
         device_name=profile.device_name or profile.device,
         granularity=profile.granularity,
         estimated=profile.estimated,
+        device=profile.device,
     )
 
 

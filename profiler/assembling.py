@@ -20,11 +20,10 @@ from .profile_file import (
     Unmeasured,
     WholeMeasurement,
 )
+from .profile_warnings import closing_warning
 from .size_result import SizeResult
 from .subject import Subject
 
-CLOSES = 0.05
-"""How far the closing ratio may be from 1 before the profile says so."""
 _DOMINATES = 1 / 3
 """Share of all seconds from which on a layer put together from several modules is worth a remark."""
 
@@ -82,7 +81,7 @@ def assembled(
             *subject.notes,
             *notes,
             *_evaluation_note(subject),
-            *(note for each in whole for note in _closing_note(each)),
+            *(note for each in whole for note in closing_warning(each)),
             *_dominating_note(chain, layers),
             *_checkpoint_note(chain),
         ],
@@ -184,15 +183,6 @@ def _tied(model: nn.Module, chain: LayerChain) -> list[Tied]:
 def _evaluation_note(subject: Subject) -> list[str]:
     measured = "the model is in evaluation mode and was measured so"
     return [] if subject.loaded.module.training else [measured]
-
-
-def _closing_note(whole: WholeMeasurement) -> list[str]:
-    if abs(whole.closing_ratio - 1) <= CLOSES:
-        return []
-    return [
-        f"micro-batch size {whole.micro_batch_size}: the layers add up to {whole.closing_ratio:.3f} of the "
-        f"whole model's time, more than {CLOSES:.0%} off; measure again on a quiet machine"
-    ]
 
 
 def _checkpoint_note(chain: LayerChain) -> list[str]:

@@ -14,6 +14,7 @@ from .inputs import ModelInput
 from .layer_sequential import LayerSequential
 from .loaded_model import LoadedModel, noise
 from .loading.factories import described, made_by_factory
+from .named_model import may_name, shown
 from .seeding import checked_seed, seeded
 
 _DEFAULT_SHAPE = (3, 224, 224)
@@ -28,6 +29,7 @@ def load_model(
     settings: Mapping[str, object] | None = None,
     seed: int = 0,
     on_meta: bool = False,
+    known_only: bool = False,
 ) -> LoadedModel:
     """Builds the model `name`: torchvision's, `hf:` and one of transformers', or `package.module:factory`.
 
@@ -37,18 +39,23 @@ def load_model(
     transformers `settings` are of the model's configuration. Models are built under `seed`, and the caller's
     random state is left as it was. `input_shape` is that of one sample; by default torchvision's own for the
     model, the example's, or 3x224x224. `on_meta` builds without values where the model allows it.
+    `known_only`: a file names it, and only models of torchvision and transformers are built; no path is read
+    and no other code imported.
 
     Raises ModelError: unknown, not importable, not callable, failing, or returning something else; UsageError
     for `classes` or `input_shape` that are no positive whole numbers, a seed beyond 0 to 2**63 - 1, or what
     such a model does not take; MachineError without transformers.
     """
+    if known_only and not may_name(name):
+        raise ModelError(f"model {shown(name)}: a file's word runs no code", "Name it yourself: --model NAME")
     seed = checked_seed(seed)
     shape = None if input_shape is None else _checked_shape(input_shape)
     if classes is not None and not is_positive(classes):
         raise UsageError(f"classes {classes!r}: must be a whole number of at least 1", "As in classes=1000.")
     if name.startswith(_TRANSFORMERS) or name.endswith(".json"):
         _refuse(name, "takes its sizes from its configuration", classes=classes, input=shape)
-        return _from_transformers(name.removeprefix(_TRANSFORMERS), settings or {}, seed, on_meta=on_meta)
+        kind = name.removeprefix(_TRANSFORMERS)
+        return _from_transformers(kind, settings or {}, seed, on_meta=on_meta, known_only=known_only)
     if ":" in name:
         _refuse(name, "is a factory, which decides itself", classes=classes)
         return _from_factory(name, shape, settings or {}, seed)
@@ -59,7 +66,7 @@ def load_model(
             f"--set {', '.join(settings)}: {name} is no factory and no transformers model",
             "torchvision's models are named with --classes and --input; a factory can call them as it likes.",
         )
-    return load_torchvision(name, classes, shape, seed, on_meta=on_meta)
+    return load_torchvision(name, classes, shape, seed, on_meta=on_meta, known_only=known_only)
 
 
 def from_module(module: nn.Module, example_input: object, *, name: str | None = None) -> LoadedModel:
@@ -117,10 +124,13 @@ def _refuse(name: str, why: str, **options: object) -> None:
             raise UsageError(f"--{option} {shown}: {name} {why}", f"Leave --{option} away.")
 
 
-def _from_transformers(name: str, settings: Mapping[str, object], seed: int, *, on_meta: bool) -> LoadedModel:
+def _from_transformers(
+    name: str, settings: Mapping[str, object], seed: int, *, on_meta: bool, known_only: bool
+) -> LoadedModel:
     from .loading.transformers_models import load_transformers
 
-    made = load_transformers(name, settings, seed=seed, device="meta" if on_meta else "cpu")
+    device = "meta" if on_meta else "cpu"
+    made = load_transformers(name, settings, seed=seed, device=device, known_only=known_only)
     return LoadedModel(
         made.module,
         made.name,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..cost_models.errors import MachineError, UsageError
+from .autocast_on_meta import AutocastOnMeta
 from .inputs import layout_of
 from .user_code import first_line
 
@@ -43,11 +44,10 @@ class Modes:
         """Raises UsageError for what cannot be on `device`."""
         if self.amp is not None and self.amp not in AMP:
             raise UsageError(f"amp {self.amp!r} is not known", f"Use one of {', '.join(AMP)}.")
-        unmeasured = "--amp" if self.amp is not None else "--compile" if self.compile else ""
-        if unmeasured and device.type == "meta":
+        if self.compile and device.type == "meta":
             raise UsageError(
-                f"{unmeasured} on meta: nothing is computed there",
-                f"Leave {unmeasured} away, or measure with --device cpu or cuda.",
+                "--compile on meta: nothing is computed there",
+                "Leave --compile away, or measure with --device cpu or cuda.",
             )
         if self.tf32 and device.type != "cuda":
             raise UsageError(
@@ -80,7 +80,11 @@ class Modes:
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[Any]:
         """What a forward runs in, entered anew for each: autocast keeps converted weights until its end."""
-        return nullcontext() if self.amp is None else torch.autocast(device.type, AMP[self.amp])
+        if self.amp is None:
+            return nullcontext()
+        if device.type == "meta":
+            return AutocastOnMeta(AMP[self.amp])
+        return torch.autocast(device.type, AMP[self.amp])
 
     @contextmanager
     def process(self) -> Iterator[None]:

@@ -245,20 +245,11 @@ class Profile(Document):
         """SHA-256 of the layer names, one a line: whether a plan is for these layers."""
         return sha256("\n".join(layer.name for layer in self.layers))
 
-    def remarks(self, device: str) -> list[str]:
-        """What somebody should know who plans for `device` with these seconds."""
-        made = []
-        if self.device_name and device != self.device_name:
-            made.append(
-                f"the layers' seconds are those of {self.device_name}: for {device}, profile the model on one"
-            )
-        elif self.device == "cpu":
-            made.append("the layers' seconds are those of this CPU: for a GPU, profile the model on one")
-        if self.estimated:
-            made.append("the profile is an estimate, not a measurement")
-        elif self._spread() is None:
-            made.append("the profile does not tell how the layers' seconds vary: steps have no interval")
-        return made
+    def remarks(self) -> list[str]:
+        """What somebody should know who plans with these seconds, whatever the machine."""
+        if self.estimated or self._spread() is not None:
+            return []
+        return ["the profile does not tell how the layers' seconds vary: steps have no interval"]
 
     def chain(self) -> Chain:
         """The layers as the cost models take them; the last one's hold the loss.

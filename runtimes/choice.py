@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..cost_models.errors import ExportError
@@ -102,6 +103,7 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
     untrained = [i for i, stage in enumerate(plan.stages) if stage.memory.get("gradients") == 0]
     if untrained and runtime.trains_every_stage:
         reasons.append(f"stage {untrained[0]} has no parameters, {runtime.name} trains every stage")
+    reasons += _other_states(plan, runtime)
     words = dict.fromkeys(stage_recompute(plan))
     if len(words) > 1 and not runtime.recompute_by_stage:
         reasons.append(f"its stages recompute {' and '.join(words)}, in {runtime.name} all do the same")
@@ -109,6 +111,14 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
     if unknown:
         reasons.append(f"it recomputes {unknown[0]}, {runtime.name} knows {_listed(runtime.recompute)}")
     return reasons
+
+
+def _other_states(plan: Plan, runtime: Runtime) -> Iterator[str]:
+    """Where the runtime keeps other weights and optimizer states than the plan counts."""
+    if max(plan.replicas) > 1 and plan.zero not in runtime.zero:
+        yield f"it spreads states by ZeRO-{plan.zero}: {runtime.no_zero}"
+    if plan.trained.name == "bf16" and not runtime.pure_16_bits:
+        yield f"it trains in pure bf16, {runtime.name} keeps float32 master weights"
 
 
 def _nodes(plan: Plan) -> list[int]:

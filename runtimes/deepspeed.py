@@ -110,7 +110,16 @@ def _config(plan: Plan, choice: Choice) -> dict[str, Any]:
             "activation_checkpoint_interval": max(choice.balance) if choice.recompute == "always" else 0,
         },
         **PRECISIONS.get(plan.profile.dtype, {}),
+        **_gradients(plan),
+        **({"zero_optimization": {"stage": plan.zero}} if plan.zero and choice.replicas > 1 else {}),
     }
+
+
+def _gradients(plan: Plan) -> dict[str, Any]:
+    """In what bfloat16's gradients add up: left out, that depends on ZeRO."""
+    if plan.profile.dtype == "bfloat16" and plan.gradient_dtype is not None:
+        return {"data_types": {"grad_accum_dtype": plan.gradient_dtype}}
+    return {}
 
 
 def _optimizer(plan: Plan) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from ..cost_models.errors import UsageError
 from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import Plan
 from . import deepspeed, fairscale, huggingface, megatron, nemo, torch_pipelining, torchgpipe, torchtitan
-from .exported import Exported
+from .exported import Exported, device_of
 
 
 class Exporter(Protocol):
@@ -43,22 +43,35 @@ SUFFIXES = {
 """Of the file that a trainer takes as it is, where that is no JSON."""
 
 
+def _measured_on(plan: Plan) -> str:
+    return f", {plan.profile.device_name}" if plan.profile.device_name not in ("", "cpu") else ""
+
+
 def export(
-    runtime: str, plan: Plan, *, device: str = "cuda", made_by: MadeBy | None = None
+    runtime: str, plan: Plan, *, device: str | None = None, made_by: MadeBy | None = None
 ) -> tuple[Exported, str | None]:
     """The document `runtime` is to be given for `plan`, and a remark where it is not the plan itself.
 
     A runtime is never given what it does not run: where the plan's schedule, replicas or recomputation are
     not for it, the document holds the best of the plan's alternatives that is, and the remark, a sentence for
     standard error, says which, its step time and why. `device` "cpu" puts all stages on the CPU, so that the
-    file can be tried without a GPU (DeepSpeed is told its devices when it is launched).
+    file can be tried without a GPU (DeepSpeed is told its devices when it is launched); None takes the
+    devices that the plan is for: processors where one was profiled and no GPU was named.
 
-    Raises UsageError (unknown runtime or device), ExportError (nothing in the plan is for this runtime).
+    Raises UsageError (unknown runtime or device, "cuda" for a plan of processors), ExportError (nothing in
+    the plan is for this runtime).
     """
-    exporter = EXPORTERS[runtime_named(runtime).name]
-    if device not in ("cuda", "cpu"):
+    runtime = runtime_named(runtime).name
+    exporter = EXPORTERS[runtime]
+    if device not in ("cuda", "cpu", None):
         raise UsageError(
             f"device {device!r} cannot be exported for", "Use cuda, or cpu to try without a GPU."
         )
-    document, remark = exporter(plan, device=device, made_by=made_by or MadeBy())
+    if device == "cuda" and plan.device_kind == "CPU":
+        raise UsageError(
+            f"--device cuda: the plan is for processors, by seconds measured on one{_measured_on(plan)}",
+            "Plan for GPUs: with a profile of one, or pplan profile MODEL --device analytic:h100. Where a "
+            "processor's seconds are meant: pplan solve --gpu h100 --seconds-of cpu.",
+        )
+    document, remark = exporter(plan, device=device or device_of(plan), made_by=made_by or MadeBy())
     return document.model_copy(update={"estimated": plan.profile.estimated}), remark

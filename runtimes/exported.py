@@ -59,10 +59,15 @@ def document_of(
     """
     if not isinstance(source, Plan):
         return opened(source, kind)
-    document, remark = export(source, device="cuda", made_by=MadeBy())
+    document, remark = export(source, device=device_of(source), made_by=MadeBy())
     if remark:
         warnings.warn(remark, UserWarning, stacklevel=3)
     return document
+
+
+def device_of(plan: Plan) -> str:
+    """`cpu` or `cuda`: what the plan is for."""
+    return "cpu" if plan.device_kind == "CPU" else "cuda"
 
 
 def layers_hash(plan: Plan) -> str:

@@ -138,11 +138,20 @@ def _flags(made: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]
         flags["--recompute-method"] = "uniform"
         flags["--recompute-num-layers"] = recompute
     precision = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(plan.profile.dtype, [])
-    return [str(part) for flag in flags.items() for part in flag] + precision
+    if plan.profile.dtype == "bfloat16" and plan.gradient_dtype == "bf16":
+        precision.append("--grad-reduce-in-bf16")
+    if plan.profile.dtype == "float16" and plan.gradient_dtype == "fp32":
+        precision.append("--accumulate-allreduce-grads-in-fp32")
+    spread = ["--use-distributed-optimizer"] if _spreads(plan, made) else []
+    return [str(part) for flag in flags.items() for part in flag] + precision + spread
+
+
+def _spreads(plan: Plan, made: dict[str, Any]) -> bool:
+    """Whether its distributed optimizer is the plan's: ZeRO-1 over the replicas of a stage."""
+    return plan.zero == 1 and made["replicas"] > 1
 
 
 def _overrides(made: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]:
-    del plan
     values = {
         "model.num_layers": made["num_layers"],
         "model.pipeline_model_parallel_size": made["pipeline_size"],
@@ -156,6 +165,11 @@ def _overrides(made: dict[str, Any], plan: Plan, recompute: int | None) -> list[
         values["model.recompute_granularity"] = "full"
         values["model.recompute_method"] = "uniform"
         values["model.recompute_num_layers"] = recompute
+    if _spreads(plan, made):
+        values["ddp.use_distributed_optimizer"] = "true"
+        values["optimizer.use_distributed_optimizer"] = "true"
+    if plan.profile.dtype == "bfloat16" and plan.gradient_dtype is not None:
+        values["ddp.grad_reduce_in_fp32"] = str(plan.gradient_dtype == "fp32").lower()
     return [f"{name}={value}" for name, value in values.items()]
 
 

@@ -99,7 +99,7 @@ def _sections(made: Chosen, names: list[list[str]]) -> dict[str, dict[str, Any]]
             "strategy": "fsdp2",
             "pp_size": made.devices,
             "dp_size": choice.replicas,
-            "dp_replicate_size": choice.replicas,
+            "dp_replicate_size": 1 if made.plan.zero else choice.replicas,
             "activation_checkpointing": choice.recompute == "always",
             "pipeline": {
                 "pp_schedule": made.schedule or "PipelineScheduleMulti",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from ..cost_models.document import MadeBy
-from ..cost_models.errors import ExportError
+from ..cost_models.errors import ExportError, UsageError
 from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import Plan, ScheduleName
 from .choice import Choice, choose
@@ -49,6 +49,8 @@ class TorchExport(Exported):
     stages: Annotated[list[list[Index]], Field(min_length=1)]
     replicas: Count
     """Of every stage; they share every micro-batch."""
+    zero: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: the replicas of a stage spread the optimizer's states, by FSDP2."""
     devices: list[Index]
     """By rank, as the plan numbers them."""
     gpus_per_node: Count | None = None
@@ -129,6 +131,7 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchExport, st
         parts=[0, *accumulate(choice.balance)],
         stages=stages,
         replicas=choice.replicas,
+        zero=plan.zero if choice.replicas > 1 else 0,
         devices=list(choice.devices),
         gpus_per_node=plan.gpus_per_node,
         recompute=_recompute(choice),
@@ -164,7 +167,7 @@ def build(
     loss_fn: Callable[..., torch.Tensor],
     device: torch.device | str | None = None,
     mesh: DeviceMesh | None = None,
-    replicate: Literal["ddp", "fsdp"] = "ddp",
+    replicate: Literal["ddp", "fsdp"] | None = None,
     sum_losses: bool = False,
     layer_names: Sequence[str] | None = None,
 ) -> PipelineProcess:
@@ -178,7 +181,8 @@ def build(
     these losses, or with `sum_losses` of their sum, averaged over replicas.
     `device`: this process's; by default the plan's CUDA device of this rank, or the CPU. `mesh`: dimensions
     "pp" and, with replicas, "dp"; by default made of all processes, those of a stage side by side.
-    `replicate`: how replicas share gradients, by DistributedDataParallel or FSDP2's fully_shard.
+    `replicate`: how replicas share gradients, by DistributedDataParallel or FSDP2's fully_shard; None: by the
+    latter where the plan spreads states over them (zero 1).
     `layer_names`: those of the model's profile, where the model does not know them.
 
     Raises UsageError, FileError; ExportError where the model is not the one of the plan or stages share
@@ -189,7 +193,12 @@ def build(
 
     if isinstance(source, Plan):
         source, _ = export(source, device="cuda", made_by=MadeBy())
-    options: dict[str, Any] = {"replicate": replicate, "sum_losses": sum_losses, "layer_names": layer_names}
-    return built(
-        opened(source, TorchExport), model, example_input, loss_fn, device=device, mesh=mesh, **options
-    )
+    document = opened(source, TorchExport)
+    how = replicate or ("fsdp" if document.zero else "ddp")
+    if document.zero and how != "fsdp":
+        raise UsageError(
+            f"replicate {how!r} with a plan of zero {document.zero}: it spreads nothing over replicas",
+            "Leave replicate away, or make a plan with --zero 0.",
+        )
+    options: dict[str, Any] = {"replicate": how, "sum_losses": sum_losses, "layer_names": layer_names}
+    return built(document, model, example_input, loss_fn, device=device, mesh=mesh, **options)

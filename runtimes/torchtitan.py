@@ -90,8 +90,8 @@ def _arguments(made: Chosen, names: list[list[str]]) -> list[str]:
             str(choice.micro_batches * choice.micro_batch_size // choice.replicas),
         ),
         *("--training.global_batch_size", str(choice.micro_batches * choice.micro_batch_size)),
-        *("--parallelism.data_parallel_replicate_degree", str(choice.replicas)),
-        *("--parallelism.data_parallel_shard_degree", "1"),
+        *("--parallelism.data_parallel_replicate_degree", "1" if made.plan.zero else str(choice.replicas)),
+        *("--parallelism.data_parallel_shard_degree", str(choice.replicas) if made.plan.zero else "1"),
         "--training.disable_cuda_graphs",  # they do not go with pipelines
         f"activation_checkpoint:{recompute}",
     ]

@@ -89,11 +89,30 @@ def match_device(device_name: str) -> Preset | None:
     return None
 
 
+def preset_of(device_name: str) -> Preset | None:
+    """The preset with that title, or of the GPU that the driver calls so; None for one without, as a CPU."""
+    titled = (preset for preset in PRESETS.values() if preset.title == device_name)
+    return next(titled, None) or match_device(device_name)
+
+
+def same_device(a: str, b: str) -> bool:
+    """Whether both names are of one kind of device, be it a preset's title or a name of its driver."""
+    one, other = preset_of(a), preset_of(b)
+    return a == b or (one is not None and one == other)
+
+
+_GPU_WORDS = re.compile(r"\b(GPU|NVIDIA|GeForce|Tesla|Quadro|RTX|Radeon|Instinct)\b", re.IGNORECASE)
+
+
+def is_gpu(device_name: str) -> bool:
+    """Whether the name is a preset's, or holds a word that names of GPUs hold."""
+    return preset_of(device_name) is not None or _GPU_WORDS.search(device_name) is not None
+
+
 def context_of(device_name: str) -> Figure | None:
     """What a process's context takes of a device with a preset's title or a name of its driver; None for one
     without preset, as a CPU."""
-    titled = (preset for preset in PRESETS.values() if preset.title == device_name)
-    preset = next(titled, None) or match_device(device_name)
+    preset = preset_of(device_name)
     return None if preset is None else preset.context_bytes
 
 

@@ -45,7 +45,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..document import read_text
 from ..errors import FileError, UsageError
 from ..quantities import parse_bytes, parse_rate, parse_seconds
-from ..topology import Topology
+from ..topology import Topology, check_devices
 from .hardware import Device, Group, Level, Link
 from .presets import find_preset
 
@@ -142,6 +142,7 @@ def parse_topology(text: str, path: Path) -> TopologyFile:
         _check_pairs(keys)
         kinds = None if keys.device is None else _kinds(keys.device, keys.gpus, str(path))
         gpus = keys.gpus if kinds is None else _total(kinds, keys.gpus)
+        check_devices(gpus or 1, "gpus")
         return TopologyFile(
             gpu=None if keys.gpu is None else find_preset(keys.gpu, "gpu").name,
             memory_bytes=None if keys.memory is None else parse_bytes(keys.memory, "memory"),

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from ..errors import UsageError
-from ..topology import NODE, Topology
+from ..topology import NODE, Topology, check_devices
 from .catalogue import Machine, find_machine, unknown_machine
 from .hardware import Device, Group, Level, Link
 from .presets import PRESETS, Preset, PresetLink, find_preset, match_device
@@ -28,6 +28,11 @@ class ProfiledDevice:
     def is_cpu(self) -> bool:
         """Whether it is a processor, without memory of its own to fill and without links."""
         return self.device.split(":")[0] == "cpu"
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the profile tells its device; an imported one does not."""
+        return self.device != "unknown"
 
 
 def make_topology(
@@ -54,6 +59,7 @@ def make_topology(
     """
     if gpus < 1:
         raise UsageError(f"--gpus {gpus}: must be at least 1", "Give the number of GPUs you have.")
+    check_devices(gpus, "--gpus")
     read = (
         TopologyFile() if file is None else file if isinstance(file, TopologyFile) else named_topology(file)
     )

@@ -293,13 +293,11 @@ def _by_chunk(program: Program, name: str, seconds: float | Sequence[float], sta
     return table
 
 
-def recompute_shares(
-    mode: str | Sequence[str], program: Program, selective: float | Sequence[float] = 1.0
-) -> Array:
+def recompute_shares(mode: str | Sequence[str], program: Program) -> Array:
     """The share of the forward that every B runs again, shape (devices, 1, micro-batches).
 
     `mode`, one word or one a device: "never"; "always"; "except_last", all micro-batches but the last
-    (torchgpipe); "selective", of every micro-batch the share `selective` (0 to 1; one value or one a device).
+    (torchgpipe).
     """
     modes = [mode] * program.devices if isinstance(mode, str) else list(mode)
     if len(modes) != program.devices:
@@ -307,15 +305,11 @@ def recompute_shares(
             f"recompute: {len(modes)} words for {program.devices} stages",
             "Give one word, or one for each stage.",
         )
-    check_share("selective", selective)
-    parts = np.broadcast_to(np.asarray(selective, dtype=np.float64), program.devices)
     shares = np.zeros((program.devices, 1, program.micro_batches))
-    for own, word, part in zip(shares, modes, parts, strict=True):
-        if word not in ("never", "always", "except_last", "selective"):
-            raise UsageError(
-                f"recompute {word!r}: not known", "Use one of: never, always, except_last, selective."
-            )
-        own[:] = {"never": 0.0, "selective": part}.get(word, 1.0)
+    for own, word in zip(shares, modes, strict=True):
+        if word not in ("never", "always", "except_last"):
+            raise UsageError(f"recompute {word!r}: not known", "Use one of: never, always, except_last.")
+        own[:] = 0.0 if word == "never" else 1.0
         if word == "except_last":
             own[:, -1] = 0.0
     return shares

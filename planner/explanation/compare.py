@@ -9,15 +9,17 @@ from typing import ClassVar
 from ...cost_models.document import Document, Record
 from ..candidate import Candidate
 from ..find import BEST, Answer, find
-from ..plan_file import Plan
+from ..plan_file import TIE, Plan, Wished
 from ..planned import bubble, planned_stages
+from ..setting import SEARCHED
 from .question import Question
 
 
 class Compared(Record):
-    """A plan in a comparison; where a planner has none, `reason` says why. `gap`: of the step over the proven
-    bound, less 1. `memory_bytes`: of the device that needs most. `slower`: seconds a sample over those of the
-    first plan, less 1."""
+    """A plan in a comparison; where a planner has none, `reason` says why. `gap`: of the step over the best
+    bound that the searches behind the plans compared proved of its problem, less 1; None where there is none.
+    `memory_bytes`: of the device that needs most. `slower`: seconds a sample over those of the first plan,
+    less 1."""
 
     name: str
     step_seconds: float | None = None
@@ -49,9 +51,13 @@ class Comparison(Document):
 
 def compare(named: Sequence[tuple[str, Plan]], question: Question | None = None) -> Comparison:
     """The plans by their names; with the problem of the first, what all named planners make of it, too."""
-    rows = [_of_plan(name, plan) for name, plan in named]
-    if question is not None:
-        rows += _of_planners(question)
+    answer = None if question is None else find(question.problem)
+    bounds = [_bound(plan) for _, plan in named]
+    rows = [_of_plan(name, plan, _proven(plan, bounds)) for name, plan in named]
+    if question is not None and answer is not None:
+        own = [*bounds, (_problem(named[0][1]), answer.found.bound_seconds)]
+        rows[0] = _of_plan(*named[0], _proven(named[0][1], own))
+        rows += _of_planners(question, answer)
     first = rows[0].samples_per_second or 0.0
     rates = [row.samples_per_second for row in rows[1:] if row.samples_per_second is not None]
     return Comparison(
@@ -66,8 +72,42 @@ def compare(named: Sequence[tuple[str, Plan]], question: Question | None = None)
     )
 
 
-def _of_plan(name: str, plan: Plan) -> Compared:
+Key = tuple[str, ...]
+
+
+def _problem(plan: Plan) -> Key:
+    """What plans have in common of whose steps one bound tells."""
+    machine = plan.machine or plan.topology
+    return plan.profile.sha256, machine, str(plan.mini_batch), plan.optimizer, plan.runtime or ""
+
+
+def _bound(plan: Plan) -> tuple[Key, float]:
+    """What was proven of all plans of the problem; 0 where there was no search, or one of some of them."""
+    asked = plan.wishes.model_dump(exclude=set(_NOT_NARROWING))
+    narrowed = asked != Wished().model_dump(exclude=set(_NOT_NARROWING))
+    nothing = plan.was_given or narrowed or plan.objective is not None
+    return _problem(plan), 0.0 if nothing else plan.prediction.lower_bound_seconds
+
+
+_NOT_NARROWING = ("mini_batch", "optimizer", "runtime", "time_limit", "planner", "robust", "seconds_of")
+"""Wishes that leave the search all plans of a problem, or are of the problem."""
+
+
+def _proven(plan: Plan, bounds: Sequence[tuple[Key, float]]) -> float:
+    """The best bound on the plan's step, 0 where there is none: its own, or of a search for its problem among
+    whose plans it is."""
+    step, own = plan.prediction.step_seconds, plan.prediction.lower_bound_seconds
+    key = _problem(plan)
+    searched = plan.schedule in SEARCHED
+    shared = max((seconds for other, seconds in bounds if other == key and searched), default=0.0)
+    if 0 < shared <= step * (1 + TIE):
+        return shared
+    return 0.0 if plan.was_given else own
+
+
+def _of_plan(name: str, plan: Plan, bound: float) -> Compared:
     predicted = plan.prediction
+    gap = max(predicted.step_seconds / bound - 1, 0.0) if bound > 0 else None
     return Compared(
         name=name,
         step_seconds=predicted.step_seconds,
@@ -75,7 +115,7 @@ def _of_plan(name: str, plan: Plan) -> Compared:
         bubble=predicted.bubble,
         memory_bytes=max(stage.memory_bytes for stage in plan.stages),
         devices=len({device for stage in plan.stages for device in stage.devices}),
-        gap=predicted.gap,
+        gap=gap,
         balance=plan.balance,
         schedule=plan.schedule,
         micro_batches=plan.micro_batches,
@@ -83,9 +123,8 @@ def _of_plan(name: str, plan: Plan) -> Compared:
     )
 
 
-def _of_planners(question: Question) -> list[Compared]:
+def _of_planners(question: Question, answer: Answer) -> list[Compared]:
     """The joint search, and each named planner; those without a plan last."""
-    answer = find(question.problem)
     plans: dict[str, Candidate | str] = {BEST: answer.best or "no plan fits", **answer.by_planner}
     rows = [_of_planner(question, answer, name, plan) for name, plan in plans.items()]
     return sorted(rows, key=lambda row: row.step_seconds or inf)

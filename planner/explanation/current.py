@@ -19,6 +19,7 @@ from ..problem import Problem
 from ..scoring import fastest
 from ..search.subproblem import Family
 from ..setting import SEARCHED
+from ..solve import warnings_of
 from .again import SECONDS, searched
 from .limits import Busiest, busiest_of
 from .outline import Outline, outline_of
@@ -90,6 +91,7 @@ def current_split(question: Question, current: Current) -> CurrentSplit:
         )
     made = given_plan(own, given, model="", profile=ProfileReference(file="", sha256=""))
     split = candidate_of(own, made)
+    of_the_machine = warnings_of(own)
     plan = question.present
     mine, theirs = timeline_of(own, split), question.timeline
     return CurrentSplit(
@@ -99,7 +101,7 @@ def current_split(question: Question, current: Current) -> CurrentSplit:
         causes=_causes(mine, theirs),
         best_setting=_faster(_best_setting(free, given), split),
         best_cuts=_faster(_best_cuts(own, split), split),
-        notes=list(made.notes),
+        notes=[text for text in made.warnings if text not in of_the_machine] + made.notes,
     )
 
 

@@ -57,7 +57,7 @@ def question_of(
             "Name a plan of a synchronous schedule; pplan simulate tells where the time of this one goes.",
         )
     own = of_same_layers(chain, profiles or {})
-    problem = Problem(chain, topology, wishes_of(plan), plan.profile.dtype, own)
+    problem = Problem(chain, topology, wishes_of(plan), plan.profile.dtype, own, amp=plan.profile.amp)
     present = candidate_of(problem, plan)
     return Question(problem, present, fastest(problem.space, [present.proposal]) is not None)
 
@@ -68,13 +68,17 @@ def wishes_of(plan: Plan) -> Wishes:
         Wishes(**plan.wishes.model_dump()),
         mini_batch=plan.mini_batch,
         optimizer=plan.optimizer,
+        precision=plan.trained.name,
+        gradient_dtype=plan.trained.gradient_dtype,
+        zero=plan.zero,
         runtime=plan.runtime,
         planner="best",
     )
 
 
 def candidate_of(problem: Problem, plan: Plan) -> Candidate:
-    """The plan, scored again. Raises UsageError for cuts that the chain does not allow."""
+    """The plan, scored again. Raises UsageError for cuts that the chain or its wishes do not allow."""
+    _check_cuts(problem, plan)
     layout = Layout(plan, problem.chain, Overrides())
     by_device = layout.recompute
     layout.bounds  # noqa: B018  raises
@@ -87,6 +91,18 @@ def candidate_of(problem: Problem, plan: Plan) -> Candidate:
             return found
     made = Candidate(proposals[-1], modes, 0.0)
     return replace(made, step_seconds=timeline_of(problem, made).step_seconds)
+
+
+def _check_cuts(problem: Problem, plan: Plan) -> None:
+    """Raises UsageError where a stage of the plan ends where what was asked for it lets none end."""
+    allowed = set(problem.space.table(problem.space.chain.sizes[0]).places)
+    for number, stage in enumerate(plan.stages):
+        if stage.last_layer + 1 not in allowed:
+            raise UsageError(
+                f"the plan's stage {number} ends with layer {stage.last_layer}, after which its wishes or "
+                "its profile allow no cut",
+                "It was edited, it seems. Make it again: pplan solve",
+            )
 
 
 def _proposal(plan: Plan, mode: Mode) -> Proposal:

@@ -7,7 +7,7 @@ identification and system optimization", IEEE Transactions on Systems, Man and C
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import floor
 
@@ -17,7 +17,9 @@ from ..find import BEST, find
 from ..infeasible import no_plan_fits
 from ..plan_file import TIE, ProfileReference
 from ..problem import Problem
+from ..scoring import assembly_of
 from ..search.branch_and_bound import Found
+from ..solve import warnings_of
 from .frontier_file import Frontier, Point
 from .outcome import peak_bytes, search_again, within
 from .solved import plan_alone
@@ -44,6 +46,7 @@ def frontier_of(
     profile: ProfileReference,
     points: int = POINTS,
     memory_step: float = MEMORY_STEP,
+    warnings: Sequence[str] = (),
 ) -> Frontier:
     """At most so many plans of the frontier, the memory of each below the last's by that share at least; with
     a share of 0 by a byte, so that none is left out.
@@ -58,7 +61,7 @@ def frontier_of(
         raise UsageError(
             "--robust with --frontier: it is of the steps by the medians", "Leave one of the two away."
         )
-    kept, complete = list[Reached](), False
+    kept, complete, problem = list[Reached](), False, problem.timed()
     for reached in _stepping_down(problem, memory_step):
         if reached is None:
             complete = True
@@ -71,7 +74,14 @@ def frontier_of(
     if not kept:
         raise no_plan_fits(problem)
     made = [_point(problem, reached, model, profile) for reached in kept]
-    return Frontier(model=model, points=made, complete=complete, memory_step=memory_step)
+    said = [*warnings, *warnings_of(problem), *(text for point in made for text in point.plan.warnings)]
+    return Frontier(
+        model=model,
+        points=made,
+        complete=complete,
+        memory_step=memory_step,
+        warnings=list(dict.fromkeys(said)),
+    )
 
 
 def _stepping_down(problem: Problem, memory_step: float) -> Iterator[Reached | None]:
@@ -90,9 +100,11 @@ def _stepping_down(problem: Problem, memory_step: float) -> Iterator[Reached | N
 
 
 def _point(problem: Problem, reached: Reached, model: str, profile: ProfileReference) -> Point:
+    plan = plan_alone(problem, reached.plan, reached.found, model=model, profile=profile)
+    outside = assembly_of(problem.space, reached.plan.proposal, reached.plan.recompute).outside()
     return Point(
         step_seconds=reached.plan.step_seconds,
         memory_bytes=round(reached.memory_bytes),
         exact=reached.found.exact,
-        plan=plan_alone(problem, reached.plan, reached.found, model=model, profile=profile),
+        plan=plan.model_copy(update={"warnings": list(outside)}),
     )

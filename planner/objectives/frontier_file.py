@@ -31,4 +31,6 @@ class Frontier(Document):
     points: Annotated[list[Point], Field(min_length=1)]
     complete: bool
     memory_step: Annotated[float, Field(ge=0, lt=1)]
+    warnings: list[str] = []
+    """What may make the figures wrong, of all points."""
     made_by: MadeBy = MadeBy()

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from ...cost_models.errors import UsageError
 from ..candidate import Candidate
 from ..infeasible import no_plan_fits
+from ..mini_batch import default_of, smaller_defaults
 from ..plan_file import Plan, ProfileReference
 from ..problem import Problem
 from ..scoring import assembly_of
 from ..search.branch_and_bound import Found
-from ..solve import bare_plan, plan_of
+from ..solve import bare_plan, plan_of, warnings_of
 from .asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
 from .cost import least_cost
 from .memory import least_memory
@@ -50,18 +51,52 @@ def solve_for(
     model: str,
     profile: ProfileReference,
     notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
     compared: bool = True,
 ) -> Plan:
     """The best plan for the objective; `compared` with others as any plan is, which takes longer.
 
     Raises UsageError, and InfeasibleError where nothing fits.
     """
+    problem = problem.timed()
     outcome = best_for(objective, problem)
+    if outcome.best is None:
+        tried = ((own, best_for(objective, own)) for own in smaller_defaults(problem))
+        smaller = next(((own, made) for own, made in tried if made.best is not None), None)
+        if smaller is None:
+            raise no_plan_fits(problem)
+        warnings = [*warnings, _lessened(problem, smaller[0])]
+        problem, outcome = smaller
+    plan = _plan_of(objective, problem, outcome, model, profile, notes, warnings, compared=compared)
+    if not compared or plan.objective is not None:
+        return plan
+    return plan.model_copy(update={"default_mini_batch": default_of(problem, tried=True)})
+
+
+def _lessened(problem: Problem, smaller: Problem) -> str:
+    return (
+        f"no plan with {problem.samples_per_device} samples a device fits: the mini-batch is "
+        f"{smaller.mini_batch}, not {problem.mini_batch}"
+    )
+
+
+def _plan_of(
+    objective: Objective,
+    problem: Problem,
+    outcome: Outcome,
+    model: str,
+    profile: ProfileReference,
+    notes: Sequence[str],
+    warnings: Sequence[str],
+    *,
+    compared: bool,
+) -> Plan:
+    """The plan of an outcome that holds one."""
     if outcome.best is None:
         raise no_plan_fits(problem)
     shown: Plan | None = None
     if compared and outcome.answer.best is not None:
-        shown = plan_of(problem, outcome.answer, model=model, profile=profile, notes=notes)
+        shown = plan_of(problem, outcome.answer, model=model, profile=profile, notes=notes, warnings=warnings)
         if outcome.best == outcome.answer.best and outcome.aim is None and not outcome.notes:
             return shown
     own = plan_alone(problem, outcome.best, outcome.found, model=model, profile=profile)
@@ -69,14 +104,15 @@ def solve_for(
     if objective.name == THROUGHPUT and not asynchronous_refusal(problem):
         own = _covering(own, besides)
     made = assembly_of(problem.space, outcome.best.proposal, outcome.best.recompute)
-    more = [*outcome.notes, *(notes if shown is None else shown.notes), *made.outside()]
+    said = [*warnings, *warnings_of(problem)] if shown is None else shown.warnings
     return own.model_copy(
         update={
             "objective": outcome.aim,
             "searched": problem.searched() + besides,
             "baselines": [] if shown is None else shown.baselines,
             "alternatives": [] if shown is None else shown.alternatives,
-            "notes": list(dict.fromkeys(more)),
+            "warnings": list(dict.fromkeys([*said, *made.outside()])),
+            "notes": list(dict.fromkeys([*outcome.notes, *(notes if shown is None else shown.notes)])),
         }
     )
 

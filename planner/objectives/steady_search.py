@@ -313,16 +313,14 @@ class SteadySearch:
         made = []
         for group in self.groups:
             ranks = self._run(int(group.positions[0]), group.replicas)
-            whole = reduced_seconds(self.space, ranks, group.team.table.stage_bytes.trainable)
+            whole = reduced_seconds(self.space, ranks, np.asarray(group.team.table.stage_bytes.trainable))
             made.append(whole / self.setting.micro_batches)
         return made
 
 
-def reduced_seconds(space: Space, ranks: Sequence[int], gradients: object) -> Floats:
-    """Seconds to add up the gradients of the replicas on these devices."""
-    made: Floats = np.asarray(
-        all_reduce_seconds(space.topology, ranks, np.asarray(gradients, dtype=np.float64), "best")
-    )
+def reduced_seconds(space: Space, ranks: Sequence[int], trainable: Floats) -> Floats:
+    """Seconds to add up the gradients of so many bytes of weights over the replicas on these devices."""
+    made: Floats = np.asarray(all_reduce_seconds(space.topology, ranks, space.gradients(trainable), "best"))
     return made
 
 
@@ -339,8 +337,8 @@ def _terms(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Iter
         at = places.index(first), places.index(end)
         again = team.forward[at] if modes[stage] != "never" else 0.0
         work.append(float(team.forward[at] + team.backward[at] + again))
-        gradients = np.asarray(team.table.stage_bytes.trainable)[at]
-        yield float(reduced_seconds(space, proposal.devices[stage], gradients)) / setting.micro_batches
+        trainable = np.asarray(np.asarray(team.table.stage_bytes.trainable)[at], dtype=np.float64)
+        yield float(reduced_seconds(space, proposal.devices[stage], trainable)) / setting.micro_batches
         if stage + 1 < len(teams):
             latency, each = space.pace(*proposal.devices[stage : stage + 2])
             occupancy = each * max(float(own.table.crossing[at[1]]) for own in teams[stage : stage + 2])

@@ -54,6 +54,8 @@ def asynchronous_refusal(problem: Problem) -> str:
     wishes, runtime = problem.wishes, problem.runtime
     if wishes.planner not in (BEST, PIPEDREAM):
         return f"the planner {wishes.planner} makes no asynchronous plan"
+    if wishes.zero:
+        return f"ZeRO-{wishes.zero} gathers the weights once a step: asynchronous schedules were left out"
     if wishes.schedule != "auto":
         return f"schedule {wishes.schedule} is wished: asynchronous ones were left out"
     if runtime is not None and not runtime.schedules & set(ASYNCHRONOUS):

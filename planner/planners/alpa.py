@@ -134,8 +134,9 @@ class _Enumeration:
                 and size <= self.trial.size
                 and self.space.fits_someone(self.trial.size, size)
             ):
+                self.space.budget.check()
                 team = self.space.team(self.trial.size, range(size))
-                gradients = np.asarray(team.table.stage_bytes.trainable)
+                gradients = self.space.gradients(np.asarray(team.table.stage_bytes.trainable))
                 reduced = all_reduce_seconds(self.space.topology, range(size), gradients, "best")
                 made[size // self.each] = team_costs(self.space, team, self.trial.modes, reduced)
         return made
@@ -215,6 +216,7 @@ class _Enumeration:
         last[-1, 0] = 0.0
         sums, reached = [last], []
         for tables in self.seconds:
+            self.space.budget.check()
             longer = np.full(last.shape, np.inf)
             for size, table in tables.items():
                 allowed = np.where(table <= limit, table, np.inf)

@@ -158,6 +158,7 @@ class _Search:
         self.limit = known.latency_seconds if known else np.inf
         starts = _Starts(*(np.zeros((0, 1), dtype=np.int64) for _ in range(3)))
         while len(starts):
+            self.moves.space.budget.check()
             self._finish(starts)
             if len(starts.ends) + 1 == self.whole.most_stages:
                 break

@@ -179,6 +179,7 @@ class Moves:
         return self.space.fits_someone(self.trial.size, count * self.machines.each)
 
     def _move(self, used: Counts, given: Counts) -> int:
+        self.space.budget.check()
         ranks = self.machines.ranks(used, given)
         after = tuple(a + b for a, b in zip(used, given, strict=True))
         self._made.append(_Move(self._state(after), ranks, self._team(ranks)))
@@ -200,7 +201,7 @@ class Moves:
         team = self.space.team(self.trial.size, ranks)
         if id(team) not in self._teams:
             self._teams[id(team)] = len(self.costs)
-            gradients = np.asarray(team.table.stage_bytes.trainable)
+            gradients = self.space.gradients(np.asarray(team.table.stage_bytes.trainable))
             reduced = all_reduce_seconds(self.space.topology, ranks, gradients, "best")
             self.costs.append(team_costs(self.space, team, self.trial.modes, reduced))
         return self._teams[id(team)]

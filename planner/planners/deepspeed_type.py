@@ -9,7 +9,6 @@ before it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,12 +21,14 @@ from ...cost_models.layer import Chain
 from ..candidate import Proposal
 from .deepspeed_balance import DeepSpeedBalance, deepspeed_ends
 from .equal_pipelines import Ends, all_pipelines, straight_settings
+from .pattern import compiled, matching
 from .repeated_blocks import repeated_blocks
 
 if TYPE_CHECKING:
     from ..problem import Problem
 
 KIND = "deepspeed-type"
+_SHOWN = 80
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class DeepSpeedType:
 
     def __post_init__(self) -> None:
         try:
-            re.compile(self.pattern or "")
-        except re.error as error:
+            compiled(self.pattern or "")
+        except ValueError as error:
             raise UsageError(
-                f"--planner {self.name}: {error} in the regular expression",
+                f"--planner {self.name[:_SHOWN]}: {error}",
                 "Give one that matches names of layers, as in deepspeed-type:attention.",
             ) from None
 
@@ -82,8 +83,13 @@ class DeepSpeedType:
     def counted(self, chain: Chain) -> npt.NDArray[np.bool_]:
         """Which layers are counted: (layers,)."""
         if self.pattern is not None:
-            search = re.compile(self.pattern, re.IGNORECASE).search
-            return np.array([search(name) is not None for name in chain.names])
+            try:
+                return np.array(matching(self.pattern, chain.names), dtype=np.bool_)
+            except ValueError as error:
+                raise UsageError(
+                    f"--planner {self.name[:_SHOWN]}: {error}",
+                    "Give a simpler one, as in deepspeed-type:attention.",
+                ) from None
         counted = np.zeros(len(chain), dtype=np.bool_)
         if (blocks := repeated_blocks(chain)) is not None:
             counted[list(blocks.starts[:-1])] = True

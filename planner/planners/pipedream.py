@@ -218,7 +218,7 @@ class _Stages:
     def ledger(self) -> LedgerOptions:
         """Of the kind of device with the least memory."""
         least = min(self.space.topology.kinds, key=lambda kind: kind.memory_bytes or inf)
-        return ledger_options(least, self.space.dtype)
+        return ledger_options(least, self.space.dtype, self.space.number_bytes, self.space.zero)
 
     @cached_property
     def limit(self) -> float:
@@ -245,6 +245,7 @@ class _Stages:
             fits=None if unlimited else self._fits,
             most_replicas=self.most_replicas,
             use_all=self.use_all,
+            check=self.given.budget.check,
         )
 
     @cached_property

@@ -109,6 +109,7 @@ class Programme:
 
     def whole(self, level: int, copies: int, behind: int) -> States:
         """A of a whole component of the level, for all stages; of level -1, a device, its seconds."""
+        self.at.check()
         if level < 0:
             return self._device(copies, behind)
         signature = self._signature(level, copies, behind)
@@ -303,6 +304,7 @@ class Tables:
     def _joined(self, first: Seconds, rest: Seconds) -> Floats:
         """Of a stage and what stands behind it, the slower; by the best place between."""
         programme, behind = self.programme, rest.table
+        self.at.check()
         programme.work += CALL + 6 * first.table.size
         if behind.ndim == 1:
             row: Floats = np.maximum(first.table, behind).min(axis=1)

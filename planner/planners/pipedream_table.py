@@ -94,6 +94,8 @@ class Instance:
     fits: Callable[[int, int], Bools] | None = None
     most_replicas: int | None = None
     use_all: bool = False
+    check: Callable[[], None] = lambda: None
+    """Called now and then; what it raises ends the planning."""
 
     @property
     def last(self) -> int:

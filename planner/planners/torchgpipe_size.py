@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ...cost_models.optimizers import optimizer_named, precision_of
+from ...cost_models.optimizers import Precision, optimizer_named
 from ..candidate import Proposal
 from .block_partition import block_partition
 from .equal_pipelines import Ends, straight_pipelines, straight_settings
@@ -28,7 +28,7 @@ class TorchgpipeSize:
     def propose(self, problem: Problem) -> Iterator[Proposal]:
         """Each number of stages, a device of one node a stage: one process, without replicas."""
         settings = [setting for setting in straight_settings(problem) if setting.schedule == "gpipe"]
-        copies = parameter_copies(problem.wishes.optimizer, problem.dtype)
+        copies = parameter_copies(problem.wishes.optimizer, problem.precision.bytes)
 
         def ends(stages: int, size: int) -> Ends:
             costs = problem.space.chain.at(size, past_largest=True)
@@ -38,10 +38,11 @@ class TorchgpipeSize:
         yield from straight_pipelines(problem, settings, ends, of_a_node=True)
 
 
-def parameter_copies(optimizer: str, dtype: str) -> float:
-    """torchgpipe's `param_scale`: 2 for SGD, 3 with momentum, 4 for Adam. Raises UsageError."""
-    precision = precision_of(dtype)
-    return 2 + optimizer_named(optimizer).bytes_per_parameter(precision) / precision.weight
+def parameter_copies(optimizer: str, precision: Precision) -> float:
+    """torchgpipe's `param_scale`: 2 for SGD, 3 with momentum, 4 for Adam; more with master weights. Raises
+    UsageError."""
+    states = optimizer_named(optimizer).bytes_per_parameter(precision)
+    return 1 + (precision.gradient + states) / precision.weight
 
 
 PLANNER = TorchgpipeSize()

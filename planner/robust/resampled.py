@@ -14,6 +14,7 @@ from ...cost_models.simulator.costs import Costs
 from ...cost_models.timeline import step_seconds
 from ..assembly import Assembly, part_seconds
 from ..candidate import Candidate
+from ..replica_exchange import gradient_bytes
 from ..scoring import assembly_of
 from ..search.space import Space
 from ..stage_table import Floats, StageTable
@@ -85,6 +86,7 @@ class Resampled:
         for table, scale in made.timed[place.device]:
             running = self._running(table, name)
             own.append(np.maximum(running[table.places[j]] - running[table.places[i]], 0.0) * scale)
+            own[-1] += made.exchanged_seconds(part, table, scale, name)
         return own
 
     def _running(self, table: StageTable, name: str) -> Floats:
@@ -113,7 +115,7 @@ class Resampled:
     def _exposed(self, made: Assembly, place: Place, part: int, ranks: Sequence[int]) -> Floats:
         """(samples,): of the kind of device whose backward takes longest, each time."""
         i, j = made.bounds[part]
-        gradients = made.table(place.device).costs.trainable_bytes
+        gradients = gradient_bytes(made.table(place.device).costs.trainable_bytes, made.number_bytes)
         exposed = []
         for table, scale in made.timed[place.device]:
             own = slice(table.places[i], table.places[j])

@@ -9,7 +9,8 @@ Every subproblem (a setting, an order of the devices and a stage count) has a pr
    when their bound is the lowest of all.
 
 Where the work that a search may spend is done, or too many unfinished plans are kept, the lowest bound of all
-that is left is what is proven. Work is counted, not timed: the same input always gives the same answer.
+that is left is what is proven. Work is counted, so that the same input gives the same answer; only where that
+would take longer than the whole of a budget's time, time ends it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import numpy as np
 
 from ..candidate import Candidate
 from ..plan_file import TIE
+from .budget import OutOfTime, SearchBudget
 from .placements import Placement
 from .runs import Runs
 from .space import Space
 from .subproblem import Chunk, Family, Subproblem
-from .work import Work
 
 WORK = 3e9
-"""What a search may spend unless it is told, see `Work`."""
+"""What a search may spend unless it is told, see `SearchBudget`."""
 MOST_KEPT = 400_000
 """Unfinished plans that are kept."""
 
@@ -63,7 +64,7 @@ def search(
 
     Among plans within `TIE` of each other: one of few stages, of a family that stands early.
     """
-    budget = Work(WORK if work is None else work)
+    budget = space.budget.part(WORK if work is None else work)
     return _Search(space, families, sorted(set(stage_counts)), budget, limit).run(seeds)
 
 
@@ -71,7 +72,12 @@ class _Search:
     """A search under way: the best plan so far, and the subproblems."""
 
     def __init__(
-        self, space: Space, families: Sequence[Family], counts: Sequence[int], work: Work, limit: float
+        self,
+        space: Space,
+        families: Sequence[Family],
+        counts: Sequence[int],
+        work: SearchBudget,
+        limit: float,
     ) -> None:
         self.work, self.limit, self.counts = work, limit, counts
         self.best: Candidate | None = None
@@ -89,10 +95,14 @@ class _Search:
         """The answer."""
         for seed in seeds:
             self._take(seed)
-        for problem in sorted(self.problems, key=lambda p: p.quick_bound):
-            self._take(problem.seed(self.step))
-        proven = self._explore()
-        self._prefer_simple()
+        try:
+            for problem in sorted(self.problems, key=lambda p: p.quick_bound):
+                if not self.work.spent or self.best is None:
+                    self._take(problem.seed(self.step))
+            proven = self._explore()
+            self._prefer_simple()
+        except OutOfTime:
+            proven = min((problem.root for problem in self.problems), default=np.inf)
         step = np.inf if self.best is None else self.best.step_seconds
         root = min((problem.root for problem in self.problems), default=np.inf)
         exact = proven >= step * (1 - TIE)
@@ -113,8 +123,11 @@ class _Search:
                 heappush(heap, (float(chunk.bounds[0]), pushed, problem, chunk))
                 kept, pushed = kept + len(chunk), pushed + 1
 
+        left_out = np.inf
         for problem in self.problems:
-            if problem.opened(self.step):
+            if self.work.spent and not problem.roots:
+                left_out = min(left_out, problem.quick_bound)
+            elif problem.opened(self.step):
                 for stages in self.counts:
                     if problem.roots[stages] < self.step:
                         push(problem, problem.start(stages, self.step))
@@ -122,18 +135,21 @@ class _Search:
             lowest, _, problem, chunk = heappop(heap)
             kept -= len(chunk)
             if lowest >= self.step * (1 - TIE):
-                return np.inf
-            if self.work.left <= 0 or kept > MOST_KEPT:
-                return lowest
-            if chunk.remaining:
-                for further in problem.extended(chunk, self.step):
-                    push(problem, further)
-            else:
-                found, rest = problem.scored(chunk, self.step)
-                self._take(found)
-                if rest is not None:
-                    push(problem, rest)
-        return np.inf
+                break
+            if self.work.spent or kept > MOST_KEPT:
+                return min(lowest, left_out)
+            try:
+                if chunk.remaining:
+                    for further in problem.extended(chunk, self.step):
+                        push(problem, further)
+                else:
+                    found, rest = problem.scored(chunk, self.step)
+                    self._take(found)
+                    if rest is not None:
+                        push(problem, rest)
+            except OutOfTime:
+                return min(lowest, left_out)
+        return left_out if left_out < self.step * (1 - TIE) else np.inf
 
     def _prefer_simple(self) -> None:
         """Of plans as fast as the best one of fewer stages or an earlier family, where a beam finds it."""

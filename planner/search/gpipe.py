@@ -137,6 +137,7 @@ class GPipeBound:
         # Where round trips leave no plan below the limit there is none.
         reachable = np.isfinite(self._round_trips.rows(remaining - 1)[0])
         for group in self.options.groups:
+            self.options.space.budget.check()
             self._fill(rows, group, reachable, remaining)
         return _Sums(*(self.options.runs.reached(values) for values in rows.values()))
 

@@ -1,8 +1,9 @@
 """The search where there are too many layers and devices to look at all plans.
 
-First with few cuts, spread so that the layers between them cost alike, and with devices taken by several at a
-time; then again with the cuts near those of the best plan. What it finds is no proof: the bound on all plans
-is that of their work.
+The bound on all plans is that of `relaxed`, which has no positions of devices, and the plans near the
+pipelines that attain it are scored. Then, with few cuts, spread so that the layers between them cost alike,
+and with devices taken by several at a time, plans are searched; then again with the cuts near those of the
+best plan.
 """
 
 from __future__ import annotations
@@ -14,28 +15,38 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from ..candidate import Candidate
+from ..candidate import Candidate, Proposal
 from ..plan_file import TIE
-from .branch_and_bound import Found, search
-from .space import Space, with_cuts
+from .branch_and_bound import WORK, Found, search
+from .budget import OutOfTime, SearchBudget
+from .pipelines import modes_of, pipelines_of
+from .relaxed_bound import RelaxedBound
+from .space import Space, narrowed, with_cuts
 from .subproblem import Family, quick_bound
 
 MOST_DEVICES = 64
 """Of so many, stages may begin at any."""
+MOST_STRAIGHT = 256
+"""The same where stages have one device each."""
+MOST_POSITIONS = 1_024
+"""Of more devices only the plans near relaxed ones are looked at: tables by position would be too large."""
 COARSE_BLOCKS = 64
 NEAR = 3
 """Cuts on either side to which a refined search may move one."""
 REFINEMENTS = 2
 MOST_STAGES = 64
 """That are searched; proposed plans may have more."""
+FOR_BOUND = 0.5
+"""Share of the work and the time that the bound may have."""
 
 
 def is_large(space: Space, families: Sequence[Family]) -> bool:
     """Whether not all plans are searched."""
-    replicated = max(
-        (len(family.placement.ranks) for family in families if family.replicas != (1,)), default=1
-    )
-    return space.is_long or replicated > MOST_DEVICES
+    most = {True: 1, False: 1}
+    for family in families:
+        straight = family.replicas == (1,)
+        most[straight] = max(most[straight], len(family.placement.ranks))
+    return space.is_long or most[False] > MOST_DEVICES or most[True] > MOST_STRAIGHT
 
 
 def search_large(
@@ -43,22 +54,77 @@ def search_large(
     families: Sequence[Family],
     stage_counts: Iterable[int],
     seeds: Iterable[Candidate],
-    work: float,
+    work: float | None = None,
+    *,
+    deeper: bool = False,
 ) -> Found:
-    """The best plan found of these families, no slower than the seeds."""
-    counts = [count for count in stage_counts if count <= MOST_STAGES]
-    best = min(seeds, key=lambda plan: plan.step_seconds, default=None)
+    """The best plan found of these families, no slower than the seeds; and a bound on all of them, with any
+    of the devices. `deeper`: plans with more stages are allowed, too: they are only bounded."""
+    budget = space.budget.part(WORK if work is None else work)
+    counts = sorted(set(stage_counts))
+    scored = _Scored(space, budget, min(seeds, key=lambda plan: plan.step_seconds, default=None))
+    own = budget.part(FOR_BOUND * budget.left, share=FOR_BOUND)
+    relaxed = RelaxedBound(space, families, counts, deeper, own, scored)
+    bound = relaxed.least(scored.step)
+    _search_coarsely(scored, families, [count for count in counts if count <= MOST_STAGES], budget)
+    bound = min(bound, scored.step)
+    root = min([scored.step, *(quick_bound(space, family) for family in families)])
+    return Found(scored.best, bound, min(root, bound), bound >= scored.step * (1 - TIE))
+
+
+class _Scored:
+    """The best plan so far. As a function: scores proposals, and gives the seconds of the best plan."""
+
+    def __init__(self, space: Space, budget: SearchBudget, best: Candidate | None) -> None:
+        self.space, self.budget, self.best = space, budget, best
+        self._known: set[Proposal] = set()
+
+    @property
+    def step(self) -> float:
+        """Of the best plan; inf where there is none."""
+        return inf if self.best is None else self.best.step_seconds
+
+    def __call__(self, proposals: Sequence[Proposal]) -> float:
+        for proposal in proposals:
+            if proposal not in self._known:
+                self._known.add(proposal)
+                self._score(proposal)
+        return self.step
+
+    def _score(self, proposal: Proposal) -> None:
+        setting = proposal.setting
+        if not self.space.limits.allow(proposal.bounds):
+            return
+        narrow = narrowed(self.space, proposal.ends) if self.space.is_long else self.space
+        modes = modes_of(narrow, proposal)
+        if modes is None:
+            return
+        self.budget.check()
+        step = float(pipelines_of(narrow, [proposal], [modes]).step_seconds()[0])
+        self.budget.simulate(1, 2 * len(proposal.ends) * setting.micro_batches)
+        if step < self.step:
+            self.best = Candidate(proposal, modes, step)
+
+
+def _search_coarsely(
+    scored: _Scored, families: Sequence[Family], counts: Sequence[int], budget: SearchBudget
+) -> None:
+    """Looks for better plans with few cuts and devices taken together, and then near the best one."""
+    space = scored.space
+    if max((len(family.placement.ranks) for family in families), default=0) > MOST_POSITIONS:
+        return
     families = [_in_units(family) for family in families]
-    cuts = _spread(space, COARSE_BLOCKS)
-    best = _better(best, with_cuts(space, cuts), families, counts, work / 2)
-    for _ in range(REFINEMENTS):
-        if best is not None:
-            setting, stages = best.setting, len(best.proposal.ends)
-            alike = [family for family in families if family.setting == setting]
-            best = _better(best, with_cuts(space, _near(space, best)), alike, [stages], work / 4)
-    step = inf if best is None else best.step_seconds
-    bound = min(step, *(quick_bound(space, family) for family in families))
-    return Found(best, bound, bound, bound >= step * (1 - TIE))
+    try:
+        cuts = _spread(space, COARSE_BLOCKS)
+        scored.best = _better(scored.best, with_cuts(space, cuts), families, counts, budget.left / 2)
+        for _ in range(REFINEMENTS):
+            if scored.best is not None:
+                setting, stages = scored.best.setting, len(scored.best.proposal.ends)
+                alike = [family for family in families if family.setting == setting]
+                near = with_cuts(space, _near(space, scored.best))
+                scored.best = _better(scored.best, near, alike, [stages], budget.left / 2)
+    except OutOfTime:
+        return
 
 
 def _better(

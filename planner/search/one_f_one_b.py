@@ -94,6 +94,7 @@ class RoundTripBound:
         reachable = np.isfinite(self._rows[-1][0])
         if reachable.any():
             for group in self.options.groups:
+                self.options.space.budget.check()
                 self._fill(rows, group, reachable, remaining)
         made = [self.options.runs.reached(values) for values in rows]
         forward, both, work = self.options.prefixes

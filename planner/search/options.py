@@ -155,6 +155,11 @@ class Options:
         """In the order."""
         return len(self.runs.placement.ranks)
 
+    @property
+    def entries(self) -> int:
+        """Stages on runs of devices."""
+        return sum(len(group.start) * int(group.at.sum()) for group in self.groups)
+
     @cached_property
     def most_stages(self) -> int:
         """Of a pipeline: each takes a device and a block."""
@@ -221,6 +226,7 @@ def _groups(space: Space, setting: Setting, runs: Runs, limit: float) -> Iterato
             continue
         at: dict[int, tuple[Team, npt.NDArray[np.bool_]]] = {}
         for position in range(0, len(ranks) - count + 1, runs.unit):
+            space.budget.check()
             team = space.team(setting.micro_batch_size, ranks[position : position + count])
             own = at.setdefault(id(team), (team, np.zeros(len(ranks) + 1, dtype=np.bool_)))
             own[1][position] = True

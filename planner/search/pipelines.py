@@ -17,6 +17,7 @@ from ...cost_models.simulator.kept import kept_program
 from ...cost_models.timeline import computed, runs_in_order, step_seconds
 from ...cost_models.ways import Ranks
 from ..candidate import Proposal
+from ..replica_exchange import bytes_by_layer
 from ..setting import Setting
 from ..stage_table import Floats
 from .space import Space, Team
@@ -24,16 +25,18 @@ from .space import Space, Team
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Where pipelines run: by pipeline, the devices of each stage, and the bytes of gradients of each
-    (pipelines, stages)."""
+    """Where pipelines run: by pipeline, the devices of each stage; (pipelines, stages) each, the bytes that
+    the replicas of a stage exchange after the last backward, and before it, see `replica_exchange`."""
 
     ports: PortSharings
     devices: Sequence[tuple[Ranks, ...]]
-    gradients: Floats
+    at_end: Floats
+    before: Floats
 
     def some(self, chosen: npt.NDArray[np.int64]) -> Routes:
         """Of a part of them."""
-        return Routes(self.ports, [self.devices[row] for row in chosen], self.gradients[chosen])
+        devices = [self.devices[row] for row in chosen]
+        return Routes(self.ports, devices, self.at_end[chosen], self.before[chosen])
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,17 +119,23 @@ class Pipelines:
     def _sharings(self, routes: Routes) -> list[PortSharing]:
         """What the stages of each share."""
         count, made = self.setting.micro_batches, []
-        for devices, gradients, occupancy in zip(
-            routes.devices, routes.gradients.tolist(), self.occupancy.tolist(), strict=True
-        ):
+        rows = zip(
+            routes.devices,
+            routes.at_end.tolist(),
+            routes.before.tolist(),
+            self.occupancy.tolist(),
+            strict=True,
+        )
+        for devices, at_end, before, occupancy in rows:
             hops = [
                 Hop(*way, seconds * count)
                 for cut, seconds in enumerate(occupancy)
                 for way in ((cut, cut + 1), (cut + 1, cut))
             ]
+            exchanged = enumerate(zip(devices, at_end, before, strict=True))
             reduced = [
-                Reduced(stage, own, bytes)
-                for stage, (own, bytes) in enumerate(zip(devices, gradients, strict=True))
+                Reduced(stage, own, last, before=earlier)
+                for stage, (own, last, earlier) in exchanged
                 if len(own) > 1
             ]
             made.append(routes.ports.of(devices, hops, reduced))
@@ -214,6 +223,22 @@ def modes_of(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
     return tuple(modes)
 
 
+def routes_of(
+    space: Space,
+    setting: Setting,
+    devices: Sequence[tuple[Ranks, ...]],
+    starts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+) -> Routes:
+    """Of pipelines whose stages are on these devices, between places (pipelines, stages)."""
+    held, precision = space.table(space.chain.sizes[0]).stage_bytes, space.number_bytes
+    trainable = np.asarray(held.trainable)[starts, ends]
+    parameters = np.asarray(held.parameters)[starts, ends]
+    at_end = space.bytes_at_end(trainable)
+    by_layer = bytes_by_layer(trainable, parameters, precision, space.zero)
+    return Routes(space.ports, devices, at_end, by_layer * setting.micro_batches)
+
+
 def pipelines_of(
     space: Space, proposals: Sequence[Proposal], modes: Sequence[Sequence[Recompute]]
 ) -> Pipelines:
@@ -223,7 +248,7 @@ def pipelines_of(
     columns = {name: np.zeros(shape) for name in ("forward", "backward", "plain", "tail")}
     launches = {name: np.zeros(shape) for name in ("forward_launch", "backward_launch")}
     occupancy, latency = (np.zeros((shape[0], shape[1] - 1)) for _ in range(2))
-    gradients = np.zeros(shape)
+    places_of = np.zeros((2, *shape), dtype=np.int64)
     for row, proposal in enumerate(proposals):
         teams = [space.team(setting.micro_batch_size, devices) for devices in proposal.devices]
         for stage, (team, (first, end)) in enumerate(zip(teams, proposal.bounds, strict=True)):
@@ -232,7 +257,7 @@ def pipelines_of(
             columns["forward"][row, stage], columns["plain"][row, stage] = team.forward[at], team.backward[at]
             columns["backward"][row, stage] = team.backward[at] + again
             columns["tail"][row, stage] = team.tail[at]
-            gradients[row, stage] = np.asarray(team.table.stage_bytes.trainable)[at]
+            places_of[:, row, stage] = at
             for name, values in launches.items():
                 values[row, stage] = getattr(team.table, name)[at]
         for cut, (here, there) in enumerate(pairwise(proposal.devices)):
@@ -249,5 +274,5 @@ def pipelines_of(
         occupancy=occupancy,
         latency=latency,
         transfers="overlapped" if runtime is None else runtime.transfers,
-        routes=Routes(space.ports, [proposal.devices for proposal in proposals], gradients),
+        routes=routes_of(space, setting, [own.devices for own in proposals], places_of[0], places_of[1]),
     )

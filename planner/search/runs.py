@@ -53,6 +53,7 @@ class Runs:
         latency, slowness = (np.full((len(self.counts), size, size), np.inf) for _ in range(2))
         ranks, known = self.placement.ranks, dict[tuple[int, ...], tuple[float, float]]()
         for end, begins in enumerate(self.starts):
+            self.space.budget.check()
             for begin in begins:
                 if end % self.unit or begin % self.unit or begin + replicas > self.devices:
                     continue

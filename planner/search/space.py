@@ -16,16 +16,24 @@ from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain, LayerCosts
 from ...cost_models.machines.hardware import Device
 from ...cost_models.memory import LedgerOptions, Recompute
+from ...cost_models.optimizers import Precision
 from ...cost_models.port_sharing import PortSharings
+from ...cost_models.precision import training_precision
 from ...cost_models.runtime import Runtime
 from ...cost_models.topology import Topology
 from ...cost_models.ways import Ways
+from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
 from ..stage_table import Floats, StageTable, ledger_options
 from ..wishes import Limits
+from .budget import SearchBudget
 from .exposed import Buckets, buckets_of
 
 MOST_BLOCKS = 220
 """Between allowed cuts: of so many, tables of all stages are made."""
+
+
+_KEPT = ("buckets", "usable", "ways", "ports")
+"""What is made of a space once, whatever its budget."""
 
 
 def share_of(size: int, replicas: int) -> int:
@@ -49,11 +57,24 @@ class Space:
     past_largest: bool = False
     runtime: Runtime | None = None
     dtype: str = "float32"
+    precision: Precision | None = None
+    """Bytes of a parameter; None: as usual for the dtype."""
+    zero: int = 0
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
+    budget: SearchBudget = field(default_factory=SearchBudget)
+    """What everything that is done with the space may take."""
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
     _teams: dict[object, Team] = field(default_factory=dict, init=False)
-    _joined: dict[tuple[int, ...], object] = field(default_factory=dict, init=False)
+    _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
+
+    def within(self, budget: SearchBudget) -> Space:
+        """The same, with its tables, under another budget."""
+        made = replace(self, budget=budget)
+        for name in ("_tables", "_teams", "_joined"):
+            object.__setattr__(made, name, getattr(self, name))
+        vars(made).update({name: own for name, own in vars(self).items() if name in _KEPT})
+        return made
 
     def table(self, size: float) -> StageTable:
         """The stages of the chain, as profiled, at a micro-batch size of one device."""
@@ -68,7 +89,21 @@ class Space:
     def buckets(self) -> Buckets:
         """The gradient buckets of all stages."""
         table = self.table(self.chain.sizes[0])
-        return buckets_of(self.chain.trainable_bytes, table.places)
+        return buckets_of(self.gradients(self.chain.trainable_bytes), table.places)
+
+    @cached_property
+    def number_bytes(self) -> Precision:
+        """Bytes of a weight, a gradient and a master weight."""
+        return self.precision or training_precision(self.dtype).bytes
+
+    def gradients(self, trainable: Floats) -> Floats:
+        """Bytes of the gradients of so many bytes of trainable weights."""
+        return gradient_bytes(trainable, self.number_bytes)
+
+    def bytes_at_end(self, trainable: Floats) -> Floats:
+        """Bytes of an all-reduce that sends as much as the replicas of stages with so many bytes of trainable
+        weights exchange after the last backward."""
+        return bytes_at_end(trainable, self.number_bytes, self.zero)
 
     @cached_property
     def usable(self) -> npt.NDArray[np.bool_]:
@@ -123,7 +158,7 @@ class Space:
 
     def limit(self, devices: Sequence[int]) -> float:
         """Bytes that each of these devices may hold, inf for any number."""
-        own = [self.memory_limit, *(self.topology.device(rank).memory_bytes for rank in devices)]
+        own = [self.memory_limit, *(kind.memory_bytes for kind in self._kinds(devices))]
         return min((float(limit) for limit in own if limit is not None), default=inf)
 
     def fits_someone(self, size: int, replicas: int) -> bool:
@@ -146,7 +181,7 @@ class Space:
 
     def on(self, kind: Device, size: int, seconds: Callable[[LayerCosts], Floats]) -> Floats:
         """(layers,): such seconds of so many samples on a kind of device."""
-        return seconds(self._timed(kind, size).costs) * kind.seconds_scale
+        return seconds(self.timed(kind, size).costs) * kind.seconds_scale
 
     def cheapest_work(self, size: int, counts: Iterable[int], *, again: bool = False) -> Floats | None:
         """(layers,): `least_work` of a micro-batch on all replicas together, of these numbers of replicas the
@@ -158,24 +193,47 @@ class Space:
     def team(self, size: int, devices: Sequence[int]) -> Team:
         """What stages cost on these devices, which share micro-batches of `size` samples."""
         devices = tuple(devices)
-        if devices not in self._joined:
-            self._joined[devices] = (self._kinds(devices), alike(self.topology, devices))
-        key = (size, self._joined[devices])
+        run = self._run(devices)
+        if run not in self._joined:
+            self._joined[run] = (self._kinds(devices), alike(self.topology, devices))
+        key = (size, self._joined[run])
         if key not in self._teams:
             self._teams[key] = self._team(size, devices)
         return self._teams[key]
 
+    def _run(self, devices: tuple[int, ...]) -> tuple[object, ...]:
+        """What tells devices apart: runs of one length that begin at the same place of a node are the same
+        where nodes are."""
+        first, count = devices[0], len(devices)
+        if self._single_kind and self.ways.alike and devices == tuple(range(first, first + count)):
+            return "run", first % self.topology.gpus_per_node, count
+        return devices
+
+    @cached_property
+    def _single_kind(self) -> bool:
+        return len(self.topology.kinds) == 1
+
     def _kinds(self, devices: Sequence[int]) -> tuple[Device, ...]:
+        if self._single_kind:
+            return self.topology.kinds
         return tuple(dict.fromkeys(self.topology.device(rank) for rank in devices))
 
     def _team(self, size: int, devices: tuple[int, ...]) -> Team:
         kinds = self._kinds(devices)
         share = share_of(size, len(devices))
-        timed = [(self._timed(kind, share), kind.seconds_scale) for kind in kinds]
-        forward = np.maximum.reduce([table.forward * scale for table, scale in timed])
-        backward = [table.backward * scale for table, scale in timed]
+        timed = [(self.timed(kind, share), kind.seconds_scale) for kind in kinds]
+        exchange = ReplicaExchange(self.topology, devices, self.number_bytes, self.zero)
+        if exchange.is_by_layer:
+            forwards = [exchange.forward(own, own.costs.forward_seconds * scale) for own, scale in timed]
+            backward = [exchange.backward(own, own.costs.backward_seconds * scale) for own, scale in timed]
+        else:
+            forwards = [table.forward * scale for table, scale in timed]
+            backward = [table.backward * scale for table, scale in timed]
+        forward = np.maximum.reduce(forwards)
         tail = np.zeros_like(forward)
-        if len(devices) > 1:
+        if len(devices) > 1 and self.zero:
+            tail = exchange.at_end(np.asarray(self.table(share).stage_bytes.trainable))
+        elif len(devices) > 1:
             tails = [
                 self.buckets.exposed(
                     table.costs.backward_seconds * scale,
@@ -196,10 +254,10 @@ class Space:
             tail=tail,
             limit=self.limit(devices),
             optimizer=self.optimizer,
-            ledger=ledger_options(least, self.dtype),
+            ledger=ledger_options(least, self.dtype, self.number_bytes, self.zero),
         )
 
-    def _timed(self, kind: Device, size: float) -> StageTable:
+    def timed(self, kind: Device, size: float) -> StageTable:
         if kind.profile is None:
             return self.table(size)
         if kind.profile not in self.profiles:

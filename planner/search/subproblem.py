@@ -12,19 +12,21 @@ from ..candidate import Candidate, Proposal
 from ..plan_file import TIE
 from ..setting import Setting
 from ..stage_table import Floats
+from .budget import SearchBudget
 from .gpipe import GPipeBound
 from .one_f_one_b import RoundTripBound
 from .options import Group, Indices, Options, options_of
 from .partial import Expansion, Known, Partial, extended, joined, nothing
-from .pipelines import Pipelines, Routes
+from .pipelines import Pipelines, routes_of
 from .placements import Placement
 from .runs import Runs
-from .space import Space
-from .work import Work
+from .space import Space, share_of
 
 BEAM = 32
 CHUNK = 1_024
 """Unfinished plans that are extended side by side."""
+A_ROOT = 30
+"""Of counted work: a stage on a run of devices in the bound of a number of stages."""
 BATCH = 64
 """Whole plans that are simulated side by side."""
 
@@ -43,6 +45,8 @@ class Family:
     on_all: bool = False
     unit: int = 1
     """Stages begin at multiples of so many positions."""
+    any_count: bool = False
+    """Whether plans with other numbers of replicas are allowed, too: they are not searched, but bounded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +67,9 @@ class Chunk:
 class Subproblem:
     """The plans of one family, by number of stages."""
 
-    def __init__(self, space: Space, family: Family, counts: Sequence[int], runs: Runs, work: Work) -> None:
+    def __init__(
+        self, space: Space, family: Family, counts: Sequence[int], runs: Runs, work: SearchBudget
+    ) -> None:
         self.space, self.family, self.counts, self.runs, self.work = space, family, counts, runs, work
         self.quick_bound = quick_bound(space, family)
         self.roots: dict[int, float] = {}
@@ -82,10 +88,13 @@ class Subproblem:
             return False
         if not self.roots:
             options, bound = self._bound(limit)
+            roots = dict[int, float]()
             for stages in self.counts:
                 possible = options.groups and stages <= options.most_stages
                 # Plans that are slower than this are left out of the options.
-                self.roots[stages] = min(bound.root(stages) if possible else np.inf, _within(limit))
+                roots[stages] = min(bound.root(stages) if possible else np.inf, _within(limit))
+            self.roots = roots
+            self.work.spend(A_ROOT * len(self.counts) * options.entries)
         is_open = any(root < limit for root in self.roots.values())
         if not is_open:
             self._made = None
@@ -128,6 +137,7 @@ class Subproblem:
         options, bound = self._bound(limit)
         remaining, parts, bounds = chunk.remaining, [], []
         for stage in expansions(options, chunk.plans, remaining):
+            self.work.check()
             known: Known = {name: values[stage.parent] for name, values in chunk.plans.known.items()}
             own, now = bound.extend(known, stage)
             self.work.extend(len(own))
@@ -151,6 +161,7 @@ class Subproblem:
         order = np.arange(len(chunk))
         now, later = order[: chunk.batch], order[chunk.batch :]
         pipelines = self._pipelines(options, joined([chunk.plans], now))
+        self.work.check()
         steps = pipelines.step_seconds(limit)
         self.work.simulate(len(steps), 2 * pipelines.stages * self.family.setting.micro_batches)
         first = int(steps.argmin())
@@ -171,9 +182,8 @@ class Subproblem:
             columns["forward_launch"] = table.forward_launch[starts, plans.ends]
             columns["backward_launch"] = table.backward_launch[starts, plans.ends]
         transfers = "overlapped" if runtime is None else runtime.transfers
-        gradients = np.asarray(table.stage_bytes.trainable)[starts, plans.ends]
         devices = [self._devices(options, plans, row) for row in range(len(plans))]
-        routes = Routes(self.space.ports, devices, gradients)
+        routes = routes_of(self.space, self.family.setting, devices, starts, plans.ends)
         return Pipelines(self.family.setting, **columns, transfers=transfers, routes=routes)
 
     def _devices(self, options: Options, plans: Partial, row: int) -> tuple[tuple[int, ...], ...]:
@@ -248,9 +258,23 @@ def _cut(
 
 
 def quick_bound(space: Space, family: Family) -> float:
-    """A bound that needs no tables of stages: the work, as cheap as any number of replicas makes each layer,
-    shared evenly over all devices."""
+    """A bound that needs no tables of stages: the work, as cheap as any number of replicas that is allowed
+    makes each layer, shared evenly over all devices."""
     setting, devices = family.setting, len(family.placement.ranks)
-    counts, again = [n for n in family.replicas if n <= devices], setting.recompute == "always"
+    counts, again = bounded_counts(family), setting.recompute == "always"
     work = space.cheapest_work(setting.micro_batch_size, counts, again=again)
     return np.inf if work is None else float(setting.micro_batches * work.sum() / devices)
+
+
+def bounded_counts(family: Family) -> list[int]:
+    """The numbers of replicas that a bound holds for: of those with the same share the fewest, which do the
+    same with less."""
+    devices, size = len(family.placement.ranks), family.setting.micro_batch_size
+    if not family.any_count:
+        return [count for count in family.replicas if count <= devices]
+    counts, count = [], 1
+    while count <= min(size, devices):
+        counts.append(count)
+        share = share_of(size, count)
+        count = devices + 1 if share == 1 else (size - 1) // (share - 1) + 1
+    return counts

@@ -25,14 +25,22 @@ _FRAMES = 16
 
 
 def load_torchvision(
-    name: str, classes: int | None, shape: tuple[int, ...] | None, seed: int, *, on_meta: bool = False
+    name: str,
+    classes: int | None,
+    shape: tuple[int, ...] | None,
+    seed: int,
+    *,
+    on_meta: bool = False,
+    known_only: bool = False,
 ) -> LoadedModel:
-    """Random weights, drawn from `seed`; `shape` is that of one sample. Raises ModelError."""
+    """Random weights, drawn from `seed`; `shape` is that of one sample. `known_only`: no module is looked for
+    where there is no such model. Raises ModelError."""
     import torchvision
 
     known = torchvision.models.list_models()
     if name.lower() not in known:
-        refuse_module(name)
+        if not known_only:
+            refuse_module(name)
         near = difflib.get_close_matches(name.lower(), known, n=5, cutoff=0.5)
         raise ModelError(
             f"model {name!r}: torchvision has no model of this name",

@@ -58,14 +58,16 @@ class Configured:
     notes: tuple[str, ...]
 
 
-def configured(transformers: Any, name: str, settings: Mapping[str, object]) -> Configured:
+def configured(
+    transformers: Any, name: str, settings: Mapping[str, object], *, known_only: bool = False
+) -> Configured:
     """The configuration `name` (a model type, a config.json or its folder) with `settings`.
 
     `settings` are sizes in words (`layers`, `hidden`, `heads`, `intermediate`, `vocabulary`, `sequence`,
     `classes`) and any keys of the configuration. Sizes that follow from a changed one are changed with it
-    where they are not set too. Raises ModelError, FileError and UsageError.
+    where they are not set too. `known_only`: no file is read. Raises ModelError, FileError and UsageError.
     """
-    values = None if name in transformers.CONFIG_MAPPING else _file_values(name)
+    values = None if known_only or name in transformers.CONFIG_MAPPING else _file_values(name)
     kind = name if values is None else values["model_type"]
     family = _family(transformers, kind, name)
     values = {key: value for key, value in (values or {}).items() if key not in _OF_A_CHECKPOINT}

@@ -51,17 +51,23 @@ class TransformersModel:
 
 
 def load_transformers(
-    name: str, settings: Mapping[str, object], *, seed: int, device: torch.device | str = "cpu"
+    name: str,
+    settings: Mapping[str, object],
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    known_only: bool = False,
 ) -> TransformersModel:
     """The model of configuration `name`, random weights drawn from `seed`, in train mode and float32.
 
     `name` is what stands after `hf:`, a model type as `gpt2` or the path of a config.json (or of its
     folder). `settings` are `layers`, `hidden`, `heads`, `intermediate`, `vocabulary`, `sequence`, `classes`
     and keys of the configuration itself. On the device `meta` weights take no memory; the example is on the
-    CPU in any case. Raises ModelError, FileError, UsageError, and MachineError without transformers.
+    CPU in any case. `known_only`: `name` is a model type, and no path is read. Raises
+    ModelError, FileError, UsageError, and MachineError without transformers.
     """
     with transformers_session() as transformers, seeded(seed):
-        asked = configured(transformers, name, settings)
+        asked = configured(transformers, name, settings, known_only=known_only)
         module = _built(_class_of(transformers, asked.config, name), asked.config, name, torch.device(device))
         sequence = _sequence(module, asked.config, asked.sequence, name)
         example = _example(module, asked.config, sequence, seed, name)

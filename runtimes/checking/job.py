@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -29,6 +30,12 @@ class ModelSpec(Record):
     granularity: str = "block"
     loss: str = "none"
     channels_last: bool = False
+    layers_sha256: str = ""
+    """Of the names of the layers that it must have, one a line; empty: not known."""
+    profiled: str = ""
+    """What the profile calls the model."""
+    by_user: tuple[str, ...] = Field(default=(), exclude=True)
+    """The names, of a model and of a loss, that the user gave: only these may be code. No file holds them."""
 
 
 class StageSeconds(Record):
@@ -159,6 +166,12 @@ class Job(Record):
         if len(kinds) != 1:
             raise ValueError(f"the cases are of {sorted(kinds)}, they must be of one runtime")
         return self
+
+    def naming(self, names: Sequence[str]) -> Job:
+        """The same where the user gave these names of a model or a loss, and no others."""
+        if self.model is None:
+            return self
+        return self.model_copy(update={"model": self.model.model_copy(update={"by_user": tuple(names)})})
 
     def _counts(self) -> list[int]:
         own = [len(case.document.devices) for case in (*self.cases, *self.calibration)]

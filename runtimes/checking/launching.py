@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,8 @@ def run_in_processes(job: Job, told: Telling | None = None) -> Measured:
     with tempfile.TemporaryDirectory(prefix="pplan-check-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(job.model_dump_json(by_alias=True))
-        with _launched(folder, job.processes) as launcher:
+        named = () if job.model is None else job.model.by_user
+        with _launched(folder, job.processes, named) as launcher:
             _watch(launcher, folder, job, told or Telling())
         found = folder / "found.json"
         if not found.is_file():
@@ -56,16 +57,16 @@ def run_in_processes(job: Job, told: Telling | None = None) -> Measured:
 
 
 @contextmanager
-def _launched(folder: Path, processes: int) -> Iterator[subprocess.Popen[bytes]]:
+def _launched(folder: Path, processes: int, named: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     """The launcher with its processes; at the end none of them is left."""
     with (folder / "launcher.log").open("wb") as log:
         launcher = subprocess.Popen(
-            _command(folder, processes),
+            _command(folder, processes, named),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=_environment(),
+            env=_environment(named),
         )
     try:
         yield launcher
@@ -73,14 +74,18 @@ def _launched(folder: Path, processes: int) -> Iterator[subprocess.Popen[bytes]]
         _end(launcher, folder)
 
 
-def _command(folder: Path, processes: int) -> list[str]:
-    return [sys.executable, "-m", "pplan.runtimes.checking.processes.launcher", str(folder), str(processes)]
+def _command(folder: Path, processes: int, named: Sequence[str]) -> list[str]:
+    launcher = "pplan.runtimes.checking.processes.launcher"
+    return [sys.executable, "-m", launcher, str(folder), str(processes), *named]
 
 
-def _environment() -> dict[str, str]:
-    """This one's: with the import path that found the user's modules, and one thread a process."""
-    path = [str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+def _environment(named: Sequence[str]) -> dict[str, str]:
+    """This one's, with one thread a process: where the user named code of his own, the working directory is
+    on the import path, and else never."""
+    here = [str(Path.cwd())] if any(":" in name for name in named) else []
+    path = [*here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return os.environ | {
+        "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "OMP_NUM_THREADS": "1",
         # The processes are all of this machine, whatever its name leads to.

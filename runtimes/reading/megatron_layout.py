@@ -9,8 +9,8 @@ from dataclasses import replace
 from .options import Options, number
 from .partition import Partition, of_blocks, refused
 
-_GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
-_REPEATED = re.compile(r"(.)\*(\d+)")
+_GROUP = re.compile(r"\(([^()]+)\)\*(\d{1,18})(?!\d)")
+_REPEATED = re.compile(r"(.)\*(\d{1,18})(?!\d)")
 MOST = 100_000
 """Characters of a layout without its repetitions."""
 

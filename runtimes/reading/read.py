@@ -18,8 +18,11 @@ from .module_names import of_device_map, of_parts
 from .options import Options, options_of, yaml_of
 from .partition import Partition, of_bounds, of_counts, refused
 
-_LIST = re.compile(r"[\[(]?\s*\d+(?:\s*,?\s*\d+)*\s*,?\s*[\])]?")
+_LIST = re.compile(r"[\[(]?\s*\d{1,18}(?:(?:\s*,\s*|\s+)\d{1,18})*\s*(?:,\s*)?[\])]?")
+"""Between two numbers stands something: without it there are ever so many ways to read a row of digits."""
 _BALANCE = re.compile(r"\b(?:balance|num_layers_per_stage|parts)\b[\"']?\s*[=:]\s*\[([\d,\s]+)\]")
+_DIGITS = 18
+"""Of the longest number that is read."""
 _LAYOUT = re.compile(r"\s*E[EtmL|()*,\d\s]*")
 
 
@@ -98,7 +101,7 @@ _KEYS: dict[str, Callable[[Any, Sequence[str], str], Partition]] = {
 
 def _of_text(text: str, names: Sequence[str], where: str) -> Partition:
     if _LIST.fullmatch(text.strip()):
-        return of_numbers([int(part) for part in re.findall(r"\d+", text)], names, where)
+        return of_numbers(_numbers(text, where), names, where)
     if _LAYOUT.fullmatch(text):
         return of_layout(text.strip(), names, where, {})
     if "module_fqns_per_model_part" in text:
@@ -111,8 +114,15 @@ def _of_text(text: str, names: Sequence[str], where: str) -> Partition:
         if layout:
             return of_layout(layout[0], names, where, options)
     if found := _BALANCE.search(text):
-        return of_numbers([int(part) for part in re.findall(r"\d+", found[1])], names, where)
+        return of_numbers(_numbers(found[1], where), names, where)
     raise refused(where, "it is in none of the formats that are read" if text.strip() else "it is empty")
+
+
+def _numbers(text: str, where: str) -> list[int]:
+    parts = re.findall(r"\d+", text)
+    if not parts or max(map(len, parts)) > _DIGITS:
+        raise refused(where, "its list holds no number, or one that is too long")
+    return [int(part) for part in parts]
 
 
 def _of_parts_text(text: str, names: Sequence[str], where: str) -> Partition:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 
 from ...cost_models.errors import ExportError
+from ...profiler.named_model import NamedModel, shown
 from ...profiler.profile_file import InputTensor, Profile
 from ..deepspeed import DeepspeedExport
 from ..exported import Exported
@@ -21,18 +23,27 @@ _CLASSES, _CLASSES_OF_CLIPS = 1000, 400
 """What torchvision's classifiers tell apart where nobody says."""
 
 
-def model_lines(profile: Profile, document: Exported, build: str, *, optimizer: str) -> dict[str, object]:
+def model_lines(
+    profile: Profile, named: NamedModel, document: Exported, build: str, *, optimizer: str
+) -> dict[str, object]:
     """Values for a template: imports (`build` is one), batch, loss, model_lines, expressions of inputs.
 
-    Raises ExportError where the model is by no name that it can be built by.
+    `named`: the model that the script builds. Raises ExportError for a dtype that torch does not have, and
+    where the profile does not tell what the model takes.
     """
-    data = _Data.of(profile, "float32" if isinstance(document, DeepspeedExport) else profile.dtype)
+    if profile.dtype not in _BYTES:
+        raise ExportError(
+            f"--script: the profile says dtype {shown(profile.dtype)}", f"It is one of {', '.join(_BYTES)}."
+        )
+    data = _Data.of(
+        profile, named.name, "float32" if isinstance(document, DeepspeedExport) else profile.dtype
+    )
     lines: dict[str, object] = {
-        "imports": "\n".join(_imports(profile, document, data, build, optimizer)),
+        "imports": "\n".join(_imports(named.name, document, data, build, optimizer)),
         "typing": "\nfrom typing import Any" if _uses_any(document, data) else "",
         "batch": data.batch(),
         "loss": data.loss_of(),
-        "model_lines": "\n".join(f"    {line}" for line in _built(profile, document, data)),
+        "model_lines": "\n".join(f"    {line}" for line in _built(profile, named, document, data)),
     }
     if data.is_one:
         of_rows = "inputs[own]" + _cast(profile, document, data)
@@ -64,11 +75,11 @@ class _Data:
     dtype: str
 
     @classmethod
-    def of(cls, profile: Profile, dtype: str) -> _Data:
-        inputs, name = profile.inputs, profile.model
+    def of(cls, profile: Profile, name: str, dtype: str) -> _Data:
+        inputs = profile.inputs
         if not inputs:
             raise ExportError(
-                f"--script: the profile of {name} does not say what the model takes",
+                f"--script: the profile of {shown(name)} does not say what the model takes",
                 "It was imported. Profile the model itself: pplan profile package.module:factory",
             )
         loss = "none" if profile.loss is None else profile.loss.name
@@ -173,12 +184,12 @@ class _Data:
         return f"torch.randint({self.classes}, ({shape}), generator=random)"
 
 
-def _imports(profile: Profile, document: Exported, data: _Data, build: str, optimizer: str) -> list[str]:
+def _imports(name: str, document: Exported, data: _Data, build: str, optimizer: str) -> list[str]:
     """In the order that linters ask for."""
     modules, names = ["import torch"], [build]
     if isinstance(document, TorchExport):
         modules.append("import torch.distributed as dist")
-    modules.append("import torchvision" if _is_torchvisions(profile.model) else "import pplan")
+    modules.append("import torchvision" if _is_torchvisions(name) else "import pplan")
     if optimizer == "adamw-8bit" and not isinstance(document, DeepspeedExport):
         modules.append("import bitsandbytes")
     if data.functional:
@@ -186,16 +197,16 @@ def _imports(profile: Profile, document: Exported, data: _Data, build: str, opti
     return [*sorted(modules), *sorted(names)]
 
 
-def _built(profile: Profile, document: Exported, data: _Data) -> list[str]:
+def _built(profile: Profile, named: NamedModel, document: Exported, data: _Data) -> list[str]:
     """Lines that make `model` and `example`."""
-    name = literal(profile.model)
+    name = literal(named.name)
     casts = profile.dtype != "float32" and not isinstance(document, DeepspeedExport)
-    if _is_torchvisions(profile.model):
+    if _is_torchvisions(named.name):
         classes = "" if profile.classes is None else f", num_classes={profile.classes}"
         lines = [f"model = torchvision.models.get_model({name}, weights=None{classes})"]
     else:
-        options = [f"settings={literal(profile.settings)}"] if profile.settings else []
-        if data.is_one_float and not profile.model.startswith("hf:"):
+        options = [f"settings={literal(dict(named.settings))}"] if named.settings else []
+        if data.is_one_float and not named.name.startswith("hf:"):
             options.append(f"input_shape={tuple(profile.inputs[0].shape)}")
         given = [name, *options]
         lines = [f"model, example = pplan.load_model({', '.join(given)})"]
@@ -203,7 +214,7 @@ def _built(profile: Profile, document: Exported, data: _Data) -> list[str]:
             lines = ["model, example = pplan.load_model(", *(f"    {each}," for each in given), ")"]
     if casts:
         lines.append(f"model.to(torch.{profile.dtype})")
-    if _is_torchvisions(profile.model) or (casts and data.is_one_float):
+    if _is_torchvisions(named.name) or (casts and data.is_one_float):
         lines.append("example, _ = batch(0, 2)")
     return lines
 
@@ -215,12 +226,19 @@ def _cast(profile: Profile, document: Exported, data: _Data) -> str:
 
 
 def literal(value: object) -> str:
-    """A literal of Python, as formatters write it, of what JSON can say."""
+    """A literal of Python, as formatters write it, of what JSON can say; of others what `repr` makes.
+
+    What a terminal or an editor would not show as it is, is escaped.
+    """
     if isinstance(value, dict):
         return "{" + ", ".join(f"{literal(name)}: {literal(own)}" for name, own in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(literal, value)) + "]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, str) and value.isprintable():
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)
 
 
 def _uses_any(document: Exported, data: _Data) -> bool:

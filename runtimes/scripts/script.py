@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from ...cost_models.errors import ExportError
 from ...cost_models.quantities import format_seconds
 from ...planner.plan_file import Plan
+from ...profiler.named_model import model_for, shown
 from ...profiler.profile_file import Profile
 from ..deepspeed import DeepspeedExport
 from ..exported import Exported
@@ -47,13 +50,24 @@ class Script:
 
 
 def script_for(
-    document: Exported, plan: Plan, profile: Profile | None, *, path: Path, plan_path: Path, device: str
+    document: Exported,
+    plan: Plan,
+    profile: Profile | None,
+    *,
+    path: Path,
+    plan_path: Path,
+    device: str,
+    model: str | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Script:
     """The script that is to stand at `path` and trains by the `document`, which stands at `plan_path`.
 
     `profile`: the plan's; it says how the model was built and what it takes. A trainer of its own needs none.
-    Raises ExportError where the runtime is trained with no script of ours, or the model by no name.
+    `model` and `settings`: as the user names it, where it is neither torchvision's nor transformers' own: a
+    file's word puts no code into the script. What it builds is held against the plan's layers when it runs.
+    Raises ExportError where the runtime is trained with no script of ours, ModelError for the name.
     """
+    _check_names(path, plan_path)
     beside = Path(os.path.relpath(plan_path.absolute(), path.absolute().parent))
     if isinstance(document, TrainerArguments):
         return Script(*trainer_script(document, path, beside))
@@ -70,7 +84,8 @@ def script_for(
         )
     command = _command(document, path)
     names = _shared(document, plan, path, beside, command) | _of_runtime(document, device)
-    names |= model_lines(profile, document, _BUILD[document.runtime], optimizer=plan.optimizer)
+    named = model_for(profile, model, settings or {})
+    names |= model_lines(profile, named, document, _BUILD[document.runtime], optimizer=plan.optimizer)
     template = files(__package__).joinpath(f"{document.runtime}.template").read_text(encoding="utf-8")
     return Script(Template(template).substitute(names), command)
 
@@ -96,6 +111,11 @@ def _shared(
     document: PipeExport | DeepspeedExport | TorchExport, plan: Plan, path: Path, beside: Path, command: str
 ) -> dict[str, object]:
     count = len(document.balance if isinstance(document, PipeExport) else document.parts[1:])
+    if plan.optimizer not in OPTIMIZERS:
+        raise ExportError(
+            f"--script: the plan's optimizer is {shown(plan.optimizer)}",
+            f"Known are {', '.join(OPTIMIZERS)}.",
+        )
     optimizer, options = OPTIMIZERS[plan.optimizer]
     checkpoint = f"{path.stem}.pt" if isinstance(document, PipeExport) else f"{path.stem}.checkpoint"
     return {
@@ -125,6 +145,13 @@ def _of_runtime(document: PipeExport | DeepspeedExport | TorchExport, device: st
         "replicas": document.replicas,
         "device": f'{own} if torch.cuda.is_available() else "cpu"{say}' if device == "cuda" else '"cpu"',
     }
+
+
+def _check_names(*paths: Path) -> None:
+    """Raises ExportError for a name that would end the line of the script on which it stands."""
+    for path in paths:
+        if not path.name.isprintable():
+            raise ExportError(f"--script: the file's name is {shown(path.name)}", "Name it in one line.")
 
 
 def _in_words(name: str) -> str:

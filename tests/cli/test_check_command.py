@@ -419,6 +419,7 @@ def test_a_process_that_fails(
     ]
 
 
+MINE = "small_models:small"
 LAUNCHED = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
@@ -473,7 +474,18 @@ def test_two_processes_of_torchrun(here: Path, small: dict[str, str]) -> None:
     (here / "run_pplan.py").write_text("import sys; from pplan.cli.app import main; sys.exit(main())")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("run_pplan.py", "check", "small.plan.json", "--device", "cpu", "--save", "--steps", "2"),
+        *(
+            "run_pplan.py",
+            "check",
+            "small.plan.json",
+            "--model",
+            MINE,
+            "--device",
+            "cpu",
+            "--save",
+            "--steps",
+            "2",
+        ),
     ]
     ran = subprocess.run(command, cwd=here, env=small, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
@@ -490,7 +502,10 @@ def test_a_port_that_is_in_use(here: Path, small: dict[str, str]) -> None:
         taken.bind(("", 0))
         taken.listen()
         told = LAUNCHED | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(taken.getsockname()[1])}
-        code = "import sys; from pplan.cli.app import main; sys.exit(main(['check', 'small.plan.json']))"
+        code = (
+            "import sys; from pplan.cli.app import main; "
+            f"sys.exit(main(['check', 'small.plan.json', '--model', '{MINE}']))"
+        )
         ran = subprocess.run(
             [sys.executable, "-c", code],
             cwd=here,
@@ -506,7 +521,13 @@ def test_a_port_that_is_in_use(here: Path, small: dict[str, str]) -> None:
     assert len(lines) == 2
 
 
+COST = ("micro_batch_size", "forward_seconds", "backward_seconds", "output_bytes", "saved_bytes")
+
+
 def test_the_model_is_made_with_the_settings_it_was_profiled_with() -> None:
-    profile = Profile.model_construct(model="toy", dtype="float32", settings={"depth": 3, "width": 8})
-    assert model_spec(profile, CheckOptions(settings={"width": 4})).settings == {"depth": 3, "width": 4}
+    layer = {"name": "a", "parameter_bytes": 0, "costs": [dict.fromkeys(COST, 1)]}
+    content = {"schema": 1, "model": "hf:gpt2", "layers": [layer], "settings": {"n_layer": 3, "n_embd": 8}}
+    profile = Profile.model_validate(content)
+    own = model_spec(profile, CheckOptions(settings={"n_embd": 4}))
+    assert own.settings == {"n_layer": 3, "n_embd": 4}
     assert model_spec(profile, CheckOptions(model="package.module:other")).settings == {}

@@ -139,3 +139,36 @@ def test_refusals(run: Run, here: Path, files: Plan) -> None:
     assert "no plan named" in ran.err
     with pytest.raises(UsageError, match="no plan is given"):
         pplan.compare()
+
+
+def test_an_imported_plan_has_the_distance_from_what_solve_proved_of_its_problem(
+    profile: Profile,
+) -> None:
+    machine: dict[str, Any] = {"gpus": 3, "mini_batch": 64, "runtime": "torch"}
+    best = pplan.solve(profile, **machine)
+    theirs = pplan.import_plan("2,4,6", profile, schedule="1f1b", **machine)
+    step, bound = theirs.prediction.step_seconds, best.prediction.lower_bound_seconds
+    assert step > 1.1 * bound
+    ours, imported = pplan.compare(best, theirs).rows
+    assert imported.gap == pytest.approx(step / bound - 1)
+    assert ours.gap == pytest.approx(best.prediction.gap)
+
+
+def test_an_imported_plan_alone_has_no_gap(profile: Profile, terminal: Terminal) -> None:
+    theirs = pplan.import_plan("2,4,6", profile, mini_batch=64, schedule="1f1b")
+    larger = pplan.solve(profile, gpus=3, mini_batch=128)
+    narrowed = pplan.solve(profile, gpus=3, mini_batch=64, max_stages=2)
+    for made in (pplan.compare(theirs), pplan.compare(theirs, larger), pplan.compare(theirs, narrowed)):
+        assert made.rows[0].gap is None
+    console = terminal(110)
+    print_comparison(pplan.compare(theirs), console)
+    assert console.text.splitlines()[-1].count("%") == 1  # the bubble's
+
+
+def test_the_planners_tell_an_imported_plans_gap(profile: Profile) -> None:
+    theirs = pplan.import_plan("2,4,6", profile, mini_batch=64, schedule="1f1b")
+    made = pplan.compare(theirs, profile=profile)
+    best = next(row for row in made.rows if row.name == "best")
+    assert made.rows[0].gap is not None
+    assert best.step_seconds is not None
+    assert made.rows[0].gap >= (made.rows[0].step_seconds or 0.0) / best.step_seconds - 1 - 1e-9

@@ -205,3 +205,64 @@ def test_a_file_with_a_byte_order_mark(run: Run, files: Path) -> None:
     path = files / "toy.plan.json"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert run("show", "toy.plan.json").out.startswith("A pipeline of 3 stages")
+
+
+def solved(run: Run, *arguments: str) -> Any:
+    return run("solve", "--gpus", "2", "--memory", "40GiB", "--mini-batch", "16", *arguments)
+
+
+def test_an_own_plan_is_replaced_where_nobody_changed_it(run: Run, here: Path, profile: Profile) -> None:
+    """Also for the same layers, measured again; with other spaces it is still the same."""
+    profile.save(here / "toy.profile.json", force=False)
+    assert solved(run).status == 0
+    plan = here / "toy.plan.json"
+    assert solved(run).status == 0
+    plan.write_text(json.dumps(json.loads(plan.read_text())))
+    profile.model_copy(update={"device_name": "Another"}).save(here / "toy.profile.json", force=True)
+    assert solved(run).status == 0
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"notes": ["mine: do not lose"]},
+        {"model": "renamed"},
+        {"unknown": 1},
+        {"made_by": {"pplan": "0.1.0"}},
+    ],
+)
+def test_an_edited_plan_is_kept(run: Run, here: Path, profile: Profile, edit: dict[str, Any]) -> None:
+    profile.save(here / "toy.profile.json", force=False)
+    assert solved(run).status == 0
+    plan = here / "toy.plan.json"
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | edit))
+    before = plan.read_bytes()
+    ran = solved(run)
+    assert (ran.status, ran.out, plan.read_bytes()) == (2, "", before)
+    assert ran.lines[-2:] == [
+        "pplan: toy.plan.json exists already, and not as pplan wrote it",
+        "  Give --force to replace it, or another name with -o.",
+    ]
+    assert solved(run, "--force").status == 0
+    assert plan.read_bytes() != before
+
+
+def test_a_plan_of_another_profile_of_this_name_is_kept(run: Run, here: Path, profile: Profile) -> None:
+    profile.save(here / "toy.profile.json", force=False)
+    assert solved(run).status == 0
+    before = (here / "toy.plan.json").read_bytes()
+    profile.save(here / "other.profile.json", force=False)
+    ran = solved(run, "other.profile.json")
+    assert (ran.status, (here / "toy.plan.json").read_bytes()) == (2, before)
+    assert ran.lines[-2] == "pplan: toy.plan.json exists already, for another model or profile"
+
+
+@pytest.mark.parametrize("runtime", ["torchgpipe", "fairscale"])
+def test_an_edited_export_is_kept(run: Run, files: Path, runtime: str) -> None:
+    assert run("export", runtime, "toy.plan.json").status == 0
+    assert run("export", runtime, "toy.plan.json").status == 0
+    path = files / f"toy.{runtime}.json"
+    path.write_text(path.read_text().replace('"chunks": 16', '"chunks": 8'))
+    before = path.read_bytes()
+    assert run("export", runtime, "toy.plan.json").status == 2
+    assert path.read_bytes() == before

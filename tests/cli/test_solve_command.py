@@ -61,8 +61,12 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any], profile: Profile)
         "pins": (),
         "memory_limit": None,
         "robust": False,
+        "precision": "auto",
+        "gradient_dtype": "auto",
+        "zero": 0,
         "objective": "step-time",
         "price": None,
+        "seconds_of": None,
         "profile_file": "toy.profile.json",
         "profile_sha256": sha256((here / "toy.profile.json").read_text()),
     }
@@ -73,6 +77,7 @@ def test_every_option_arrives_in_si_units(run: Run, asked: dict[str, Any]) -> No
         "--gpus 16 --gpus-per-node 8 --gpu A100-40GB --memory 16GiB --bandwidth 300GB/s,25GB/s "
         "--latency 5us,20us --topology two.toml --runtime torchgpipe --mini-batch 256 --micro-batches 32 "
         "--schedule gpipe --recompute except-last --optimizer adam --planner gpipe --time-limit 2min "
+        "--precision fp32 --gradient-dtype fp32 "
         "--use-all --max-stages 4 --cut-after features.3 --cut-after features.7 --keep-together classifier* "
         "--pin features.0=stage0 --pin classifier[2]=3"
     )
@@ -92,6 +97,8 @@ def test_every_option_arrives_in_si_units(run: Run, asked: dict[str, Any]) -> No
         "schedule": "gpipe",
         "recompute": "except_last",
         "optimizer": "adam",
+        "precision": "fp32",
+        "gradient_dtype": "fp32",
         "planner": "gpipe",
         "time_limit": 120.0,
         "use_all": True,
@@ -126,9 +133,10 @@ def test_json_is_exactly_the_file(run: Run, here: Path, asked: dict[str, Any]) -
 
 
 def test_default_output_is_replaced_but_not_a_named_one(run: Run, here: Path, asked: dict[str, Any]) -> None:
-    (here / "toy.plan.json").write_text("old")
     assert run("solve", "--gpus", "8").status == 0
-    assert (here / "toy.plan.json").read_text() != "old"
+    before = (here / "toy.plan.json").stat().st_ino
+    assert run("solve", "--gpus", "8").status == 0
+    assert (here / "toy.plan.json").stat().st_ino != before
     asked.clear()
     (here / "my.json").write_text("old")
     ran = run("solve", "--gpus", "8", "-o", "my.json")
@@ -181,7 +189,9 @@ def test_bad_values(run: Run, here: Path, asked: dict[str, Any], options: str, w
 def test_a_disk_that_fills_keeps_what_was_printed(
     run: Run, here: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (here / "toy.plan.json").write_text("old")
+    assert run("solve", "--gpus", "8").status == 0
+    old = (here / "toy.plan.json").read_text()
+    asked.clear()
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -192,7 +202,7 @@ def test_a_disk_that_fills_keeps_what_was_printed(
     assert ran.status == 2
     assert ran.out.startswith("A pipeline of 3 stages")
     assert ran.lines[-2] == "pplan: toy.plan.json: cannot be written: No space left on device"
-    assert (here / "toy.plan.json").read_text() == "old"
+    assert (here / "toy.plan.json").read_text() == old
     assert sorted(path.name for path in here.iterdir()) == ["toy.plan.json", "toy.profile.json"]
 
 

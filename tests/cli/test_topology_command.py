@@ -141,7 +141,8 @@ def test_toml_is_a_file_for_solve(run: Run, here: Path) -> None:
 )
 def test_refusals_are_two_lines(run: Run, arguments: str, what: str, hint: str) -> None:
     ran = run("topology", *arguments.split())
-    assert (ran.status, ran.out) == (2, "")
+    assert ran.status == 2
+    assert bool(ran.out) == ("--json" in arguments)
     first, second = ran.lines
     assert first.startswith(f"pplan: {what}")
     assert hint in second

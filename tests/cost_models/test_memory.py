@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.memory import StageBytes, ledger, stage_workspace, total
 from pplan.cost_models.optimizers import MIXED
-from pplan.cost_models.stage_bytes import Selective
 
 STAGE = StageBytes(
     parameters=1000.0,
@@ -48,14 +46,9 @@ def test_recomputation_keeps_inputs_and_one_micro_batch(mode: str, inputs: int) 
     assert (terms["activations"], terms["stage_inputs"], terms["optimizer"]) == (230, inputs, 800)
 
 
-def test_selective_keeps_what_its_layers_leave_and_one_run() -> None:
-    stage = replace(STAGE, selective=Selective(kept=70, rebuilt=90, rebuilt_together=130))
-    terms = ledger(stage, in_flight=3, recompute="selective", optimizer="sgd")
-    assert (terms["activations"], terms["stage_inputs"]) == (3 * 70 + 90, 0)
-
-
-def test_selective_needs_the_layers() -> None:
-    with pytest.raises(UsageError, match="does not say which layers recompute"):
+def test_selective_is_a_plans_word_and_no_stages() -> None:
+    """A plan is called so where its stages differ; each of them recomputes in one of three ways."""
+    with pytest.raises(UsageError, match="recompute 'selective': not known"):
         ledger(STAGE, in_flight=1, recompute="selective", optimizer="sgd")
 
 

@@ -13,10 +13,9 @@ from pplan.cost_models.memory import StageBytes, ledger
 from pplan.cost_models.optimizers import MIXED
 from pplan.cost_models.schedules import SCHEDULES, gpipe, schedule_named
 from pplan.cost_models.schedules.action import Action, Program
-from pplan.cost_models.stage_bytes import Selective
 from pplan.cost_models.training import Training
 
-MODES = ["never", "always", "except_last", "selective"]
+MODES = ["never", "always", "except_last"]
 SIZES = [(2, 4), (4, 8), (4, 12)]
 """Stages and micro-batches that every schedule runs."""
 
@@ -35,7 +34,6 @@ def chunk(number: int) -> StageBytes:
         sent=53.0 * scale,
         workspace=[170.0, 7.0][number % 2],
         gathered=300.0 * scale,
-        selective=Selective(kept=101.0 * scale, rebuilt=83.0 * scale, rebuilt_together=131.0 * scale),
     )
 
 
@@ -56,7 +54,7 @@ class Walk:
             if action.kind == "F":
                 self._forward(action)
             elif action.kind == "B":
-                self._backward(action, needed_later=self._has_weight_gradient(action))
+                self._backward(action)
             yield action, dict(self.live)
             self._free(action, position)
 
@@ -66,30 +64,20 @@ class Walk:
         if self.recompute == "never" or (self.recompute == "except_last" and is_last):
             self._allocate("saved", action, stage.saved)
             self._allocate("saved input", action, stage.saved_input)
-        elif self.recompute == "selective":
-            assert stage.selective is not None
-            self._allocate("kept", action, stage.selective.kept)
         else:
             self._allocate("input", action, stage.input)
 
-    def _backward(self, action: Action, *, needed_later: bool) -> None:
+    def _backward(self, action: Action) -> None:
         stage = self.chunks[action.chunk]
         if ("input", *action[1:]) in self.live:
             self._allocate("saved", action, stage.saved)
             self._allocate("saved input", action, stage.saved_input)
-        elif ("kept", *action[1:]) in self.live:
-            assert stage.selective is not None
-            runs = stage.selective.rebuilt_together if needed_later else stage.selective.rebuilt
-            self._allocate("rebuilt", action, runs)
 
     def _allocate(self, what: str, action: Action, amount: object) -> None:
         name = (what, action.micro_batch, action.chunk)
         assert name not in self.live
         assert isinstance(amount, float)
         self.live[name] = amount * self.program.share(action.micro_batch)
-
-    def _has_weight_gradient(self, action: Action) -> bool:
-        return Action("W", action.micro_batch, action.chunk) in self.own
 
     def _free(self, action: Action, position: int) -> None:
         later = self.own[position + 1 :]
@@ -241,7 +229,8 @@ def test_two_chunks_by_hand() -> None:
     assert everything(found) == {
         "weights": 1010 + 3030,
         "gradients": 800 + 2400,
-        "optimizer": (800 + 2400) / 2 * 12,
+        "master_weights": (800 + 2400) / 2 * 4,
+        "optimizer": (800 + 2400) / 2 * 8,
         "weight_versions": 1000,
         "activations": 2 * 242 + 2 * 726,
         "stage_inputs": 0,
@@ -287,7 +276,7 @@ def test_zero_gathers_the_largest_layers_of_any_chunk() -> None:
         ({"recompute": "often"}, "'often': not known"),
         ({"weight_versions": (1, 1, 2)}, "3 values for 2 chunks"),
         ({"weight_versions": 0}, "weight versions 0"),
-        ({"recompute": "selective", "chunk_bytes": [replace(chunk(0), selective=None)] * 2}, "does not say"),
+        ({"recompute": "selective"}, "recompute 'selective': not known"),
     ],
 )
 def test_what_cannot_be_is_named(arguments: dict[str, object], seen: str) -> None:

@@ -53,8 +53,8 @@ def one_fast(slow: int = 3) -> Topology:
 
 def gpt() -> Chain:
     """Six blocks between an embedding and a head, as the README has them, measured at four samples."""
-    rows = [(0.2, 0.5, 8, 0.0625, 393), *[(4.0, 8.0, 8, 224, 192.08)] * 6]
-    rows += [(0.1, 0.2, 8, 8, 0.01), (6.1, 12.2, 196.5, 196.5, 393)]
+    rows = [(0.2, 0.5, 8.0, 0.0625, 393.0), *[(4.0, 8.0, 8.0, 224.0, 192.08)] * 6]
+    rows += [(0.1, 0.2, 8.0, 8.0, 0.01), (6.1, 12.2, 196.5, 196.5, 393.0)]
     forward, backward, output, saved, parameters = np.array(rows).T
     layers = len(rows)
     nothing = np.zeros((layers, 1))

@@ -95,3 +95,27 @@ def test_the_context_is_that_of_the_preset() -> None:
     figure = context_of("RTX 4090")
     assert figure is not None
     assert figure.value == CONTEXT
+
+
+def test_adamw_in_mixed_precision_takes_16_bytes_a_parameter(chain: Chain) -> None:
+    """Seven thousand million parameters in bfloat16: 8 bytes each are 55 GiB and would fit into 79, the 16
+    that they take are 110 and do not; with float32 gradients they are 18."""
+    count = 7e9
+    big = replace(chain, parameter_bytes=np.full(12, count / 6), trainable_bytes=np.full(12, count / 6))
+    limit = int(79.18 * 2**30)
+    alone = two_level_topology(Device("toy", limit), 1, 1, Link(20.0, 0.0), Link(5.0, 0.0))
+    wishes: dict[str, Any] = {"optimizer": "adamw", "schedule": "1f1b", "mini_batch": 4}
+    with pytest.raises(InfeasibleError, match=r"master.weights"):
+        _solved(big, alone, "bfloat16", **wishes)
+    pure = _solved(big, alone, "bfloat16", **wishes, precision="bf16")
+    assert any("pure bf16" in note for note in pure.notes)
+    for gradient_dtype, each in (("auto", 16), ("fp32", 18)):
+        plan = _solved(big, _machine("toy", limit), "bfloat16", **wishes, gradient_dtype=gradient_dtype)
+        names = ("weights", "gradients", "master_weights", "optimizer")
+        held = sum(stage.memory[name] for stage in plan.stages for name in names)
+        buffers = float(big.buffer_bytes.sum())
+        assert held - buffers == pytest.approx(each * count, rel=1e-9)
+        assert (plan.precision, plan.zero) == ("mixed", 0)
+        read = Plan.parse(plan.to_json(), "toy.plan.json")
+        found = simulate_plan(read, big, _machine("toy", limit))
+        assert [own.terms for own in found.memory] == [stage.memory for stage in plan.stages]

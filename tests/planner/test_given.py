@@ -107,8 +107,8 @@ def test_recomputation_where_it_does_not_fit_without(
 def test_what_does_not_fit_is_a_plan_that_says_so(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain, given = make_chain(4, 6, cuts=1.0), Given((3, 6))
     plan = plan_of(chain, make_topology(2, memory=10), given, schedule="1f1b", micro_batches=8)
-    assert [note[:18] for note in plan.notes] == ["it does not fit: d"]
-    assert "of 10 B" in plan.notes[0]
+    assert plan.warnings[0][:18] == "it does not fit: d"
+    assert "of 10 B" in plan.warnings[0]
     assert plan.recompute == "always"
 
 

@@ -320,3 +320,34 @@ def test_devices_needed(plan: Plan) -> None:
     assert devices_needed(plan, Overrides()) == 4
     assert devices_needed(plan, Overrides(stages=7)) == 7
     assert devices_needed(plan.model_copy(update={"gpus": 8}), Overrides(stages=7)) == 8
+
+
+@pytest.fixture
+def shared(make_chain: MakeChain, make_topology: MakeTopology) -> tuple[Plan, Chain, Topology]:
+    """Data parallelism over four devices."""
+    chain, topology = make_chain(1, 6, traffic=1e4), make_topology(4)
+    plan = _solved(chain, topology, mini_batch=16)
+    assert plan.replicas == [4]
+    return plan, chain, topology
+
+
+def test_another_schedule_keeps_the_replicas(shared: tuple[Plan, Chain, Topology]) -> None:
+    """On one device there is no pipeline to fill: the devices work as long as in the plan itself."""
+    plan, chain, topology = shared
+    own = simulate_plan(plan, chain, topology)
+    found = simulate_plan(plan, chain, topology, Overrides(schedule="zb-v"))
+    assert found.timeline.busy_seconds[0] == pytest.approx(own.timeline.busy_seconds[0])
+    assert any("4 replicas" in note for note in found.notes)
+    alone = simulate_plan(plan, chain, topology, Overrides(schedule="zb-v", replicas=1))
+    assert alone.timeline.busy_seconds[0] > 2 * own.timeline.busy_seconds[0]
+
+
+def test_replicas_that_cannot_stay_are_refused(chain: Chain, plan: Plan, make_topology: MakeTopology) -> None:
+    stages = [stage.model_copy(update={"devices": [n]}) for n, stage in enumerate(plan.stages)]
+    stages[3] = stages[3].model_copy(update={"replicas": 2, "devices": [3, 4]})
+    shared = plan.model_copy(update={"stages": stages})
+    with pytest.raises(UsageError, match="replicas \\(1-1-1-2\\) are those of its own stages"):
+        simulate_plan(shared, chain, make_topology(5), Overrides(schedule="zb-v"))
+    wide = simulate_plan(plan, chain, make_topology(10), Overrides(stages=5, replicas=2))
+    assert sorted(reduction.stages for reduction in wide.timeline.reductions) == [(n,) for n in range(5)]
+    assert devices_needed(plan, Overrides(stages=5, replicas=2)) == 10

@@ -164,15 +164,14 @@ def test_ledger_and_stages_add_up(make_chain: MakeChain, make_topology: MakeTopo
 
 def test_notes_say_what_was_assumed(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain = make_chain(1, 6, sizes=(2, 4))
-    assert any(
-        "mini-batch 12: the largest measured size (4) times 3 GPUs" in n
-        for n in solved(chain, make_topology(3)).notes
-    )
+    free = solved(chain, make_topology(3))
+    assert free.mini_batch == 96
+    assert free.default_mini_batch is not None
     large = solved(chain, make_topology(3), mini_batch=16, micro_batches=2)
     assert "micro-batch size 8 is past the largest measured (4): extrapolated" in large.notes
     small = solved(chain, make_topology(3), mini_batch=7)
     assert small.micro_batch_size == 1
-    assert "micro-batch size 1 is below the smallest measured (2): extrapolated" in small.notes
+    assert "micro-batch size 1 is below the smallest measured (2): extrapolated" in small.warnings
     few = solved(make_chain(1, 6, cuts=0.0), make_topology(3), runtime="torchgpipe")
     assert any("at most 1 stage, fewer than 3 GPUs" in note for note in few.notes)
 

@@ -14,6 +14,7 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.hardware import Level
+from pplan.cost_models.memory import Recompute
 from pplan.cost_models.schedules import SCHEDULES, Program
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Link, Topology
@@ -78,7 +79,7 @@ def every_step(problem: Problem) -> Iterator[float]:
         ):
             proposal = Proposal(own, (*inner, layers), devices)
             if possible(problem.space, proposal):
-                mode = "always" if setting.recompute == "always" else "never"
+                mode: Recompute = "always" if setting.recompute == "always" else "never"
                 made = assembly_of(problem.space, proposal, [mode] * len(devices))
                 yield float(step_seconds(made.program, made.costs())[0])
 

@@ -83,7 +83,7 @@ def test_it_says_what_it_is() -> None:
 def test_everything_that_uses_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     profile = estimate()
     plan = pplan.solve(profile, gpus=1, runtime="torchgpipe")
-    assert "the profile is an estimate, not a measurement" in plan.notes
+    assert "the profile is an estimate, not a measurement" in plan.warnings
     assert plan.profile.estimated
     assert pplan.export("torchgpipe", plan).estimated
     print_profile(profile, Console(width=200))

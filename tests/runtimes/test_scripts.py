@@ -67,7 +67,10 @@ def written(plan: Plan, measured: Profile | None, runtime: str, folder: Path, de
     document, _ = export(runtime, plan, device=device)
     path, plan_path = folder / f"train_{runtime}.py", folder / f"{runtime}.json"
     document.save(plan_path, force=True)
-    script = script_for(document, plan, measured, path=path, plan_path=plan_path, device=device)
+    named: dict[str, Any] = {}
+    if measured is not None and ":" in measured.model.removeprefix("hf:"):
+        named = {"model": measured.model, "settings": measured.settings}
+    script = script_for(document, plan, measured, path=path, plan_path=plan_path, device=device, **named)
     path.write_text(script.text)
     assert script.text.startswith(f"# {script.command}\n")
     return script.text

@@ -19,7 +19,8 @@ from .failure import LAUNCHER, end_with
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`FOLDER PROCESSES`: of the job, and how many; what they print goes to files in the folder."""
+    """`FOLDER PROCESSES [NAME ...]`: of the job, how many, and what the user named; what they print goes to
+    files in the folder."""
     folder, processes = Path(arguments[0]), int(arguments[1])
     end_with(os.getppid())
     (folder / LAUNCHER).write_text(json.dumps(os.getpid()))
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
     )
     command = [sys.executable, "-m", "pplan.runtimes.checking.processes.worker", str(folder)]
+    command += arguments[2:]
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:

@@ -10,12 +10,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ....cost_models.errors import ModelError
+from ....cost_models.quantities import counted
 from ....profiler.inputs import ModelInput
 from ....profiler.losses import loss_named
 from ....profiler.machine import dtype_named
 from ....profiler.models import load_model
 from ....profiler.modes import Modes
+from ....profiler.named_model import LOSSES, shown
 from ....profiler.sequential import sequential
+from ...exported import names_hash
 from ..job import Case, ModelSpec
 from .emulated import emulated, emulated_loss
 from .numerics import Loss
@@ -42,7 +46,11 @@ def subject_of(model: ModelSpec | None, case: Case) -> Subject:
 
 
 def named_subject(spec: ModelSpec) -> Subject:
-    """A model by its name, as `pplan profile` makes it."""
+    """A model by its name, as `pplan profile` makes it.
+
+    Raises ModelError, also where its layers are not the profile's, or it or its loss is code that the user
+    did not name.
+    """
     fixed = spec.name.startswith("hf:") or spec.name.endswith(".json")
     loaded = load_model(
         spec.name,
@@ -50,14 +58,33 @@ def named_subject(spec: ModelSpec) -> Subject:
         input_shape=None if fixed else spec.input_shape,
         settings=spec.settings,
         seed=spec.seed,
+        known_only=spec.name not in spec.by_user,
     )
     dtype = dtype_named(spec.dtype)
     modes = Modes(channels_last=spec.channels_last)
     module = modes.converted(loaded.module.to(dtype))
     example = loaded.example.to(dtype=dtype, memory_format=modes.memory_format)
     layers = sequential(module, example, granularity=spec.granularity)
-    named = loss_named(spec.loss, spec.seed)
+    _check_layers(layers, spec)
+    named = loss_named(_loss(spec), spec.seed)
     return Subject(layers, example, partial(_sum_of_means) if named is None else lambda out, _: named.of(out))
+
+
+def _loss(spec: ModelSpec) -> str:
+    if spec.loss not in LOSSES and spec.loss not in spec.by_user:
+        raise ModelError(f"loss {shown(spec.loss)}: a file's word runs no code", "Name it: --loss NAME")
+    return spec.loss
+
+
+def _check_layers(layers: nn.Sequential, spec: ModelSpec) -> None:
+    names = tuple(getattr(layers, "layer_names", ()))
+    if not names or spec.layers_sha256 in ("", names_hash(names)):
+        return
+    raise ModelError(
+        f"{spec.name} is not the model that was profiled as {shown(spec.profiled)}: it has "
+        f"{counted(len(names), 'layer')}, {shown(names[0])} to {shown(names[-1])}, with other names",
+        "Name that one with --model, and with --set what it was profiled with.",
+    )
 
 
 def _sum_of_means(output: Any, target: object) -> torch.Tensor:

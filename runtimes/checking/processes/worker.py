@@ -68,13 +68,14 @@ def run_job(job: Job, process: Launched, journal: Journal) -> Measured | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`FOLDER`: of the job, of what is found, and of what is done meanwhile."""
+    """`FOLDER [NAME ...]`: of the job, of what is found, and of what is done meanwhile; and the names of a
+    model and a loss that the user gave, without which no code but ours is imported."""
     folder = Path(arguments[0])
     process = launched(os.environ, "check", at_least=1)
     journal = Journal(folder, process.rank)
     # torchgpipe and FairScale, in one process, compute in threads of theirs.
     journal.listen(all_threads=process.world_size == 1)
-    job = Job.model_validate_json((folder / "job.json").read_text())
+    job = Job.model_validate_json((folder / "job.json").read_text()).naming(arguments[1:])
     try:
         found = run_job(job, process, journal)
     except BaseException as error:

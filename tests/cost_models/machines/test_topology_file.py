@@ -177,3 +177,11 @@ def test_any_topology_reads_back_from_its_text(
     read = described_topology(path)
     assert read.levels == topology.levels
     assert [read.device(r) for r in range(read.gpus)] == [topology.device(r) for r in range(topology.gpus)]
+
+
+@pytest.mark.parametrize("line", ["gpus = 1_000_000_000", '[[device]]\nname = "g"\ncount = 1_000_000_000'])
+def test_a_line_of_too_many_devices_is_refused(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(line)
+    with pytest.raises(FileError, match=r"cluster\.toml: gpus 1000000000: at most 65536 devices"):
+        load_topology(file)

@@ -113,17 +113,16 @@ def test_overhead_of_every_action() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "selective", "shares"),
+    ("mode", "shares"),
     [
-        ("never", 1.0, [[0, 0, 0, 0]] * 3),
-        ("always", 1.0, [[1, 1, 1, 1]] * 3),
-        ("except_last", 1.0, [[1, 1, 1, 0]] * 3),
-        ("selective", 0.25, [[0.25] * 4] * 3),
-        (["never", "selective", "except_last"], [1.0, 0.5, 1.0], [[0] * 4, [0.5] * 4, [1, 1, 1, 0]]),
+        ("never", [[0, 0, 0, 0]] * 3),
+        ("always", [[1, 1, 1, 1]] * 3),
+        ("except_last", [[1, 1, 1, 0]] * 3),
+        (["never", "always", "except_last"], [[0] * 4, [1] * 4, [1, 1, 1, 0]]),
     ],
 )
-def test_recompute_shares(mode: Any, selective: Any, shares: list[list[float]]) -> None:
-    assert recompute_shares(mode, PROGRAM, selective)[:, 0].tolist() == shares
+def test_recompute_shares(mode: Any, shares: list[list[float]]) -> None:
+    assert recompute_shares(mode, PROGRAM)[:, 0].tolist() == shares
 
 
 def test_recomputation_is_a_forward_more_in_the_backward() -> None:
@@ -138,8 +137,8 @@ def test_impossible_recomputation_is_refused() -> None:
         recompute_shares("often", PROGRAM)
     with pytest.raises(UsageError, match="recompute: 2 words for 3 stages"):
         recompute_shares(["never", "always"], PROGRAM)
-    with pytest.raises(UsageError, match="selective holds 2"):
-        recompute_shares("selective", PROGRAM, 2.0)
+    with pytest.raises(UsageError, match="recompute 'selective': not known"):
+        recompute_shares("selective", PROGRAM)
 
 
 def test_candidates_need_the_same_arrays() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain, joined
+from pplan.cost_models.precision import training_precision
 from pplan.planner.candidate import Proposal
 from pplan.planner.planners import PLANNERS, planner_named, refusal
 from pplan.planner.planners.deepspeed_balance import DeepSpeedBalance, deepspeed_ends
@@ -133,8 +134,8 @@ def test_torchgpipe_evens_out_time_or_size(make_chain: MakeChain, make_problem: 
 
 @pytest.mark.parametrize(("optimizer", "copies"), [("sgd", 2), ("momentum", 3), ("adam", 4), ("adamw", 4)])
 def test_copies_are_those_of_torchgpipes_guide(optimizer: str, copies: float) -> None:
-    assert parameter_copies(optimizer, "float32") == copies
-    assert parameter_copies(optimizer, "bfloat16") == copies
+    assert parameter_copies(optimizer, training_precision("float32").bytes) == copies
+    assert parameter_copies(optimizer, training_precision("bfloat16", precision="bf16").bytes) == copies
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def trained(
     own: dict[str, Any] = {"model": "checked_models:small", "size": 3}
     waits = StageSeconds(forward=0.004, backward=0.008, input=0.004, weight=0.004)
     job = Job(
-        model=ModelSpec(name="checked_models:small", loss="mse"),
+        model=ModelSpec(name="checked_models:small", loss="mse", by_user=("checked_models:small",)),
         cases=[
             make_case("1f1b", parts=[0, 2, 7], **own),
             make_case("zb-h1", parts=[0, 3, 7], **own),
@@ -191,7 +191,11 @@ def test_every_stage_is_measured(trained: tuple[Measured, Any]) -> None:
 @pytest.mark.usefixtures("here")
 def test_a_process_that_dies(make_case: MakeCase, started: list[int]) -> None:
     case = make_case("1f1b", parts=[0, 1, 3], model="checked_models:dying")
-    job = Job(model=ModelSpec(name="checked_models:dying"), cases=[case], compared_steps=0)
+    job = Job(
+        model=ModelSpec(name="checked_models:dying", by_user=("checked_models:dying",)),
+        cases=[case],
+        compared_steps=0,
+    )
     with pytest.raises(MachineError) as caught:
         run_in_processes(job)
     assert caught.value.what == (
@@ -246,7 +250,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         script = tmp_path / "pretending.py"
         script.write_text(dedent(PRETENDING.format(how=how)))
         monkeypatch.setattr(
-            launching, "_command", lambda folder, _: [sys.executable, str(script), str(folder)]
+            launching, "_command", lambda folder, *_: [sys.executable, str(script), str(folder)]
         )
 
     return make

@@ -32,7 +32,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Pre
 
 
 def job_of(cases: list[RuntimeCase]) -> Job:
-    spec = ModelSpec(name="runtime_models:small", loss="mse")
+    spec = ModelSpec(name="runtime_models:small", loss="mse", by_user=("runtime_models:small",))
     return Job(model=spec, runtime_cases=cases, steps=2, warm_ups=1)
 
 

@@ -80,9 +80,9 @@ def test_it_trains_as_the_plain_model(
     case = make_runtime_case(runtime, balance, checkpoint=checkpoint)
     if model == "residual":
         case = case.model_copy(update={"document": case.document.model_copy(update={"granularity": "fine"})})
-    spec = ModelSpec(
-        name=f"pipe_run_models:{model}", loss="mse", granularity="fine" if model == "residual" else "block"
-    )
+    name = f"pipe_run_models:{model}"
+    granularity = "fine" if model == "residual" else "block"
+    spec = ModelSpec(name=name, loss="mse", granularity=granularity, by_user=(name,))
     job = Job(model=spec, runtime_cases=[case], steps=2, warm_ups=1, compared_steps=2)
     found = PipeRun(job, case, Journal(None, 0)).result()
     assert found.losses is not None

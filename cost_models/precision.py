@@ -1,0 +1,131 @@
+"""In which numbers a model is trained: bytes of a weight, a gradient and a master weight, by name.
+
+A profile says in which numbers the passes were measured; the precision says what training keeps besides. Of a
+profile in 16 bits, `mixed` keeps float32 master weights beside the 16-bit ones (Micikevicius et al., "Mixed
+Precision Training", ICLR 2018), `bf16` keeps none. Under autocast the weights, the gradients and the
+optimizer's states are float32, and the 16-bit copies of the weights are among what backward saves: `mixed`,
+too, without master weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal, cast
+
+from .errors import UsageError
+from .optimizers import Optimizer, Precision
+
+PRECISIONS = ("fp32", "mixed", "bf16")
+"""The words of `--precision`."""
+GRADIENT_DTYPES = ("fp32", "bf16", "fp16")
+"""The words of `--gradient-dtype`."""
+ADDS_UP_IN_FLOAT32 = frozenset({"megatron", "megatron-bridge", "deepspeed"})
+"""Runtimes that add bfloat16 gradients up in float32: Megatron-LM with --bf16 does so unless told otherwise
+(`megatron/training/arguments.py`), DeepSpeed's BF16_Optimizer keeps float32 gradients."""
+
+PrecisionName = Literal["fp64", "fp32", "mixed", "bf16"]
+DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
+_DTYPES: dict[str, DtypeName] = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class TrainingPrecision:
+    """`name`: fp32, mixed or bf16 (fp64 of a profile in float64). `gradient_dtype`: of what the micro-batches
+    add up. `autocast`: whether the profile's passes ran under it, with float32 weights."""
+
+    name: PrecisionName
+    gradient_dtype: DtypeName
+    bytes: Precision
+    autocast: bool = False
+
+    def bytes_per_parameter(self, optimizer: Optimizer) -> float:
+        """Of weight, gradient, master weight and the optimizer's states."""
+        return self.bytes.weight + self.bytes.gradient + optimizer.bytes_per_parameter(self.bytes)
+
+    @property
+    def leaves_out(self) -> str | None:
+        """What training so is without, in words; None where nothing is missing."""
+        if self.name != "bf16":
+            return None
+        return (
+            "pure bf16: no float32 master weights and states, so an update of less than about 1/256 of a "
+            "weight is rounded away; --precision mixed counts them"
+        )
+
+
+def training_precision(
+    dtype: str,
+    amp: str | None = None,
+    *,
+    precision: str = "auto",
+    gradient_dtype: str = "auto",
+    runtime: str | None = None,
+) -> TrainingPrecision:
+    """The precision of a profile in `dtype`, measured under autocast to `amp` where that is given.
+
+    "auto": `mixed` for 16 bits and for autocast, else as profiled. Gradients are by default in the dtype of
+    the weights, but float32 where the weights are bfloat16 and the runtime adds up in float32
+    (`ADDS_UP_IN_FLOAT32`). Raises UsageError for words that are not known, and for a precision whose passes
+    are others than those profiled.
+    """
+    if dtype not in _DTYPES:
+        raise UsageError(f"dtype {dtype!r} is unknown", f"Use one of: {', '.join(_DTYPES)}.")
+    own = _DTYPES[dtype]
+    known_word("--precision", precision, ("auto", *PRECISIONS), own)
+    known_word("--gradient-dtype", gradient_dtype, ("auto", *GRADIENT_DTYPES), own)
+    autocast = amp is not None and own == "fp32"
+    usual = "mixed" if autocast or own in ("fp16", "bf16") else own
+    name = cast(PrecisionName, usual if precision == "auto" else precision)
+    _check_passes(name, own, autocast, amp)
+    gradient = cast(DtypeName, gradient_dtype)
+    if gradient_dtype == "auto":
+        adds_up = name == "mixed" and own == "bf16" and runtime in ADDS_UP_IN_FLOAT32
+        gradient = "fp32" if adds_up else own
+    _check_gradients(gradient, name, own, autocast)
+    master = 4 if name == "mixed" and not autocast else 0
+    return TrainingPrecision(name, gradient, Precision(_BYTES[own], _BYTES[gradient], master), autocast)
+
+
+def known_word(option: str, word: str, known: tuple[str, ...], also: str = "") -> None:
+    """Raises UsageError, with the nearest of the known words, unless the word is one of them, or `also`."""
+    if word not in (*known, also):
+        near = get_close_matches(word, known, n=1)
+        start = f"Did you mean {near[0]}? " if near else ""
+        raise UsageError(f"{option} {word!r}: not known", f"{start}Use one of: {', '.join(known)}.")
+
+
+def _check_passes(name: str, own: str, autocast: bool, amp: str | None) -> None:
+    """Whether a model profiled so can be trained so: seconds and activations are those of the profile."""
+    if autocast:
+        fits, measured = name == "mixed", f"under autocast to {amp}"
+    elif own == "bf16":
+        fits, measured = name in ("mixed", "bf16"), "in bfloat16"
+    elif own == "fp16":
+        fits, measured = name == "mixed", "in float16"
+    else:
+        fits, measured = name == own, f"in {'float32' if own == 'fp32' else 'float64'}"
+    if fits:
+        return
+    needed = {
+        "fp32": "pplan profile --dtype float32",
+        "mixed": "pplan profile --dtype bfloat16, or --amp bf16",
+        "bf16": "pplan profile --dtype bfloat16",
+    }.get(name, "pplan profile --dtype float64")
+    why = "float16 loses small gradients without float32 weights" if (own, name) == ("fp16", "bf16") else ""
+    raise UsageError(
+        f"--precision {name}: the profile was measured {measured}{f' ({why})' if why else ''}",
+        f"Its seconds and activations are not those of {name}: profile with {needed}.",
+    )
+
+
+def _check_gradients(gradient: str, name: str, own: str, autocast: bool) -> None:
+    allowed = (own, "fp32") if name == "mixed" else (own,)
+    if gradient in allowed:
+        return
+    what = "float32 weights under autocast" if autocast else f"{own} weights with --precision {name}"
+    raise UsageError(
+        f"--gradient-dtype {gradient}: the gradients of {what} are {' or '.join(dict.fromkeys(allowed))}",
+        "Leave it away, or choose another --precision.",
+    )

@@ -1,0 +1,75 @@
+"""The mini-batch where none is given: so many samples a device, whatever the profiling machine reached.
+
+32 samples a device is what image classifiers are usually trained with (256 on eight GPUs); it is rounded to
+the nearest mini-batch that the profile's micro-batch sizes make, and halved as long as nothing fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..cost_models.errors import UsageError
+from .candidate import Candidate
+from .find import BEST, COSTLY, is_small, joint_search, planned_by
+from .plan_file import DefaultMiniBatch, OtherMiniBatch
+from .planners import PLANNERS, planner_named
+from .problem import Problem
+
+SHORT = 0.05
+"""Share of the time limit that another mini-batch is searched for, of at most `MOST_SECONDS`."""
+MOST_SECONDS = 1.0
+
+
+def default_of(problem: Problem, *, tried: bool) -> DefaultMiniBatch | None:
+    """How the mini-batch was chosen, `tried` with what half and twice of it would give where the problem is
+    small; None where it was given."""
+    if problem.wishes.mini_batch is not None:
+        return None
+    tried = tried and is_small(problem) and not problem.budget.spent
+    others = [_other(problem, batch) for batch in _neighbours(problem)] if tried else []
+    return DefaultMiniBatch(samples_per_device=problem.samples_per_device, others=others)
+
+
+def smaller_defaults(problem: Problem) -> Iterator[Problem]:
+    """The problem with half of its default mini-batch, a quarter and so on; none where the mini-batch was
+    given, or where the problem is so large that trying would take long."""
+    if problem.wishes.mini_batch is not None or not is_small(problem):
+        return
+    samples, last = problem.samples_per_device // 2, problem.mini_batch
+    while samples:
+        smaller = replace(problem, samples_per_device=samples)
+        if smaller.mini_batch < last:
+            yield smaller
+            last = smaller.mini_batch
+        samples //= 2
+
+
+def _neighbours(problem: Problem) -> Iterator[int]:
+    if problem.mini_batch % 2 == 0:
+        yield problem.mini_batch // 2
+    yield problem.mini_batch * 2
+
+
+def _other(problem: Problem, batch: int) -> OtherMiniBatch:
+    wishes = problem.wishes
+    seconds = min(SHORT * wishes.time_limit, MOST_SECONDS)
+    try:
+        other = replace(problem, wishes=replace(wishes, mini_batch=batch, time_limit=seconds))
+        plan = _best(other)
+    except UsageError:  # the micro-batches that are wished do not make it
+        plan = None
+    if plan is None:
+        return OtherMiniBatch(mini_batch=batch)
+    step = plan.step_seconds
+    return OtherMiniBatch(mini_batch=batch, step_seconds=step, samples_per_second=batch / step)
+
+
+def _best(problem: Problem) -> Candidate | None:
+    """What the quick planners and a short search come to, or the planner that is wished."""
+    named = problem.wishes.planner
+    if named != BEST:
+        plan = planned_by(planner_named(named), problem)
+        return plan if isinstance(plan, Candidate) else None
+    quick = [planned_by(planner_named(name), problem) for name in PLANNERS if name not in COSTLY]
+    return joint_search(problem, [plan for plan in quick if isinstance(plan, Candidate)]).best

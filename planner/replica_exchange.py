@@ -1,0 +1,123 @@
+"""What the replicas of a stage exchange under ZeRO, and the seconds it takes.
+
+Rajbhandari et al., "ZeRO", SC 2020, section 7. By stage of ZeRO, over the replicas of a stage:
+
+    1   after the last backward a reduce-scatter of the gradients, and an all-gather of the updated weights
+    2   a reduce-scatter of each layer's gradients in every backward, and the all-gather at the end
+    3   as 2, and instead of the all-gather at the end one of each layer's weights in every forward and again
+        in every backward
+
+Of stage 1 nothing overlaps computing: DeepSpeed's and PyTorch's pipelines, and Megatron-LM without further
+options, reduce after the last backward. From stage 2 on, layer k's weights are fetched while the layer before
+it runs, and its gradients are reduced while the next one runs, as FSDP2 does, so that of a stage of the
+layers a to z, with seconds f and b, all-gathers g and reduce-scatters r by layer
+
+    forward    g_a + sum of max(f_k, g_(k+1))
+    backward   g_z + sum of max(b_k, g_(k-1) + r_(k+1)) + r_a      (g = 0 in stage 2)
+
+An optimizer that spreads nothing reduces as DistributedDataParallel does: `search/exposed.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cost_models.collectives import all_gather_seconds, reduce_scatter_seconds
+from ..cost_models.layer import LayerCosts
+from ..cost_models.optimizers import Precision
+from ..cost_models.topology import Topology
+from .stage_table import Floats, StageTable
+
+Indices = npt.NDArray[np.int64]
+
+
+def gradient_bytes(trainable: Floats, precision: Precision) -> Floats:
+    """Bytes of the gradients of so many bytes of trainable weights, as they are added up and reduced."""
+    return trainable * (precision.gradient / precision.weight)
+
+
+def bytes_at_end(trainable: Floats, precision: Precision, zero: int) -> Floats:
+    """After the last backward, of stages with so many bytes of trainable weights: bytes of an all-reduce that
+    sends as much. A reduce-scatter sends half of it, and so does an all-gather."""
+    if zero == 0:
+        return gradient_bytes(trainable, precision)
+    if zero == 1:
+        return (gradient_bytes(trainable, precision) + trainable) / 2
+    return trainable / 2 if zero == 2 else np.zeros_like(trainable)
+
+
+def bytes_by_layer(trainable: Floats, parameters: Floats, precision: Precision, zero: int) -> Floats:
+    """In the forward and the backward of every micro-batch: bytes of an all-reduce that sends as much."""
+    if zero < 2:
+        return np.zeros_like(trainable)
+    reduced = gradient_bytes(trainable, precision) / 2
+    return reduced if zero == 2 else reduced + parameters
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaExchange:
+    """ZeRO over the devices that add up the gradients of a stage. Tables of stages as of `StageTable`."""
+
+    topology: Topology
+    devices: Sequence[int]
+    precision: Precision
+    zero: int
+
+    @property
+    def is_by_layer(self) -> bool:
+        """Whether forwards and backwards exchange something."""
+        return self.zero >= 2 and len(self.devices) > 1
+
+    def at_end(self, trainable: Floats) -> Floats:
+        """Seconds after the last backward, of stages with so many trainable bytes."""
+        if self.zero == 3:
+            return np.zeros_like(trainable)
+        gathered = np.asarray(all_gather_seconds(self.topology, self.devices, trainable, "best"))
+        return gathered if self.zero == 2 else gathered + self._reduced(trainable)
+
+    def forward(self, table: StageTable, seconds: Floats) -> Floats:
+        """Of every stage, whose layers take these seconds."""
+        gathered, (first, last) = self._gathered(table.costs), _ends(table)
+        meanwhile = np.maximum(seconds, np.append(gathered[1:], 0.0))
+        running = np.append(0.0, np.cumsum(meanwhile))
+        return _whole(table, gathered[first] + running[last] - running[first] + seconds[last])
+
+    def backward(self, table: StageTable, seconds: Floats, part: str = "backward") -> Floats:
+        """Of every stage, whose layers take these seconds. `part`: "backward", whole, or where it is split
+        "input", which needs the weights, or "weight", which makes the gradients to reduce."""
+        nothing, costs = np.zeros(len(seconds)), table.costs
+        gathered = nothing if part == "weight" else self._gathered(costs)
+        reduced = nothing if part == "input" else self._reduced(costs.trainable_bytes)
+        before, after = np.append(0.0, gathered[:-1]), np.append(reduced[1:], 0.0)
+        running = np.append(0.0, np.cumsum(np.maximum(seconds, before + after)))
+        first, last = _ends(table)
+        inner = running[last] - running[np.minimum(first + 1, len(seconds))]
+        outer = np.maximum(seconds[last], before[last]) + np.maximum(seconds[first], after[first])
+        several = np.where(first == last, seconds[first], inner + outer)
+        return _whole(table, gathered[last] + several + reduced[first])
+
+    def _gathered(self, costs: LayerCosts) -> Floats:
+        """(layers,): seconds of an all-gather of each layer's weights."""
+        if self.zero < 3:
+            return np.zeros(len(costs.parameter_bytes))
+        return np.asarray(all_gather_seconds(self.topology, self.devices, costs.parameter_bytes, "best"))
+
+    def _reduced(self, trainable: Floats) -> Floats:
+        own = gradient_bytes(np.asarray(trainable), self.precision)
+        return np.asarray(reduce_scatter_seconds(self.topology, self.devices, own, "best"))
+
+
+def _ends(table: StageTable) -> tuple[Indices, Indices]:
+    """(n + 1, n + 1) each: the first and the last layer of every stage."""
+    places = np.array(table.places)
+    first = np.minimum(places, len(table.costs.forward_seconds) - 1)
+    shape = table.valid.shape
+    return np.broadcast_to(first[:, None], shape), np.broadcast_to(np.maximum(places - 1, 0)[None], shape)
+
+
+def _whole(table: StageTable, seconds: Floats) -> Floats:
+    return np.where(table.valid, seconds, 0.0)

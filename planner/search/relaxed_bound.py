@@ -1,0 +1,203 @@
+"""The least of the bounds of `relaxed` over the families of a problem, and the pipelines that attain it.
+
+Ranges of the longest stage's seconds lie in a heap, the one with the lowest bound first. It is looked at with
+a few prices, moved towards those at which all devices are in use, and halved, until it is as good as the best
+plan known, or narrow, or the budget is spent: what is lowest then is proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf, sqrt
+
+import numpy as np
+
+from ..candidate import Proposal
+from ..stage_table import Floats
+from .budget import OutOfTime, SearchBudget
+from .relaxed import Chosen, Priced, RelaxedProblem, Weights
+from .relaxed_stages import relaxed_stages
+from .rounded import rounded
+from .space import Space
+from .subproblem import Family, quick_bound
+
+LOOKS = 4
+"""Prices that a range is looked at with, each sum of them."""
+NARROW = 1.01
+"""Ranges that end so near their beginning are not halved."""
+MOST_MOVE = 2.0
+"""By how much a look changes a price at most."""
+
+Score = Callable[[Sequence[Proposal]], float]
+"""Seconds of the best plan known, once these proposals were scored."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Range:
+    """Pipelines of a family whose longest stage takes from `low` to `high` seconds a micro-batch: bounds by
+    number of stages, and the prices to begin with."""
+
+    problem: RelaxedProblem
+    family: Family
+    low: float
+    high: float
+    bounds: Floats
+    prices: Floats
+
+    @property
+    def bound(self) -> float:
+        """On all of them."""
+        return float(self.bounds.min(initial=inf))
+
+
+@dataclass(eq=False)
+class RelaxedBound:
+    """The search for the bound. `counts`: numbers of stages; `deeper`: all larger ones, too. `score` is told
+    of the pipelines that it comes across."""
+
+    space: Space
+    families: Sequence[Family]
+    counts: Sequence[int]
+    deeper: bool
+    budget: SearchBudget
+    score: Score | None = None
+    step: float = inf
+    _pushed: int = 0
+    _heap: list[tuple[float, int, _Range | Family]] = field(default_factory=list)
+    _closed: float = inf
+    """The least bound of what is not looked at any more."""
+
+    def least(self, step: float) -> float:
+        """A bound on all pipelines that take less than `step` seconds; else `step`."""
+        self.step = step
+        own = dict.fromkeys((family.setting, family.replicas) for family in self.families)
+        first = {key: next(f for f in self.families if (f.setting, f.replicas) == key) for key in own}
+        for family in first.values():
+            self._push(quick_bound(self.space, family), family)
+        while self._heap:
+            lowest, _, range_ = self._heap[0]
+            if lowest >= min(self.step, self._closed):
+                break
+            if self.budget.spent:
+                return min(lowest, self._closed)
+            heappop(self._heap)
+            try:
+                self._look(lowest, range_)
+            except OutOfTime:
+                return min(lowest, self._closed)
+        return min(self.step, self._closed)
+
+    def _push(self, bound: float, range_: _Range | Family) -> None:
+        if bound < self.step:
+            heappush(self._heap, (bound, self._pushed, range_))
+            self._pushed += 1
+
+    def _look(self, bound: float, range_: _Range | Family) -> None:
+        if isinstance(range_, Family):
+            for made in self._opened(range_, bound):
+                self._push(made.bound, made)
+            return
+        priced = self._priced(range_)
+        if priced.bound >= self.step:
+            return
+        if priced.high <= priced.low * NARROW:
+            self._closed = min(self._closed, priced.bound)
+            return
+        for half in _halves(priced):
+            self._push(half.bound, half)
+
+    def _opened(self, family: Family, bound: float) -> Iterator[_Range]:
+        """The whole range of a family; what has one stage is known at once."""
+        stages = relaxed_stages(self.space, family)
+        self.budget.spend(1e7)
+        if stages is None:
+            return
+        blocks, devices = len(stages.places) - 1, int(stages.devices.sum())
+        most = min(devices, self.space.chain.max_stages if not stages.exact else blocks)
+        if not self.deeper:
+            most = min(most, max(self.counts))
+        problem = RelaxedProblem(family.setting, stages, most)
+        if 1 in self.counts:
+            self._closed = min(self._closed, max(problem.alone, bound))
+        if most == 1:
+            return
+        count = family.setting.micro_batches
+        low, high = bound / count, self._longest(problem)
+        if low <= high:
+            bounds = np.full(problem.depth, bound)
+            bounds[0] = inf
+            allowed = [
+                k in self.counts or (self.deeper and k > max(self.counts))
+                for k in range(1, problem.depth + 1)
+            ]
+            allowed[-1] = allowed[-1] or most > problem.depth
+            bounds[~np.array(allowed)] = inf
+            yield _Range(problem, family, low, high, bounds, _first_prices(problem, bound))
+
+    def _longest(self, problem: RelaxedProblem) -> float:
+        """Seconds of a micro-batch on the longest stage of a plan that is faster than the best one known."""
+        setting = problem.setting
+        count = setting.micro_batches - (0.5 if setting.recompute == "except_last" else 0.0)
+        x = 2 * problem.stages.forward + problem.stages.backward
+        longest = float(x[np.isfinite(x)].max(initial=0.0))
+        return min(self.step / count, longest)
+
+    def _priced(self, range_: _Range) -> _Range:
+        """The range with better bounds and prices."""
+        problem, bounds, prices = range_.problem, range_.bounds.copy(), range_.prices
+        for look in range(LOOKS):
+            best: tuple[float, Priced, int] | None = None
+            for weights in problem.weights:
+                self.budget.check()
+                priced = self._of(range_, weights, prices)
+                weakest = int(bounds.argmin())
+                bounds = np.maximum(bounds, priced.bounds)
+                found = float(priced.bounds[weakest])
+                if np.isfinite(found) and (best is None or found > best[0]):
+                    best = (found, priced, weakest + 1)
+            if bounds.min() >= self.step or best is None:
+                break
+            chosen = best[1].pipeline(best[2])
+            if not chosen:
+                break
+            self._propose(range_, chosen)
+            prices = _moved(problem, prices, chosen, 0.7**look)
+        return _Range(problem, range_.family, range_.low, range_.high, bounds, prices)
+
+    def _of(self, range_: _Range, weights: Weights, prices: Floats) -> Priced:
+        problem = range_.problem
+        made = problem.priced(weights, range_.low, range_.high, prices)
+        self.budget.spend(5e5 + 10.0 * problem.stages.forward.size + 4.0 * problem.depth * problem.places**2)
+        return made
+
+    def _propose(self, range_: _Range, chosen: Sequence[Chosen]) -> None:
+        if self.score is not None:
+            proposals = rounded(self.space, range_.family, range_.problem, chosen, self.families)
+            self.step = min(self.step, self.score(proposals))
+
+
+def _halves(range_: _Range) -> Iterator[_Range]:
+    middle = sqrt(range_.low * range_.high)
+    for low, high in ((range_.low, middle), (middle, range_.high)):
+        yield _Range(range_.problem, range_.family, low, high, range_.bounds, range_.prices)
+
+
+def _first_prices(problem: RelaxedProblem, bound: float) -> Floats:
+    """By kind: as if the seconds of a step were what all devices are worth, the faster ones more."""
+    stages = problem.stages
+    work = stages.forward[:, 0, -1] + stages.backward[:, 0, -1]
+    speed = np.array([1 / float(work[stages.kind == kind].min()) for kind in range(len(stages.kinds))])
+    made: Floats = speed * bound / float(speed @ stages.devices)
+    return made
+
+
+def _moved(problem: RelaxedProblem, prices: Floats, chosen: Iterable[Chosen], size: float) -> Floats:
+    """Dearer where the pipeline takes more devices than there are, cheaper where fewer."""
+    used = np.zeros(len(prices))
+    for stage in chosen:
+        used[problem.stages.kind[stage.choice]] += problem.stages.replicas[stage.choice]
+    move = np.clip(used / problem.stages.devices, 1 / MOST_MOVE, MOST_MOVE)
+    made: Floats = prices * move**size
+    return made

@@ -1,0 +1,241 @@
+"""What a stage costs at the least, on any devices of a kind: the tables of the relaxed problem.
+
+Numbers of replicas with the same share of a micro-batch cost the same, so the fewest of them stand for all;
+of very many shares neighbours are taken together, with the least of each figure of a layer. Transfers leave
+by the ports of all levels at once, all-reduces send what any must send through the ports of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost_models.layer import MEASURED, LayerCosts
+from ...cost_models.machines.hardware import Device
+from ...cost_models.memory import LedgerOptions
+from ...cost_models.topology import Topology
+from ..stage_table import Floats, StageTable, ledger_options
+from .pipelines import stage_modes
+from .space import Space, Team, share_of, with_cuts
+from .subproblem import Family, bounded_counts
+
+MOST_PLACES = 97
+"""Of longer chains stages are counted between as many places, without the layers around their cuts."""
+MOST_SHARES = 48
+SINGLE_SHARES = 24
+"""So many stand alone where there are more."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Numbers of replicas from `fewest` to `most`, and the samples that a replica computes with them."""
+
+    fewest: int
+    most: int
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RelaxedStages:
+    """Stages by (choice, place they start at, place they end at), inf where there is none. A choice is a kind
+    of device and numbers of replicas.
+
+    `kind`, `replicas` (choices,): which kind, and the fewest devices. Seconds of a micro-batch: `forward`,
+    `backward` without what is run again; `tail`: of the all-reduce that follows; `cut` (choices, places): of
+    the transfer to the next stage, by where it starts. `room`: by mode of recomputation, how many
+    micro-batches may be held. `exact`: whether places are all cuts.
+    """
+
+    kinds: tuple[Device, ...]
+    devices: Floats
+    kind: npt.NDArray[np.int64]
+    replicas: npt.NDArray[np.int64]
+    forward: Floats
+    backward: Floats
+    tail: Floats
+    cut: Floats
+    room: dict[str, Floats]
+    places: tuple[int, ...]
+    exact: bool
+
+
+def relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
+    """The tables of a family; None where no number of replicas can be costed."""
+    setting, topology = family.setting, space.topology
+    ranks = family.placement.ranks
+    counts = list(replica_counts(space, family))
+    if not counts:
+        return None
+    whole = space.table(counts[0].shares[0])
+    exact = whole.blocks < MOST_PLACES
+    own = space if exact else with_cuts(space, _spread_cuts(space))
+    kinds = tuple(dict.fromkeys(topology.device(rank) for rank in ranks))
+    numbers = [sum(topology.device(rank) == kind for rank in ranks) for kind in kinds]
+    made = [_choice(own, kind, kinds, each, setting.micro_batch_size) for kind in kinds for each in counts]
+    modes = stage_modes(setting)
+    usable = space.usable if exact else np.triu(np.ones_like(made[0].forward, dtype=np.bool_), 1)
+
+    def table(name: str) -> Floats:
+        return np.array([np.where(usable, getattr(choice, name), inf) for choice in made])
+
+    stages = RelaxedStages(
+        kinds=kinds,
+        devices=np.array(numbers, dtype=np.float64),
+        kind=np.repeat(np.arange(len(kinds)), len(counts)),
+        replicas=np.array([each.fewest for _ in kinds for each in counts]),
+        forward=table("forward"),
+        backward=table("backward"),
+        tail=table("tail"),
+        cut=np.array([_cut_seconds(topology, choice.table) for choice in made]),
+        room={mode: np.array([choice.most_held(mode) for choice in made]) for mode in modes},
+        places=made[0].table.places,
+        exact=exact,
+    )
+    return stages if exact else _inner(stages)
+
+
+def replica_counts(space: Space, family: Family) -> Iterator[Replicas]:
+    """The numbers of replicas that stages may have, those with the same share together."""
+    size, devices = family.setting.micro_batch_size, len(family.placement.ranks)
+    most, counts = min(size, devices), bounded_counts(family)
+    after = [count - 1 for count in counts[1:]] + [most]
+    each = zip(counts, after if family.any_count else counts, strict=True)
+    own = [(low, high) for low, high in each if high <= most and space.fits_someone(size, low)]
+    for group in _grouped(own):
+        yield Replicas(group[0][0], group[-1][1], tuple(share_of(size, low) for low, _ in group))
+
+
+def _grouped(own: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
+    if len(own) <= MOST_SHARES:
+        return [[each] for each in own]
+    ends = np.geomspace(SINGLE_SHARES, len(own), MOST_SHARES - SINGLE_SHARES + 1).round().astype(int)
+    bounds = np.unique([*range(SINGLE_SHARES), *ends])
+    return [own[start:end] for start, end in pairwise(bounds.tolist())]
+
+
+def _choice(space: Space, kind: Device, kinds: Sequence[Device], counts: Replicas, size: int) -> Team:
+    """As a team of that kind; its replicas are the most, of which each needs the least memory."""
+    timed = [_least(space.timed(kind, share).costs for share in counts.shares)]
+    profiled = timed if kind.profile is None else [_least(space.table(s).costs for s in counts.shares)]
+    places = space.table(counts.shares[0]).places
+    seconds, table = StageTable(timed[0], places), StageTable(profiled[0], places)
+    forward, backward = (own * kind.seconds_scale for own in (seconds.forward, seconds.backward))
+    slowest = np.maximum.reduce(
+        [
+            space.timed(other, share).backward * other.seconds_scale
+            for other in kinds
+            for share in counts.shares
+        ]
+    )
+    exchanged = space.bytes_at_end(np.asarray(table.stage_bytes.trainable))
+    sent = exchanged * all_reduce_pace(space.topology, counts.fewest)
+    return Team(
+        table=table,
+        replicas=counts.most,
+        share=counts.shares[-1],
+        size=size,
+        forward=forward,
+        backward=backward,
+        tail=np.maximum(sent - slowest, 0.0),
+        limit=_limit(space, kind),
+        optimizer=space.optimizer,
+        ledger=_ledger(space, kinds, kind),
+    )
+
+
+def _limit(space: Space, kind: Device) -> float:
+    own = [float(limit) for limit in (space.memory_limit, kind.memory_bytes) if limit is not None]
+    return min(own, default=inf)
+
+
+def _ledger(space: Space, kinds: Sequence[Device], kind: Device) -> LedgerOptions:
+    """What the kind adds to every ledger, with the least context of all: it may share a stage with others."""
+    made = ledger_options(kind, space.dtype)
+    contexts = [ledger_options(other, space.dtype)["context_bytes"] for other in kinds]
+    return {**made, "context_bytes": min(contexts)}
+
+
+def _least(costs: Iterator[LayerCosts]) -> LayerCosts:
+    """The least of every figure of a layer."""
+    return reduce(_smaller, costs)
+
+
+def _smaller(one: LayerCosts, other: LayerCosts) -> LayerCosts:
+    least = {name: np.minimum(getattr(one, name), getattr(other, name)) for name in MEASURED}
+    return replace(one, input_bytes=min(one.input_bytes, other.input_bytes), **least)
+
+
+def all_reduce_pace(topology: Topology, replicas: int) -> float:
+    """Seconds that each byte of gradients takes at the least, whichever devices add them up.
+
+    A replica sends 2 (r - 1) / r of its bytes, over the fastest link at best. A member of a level holds c
+    devices at most, so that for r > c some send between members: by any algorithm of `collectives` the
+    devices behind a port of a member send 2 (1 - c / r) of a share d / c, for d devices a port.
+    """
+    if replicas == 1:
+        return 0.0
+    levels, inner = topology.levels, 1
+    paces = [2 * (replicas - 1) / replicas / max(_bandwidth(level.link) for level in levels)]
+    for index, level in enumerate(levels[:-1]):
+        inner *= level.size or 1
+        outer = levels[index + 1 :]
+        if replicas > inner:
+            behind = min(own.devices_per_port for own in outer) / inner
+            paces.append(2 * (1 - inner / replicas) * behind / max(_bandwidth(own.link) for own in outer))
+    return max(paces)
+
+
+def _bandwidth(link: object) -> float:
+    return float(link.bandwidth_bytes_per_second)  # type: ignore[attr-defined]
+
+
+def _cut_seconds(topology: Topology, table: StageTable) -> Floats:
+    """(places,): the transfer of a replica's share, over a port of each level at once, as to receivers on
+    its own node and on others. A stage that follows with fewer replicas has a larger share to take."""
+    links = [level.link for level in topology.levels]
+    bandwidth, latency = sum(map(_bandwidth, links)), min(link.latency_seconds for link in links)
+    seconds = table.crossing / bandwidth
+    seconds[1:-1] += latency
+    made: Floats = seconds
+    return made
+
+
+def _spread_cuts(space: Space) -> npt.NDArray[np.bool_]:
+    """Cuts at about equal distances in seconds."""
+    costs = space.chain.at(space.chain.sizes[-1])
+    before = np.cumsum(costs.forward_seconds + costs.backward_seconds)
+    allowed = np.flatnonzero(space.chain.cut_after[:-1])
+    wanted = np.linspace(0, before[-1], MOST_PLACES)[1:-1]
+    kept = np.zeros(len(space.chain), dtype=np.bool_)
+    kept[allowed[np.searchsorted(before[allowed], wanted).clip(0, len(allowed) - 1)]] = True
+    return kept
+
+
+def _inner(stages: RelaxedStages) -> RelaxedStages:
+    """With cuts anywhere: place i stands for all cuts from it to before the next place, and a stage from one
+    such cut to another for the layers that it holds whichever they are: those from the next place on."""
+
+    def shifted(values: Floats, empty: float) -> Floats:
+        made = np.full_like(values, inf)
+        made[:, :-1] = values[:, 1:]
+        size = values.shape[1]
+        start, end = np.indices((size, size))
+        made[:, (end >= start) & (end <= start + 1) & (start < size - 1)] = empty
+        made[:, end < start] = inf
+        made[:, -1] = inf
+        return made
+
+    return replace(
+        stages,
+        forward=shifted(stages.forward, 0.0),
+        backward=shifted(stages.backward, 0.0),
+        tail=shifted(stages.tail, 0.0),
+        cut=np.zeros_like(stages.cut),
+        room={mode: shifted(values, inf) for mode, values in stages.room.items()},
+    )

@@ -1,0 +1,136 @@
+"""Which model is built again for a profile. A file may name those of torchvision and transformers, by names
+and sizes that are no code, no path and no address; anything else is built only where the user names it.
+
+Needs no torch: whether such a name exists is seen where it is built (`load_model(..., known_only=True)`).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cost_models.errors import ModelError
+from .profile_file import Profile
+
+LOSSES = ("cross-entropy", "mse", "none")
+"""Names of losses that are no code of the user's."""
+TRANSFORMERS = "hf:"
+SHOWN = 80
+"""Characters of a name in a file that an error shows."""
+
+_TORCHVISION = re.compile(r"[A-Za-z0-9_]{1,100}")
+_OF_TRANSFORMERS = re.compile(r"hf:[A-Za-z0-9][A-Za-z0-9_-]{0,99}(?:\.[0-9]{1,3})?")
+_FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
+_KEY = re.compile(r"[a-z][a-z0-9_]{0,99}")
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
+_LEADS_OUTSIDE = re.compile(
+    "remote|trust|auto_map|hub|kernels|implementation|backbone|timm|pretrained|checkpoint|quantiz|architecture"
+    "|download|local_files|model_type"
+)
+"""Parts of keys with which a configuration has other code, weights or places looked up."""
+_WORDS_FOR = ("act", "activation", "position_embedding_type", "layer_types", "feed_forward_proj", "norm_type")
+"""Keys, or what they end with, whose values are words."""
+_DEEPEST = 3
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model to be built: its name, and what its factory or configuration is given.
+
+    `by_user`: the name is from the command line or from Python, not from a file.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    by_user: bool = False
+
+
+def model_for(profile: Profile, model: str | None, settings: Mapping[str, Any]) -> NamedModel:
+    """`model` with `settings`, as the user names them; where `model` is None the profile's own, with
+    `settings` on top of its own.
+
+    Raises ModelError where the profile names code, a path, or settings that lead to any.
+    """
+    if model is not None:
+        return NamedModel(model, dict(settings), by_user=True)
+    name = profile.model
+    if not may_name(name):
+        raise _refused(f"the profile names the model {shown(name)}", profile)
+    if name.startswith(TRANSFORMERS):
+        for key, value in profile.settings.items():
+            if not _is_size(key, value):
+                raise _refused(f"the profile gives {shown(name)} the setting {shown(key)}", profile)
+    elif profile.settings:
+        key = next(iter(profile.settings))
+        raise _refused(
+            f"the profile gives {shown(name)}, which takes none, the setting {shown(key)}", profile
+        )
+    return NamedModel(name, {**profile.settings, **settings})
+
+
+def loss_for(profile: Profile, loss: str | None) -> str:
+    """`loss`, as the user names it; where it is None, the profile's. Raises ModelError where that is code."""
+    if loss is not None:
+        return loss
+    own = "none" if profile.loss is None else profile.loss.name
+    if own not in LOSSES:
+        typed = own if _FACTORY.fullmatch(own) and len(own) <= SHOWN else "package.module:function"
+        raise ModelError(
+            f"the profile names the loss {shown(own)}: a file's word runs no code",
+            f"Name it yourself, if it is yours: --loss {typed}; or one of {', '.join(LOSSES)}.",
+        )
+    return own
+
+
+def may_name(name: str) -> bool:
+    """Whether a file may name this model: as torchvision's and transformers' are called."""
+    return (_TORCHVISION.fullmatch(name) or _OF_TRANSFORMERS.fullmatch(name)) is not None
+
+
+def shown(text: str) -> str:
+    """A name out of a file as an error shows it: in quotes, ASCII with everything else escaped, cut."""
+    quoted = ascii(text[:SHOWN])
+    return f"{quoted}…" if len(text) > SHOWN else quoted
+
+
+def _is_size(key: str, value: object) -> bool:
+    """Whether a setting is a number, a switch or a word of a configuration's own, and leads nowhere else."""
+    if not _KEY.fullmatch(key) or _LEADS_OUTSIDE.search(key):
+        return False
+    return _is_plain(value, 0, words=key.endswith(_WORDS_FOR))
+
+
+def _is_plain(value: object, depth: int, *, words: bool) -> bool:
+    if value is None or isinstance(value, bool | int | float):
+        return True
+    if isinstance(value, str):
+        return words and _WORD.fullmatch(value) is not None
+    if isinstance(value, list) and depth < _DEEPEST:
+        return all(_is_plain(item, depth + 1, words=words) for item in value)
+    return False
+
+
+def _refused(what: str, profile: Profile) -> ModelError:
+    return ModelError(f"{what}: a file's word runs no code", _typed(profile))
+
+
+def _typed(profile: Profile) -> str:
+    """What the user types to have it built all the same."""
+    name, settings = profile.model, profile.settings
+    plain = (
+        all(_KEY.fullmatch(key) and _fits(value) for key, value in settings.items()) and len(settings) <= 6
+    )
+    if len(name) <= SHOWN and plain and (_FACTORY.fullmatch(name) or may_name(name)):
+        pairs = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        return f"Name it yourself, if you know and trust it: {shlex.join(['--model', name, *pairs])}"
+    return "Name the model yourself: --model package.module:factory, with its settings as --set NAME=VALUE."
+
+
+def _fits(value: object) -> bool:
+    """Whether a setting's value may stand in the line that is proposed."""
+    if isinstance(value, str):
+        return len(value) <= SHOWN // 2 and value.isascii() and value.isprintable()
+    return value is None or isinstance(value, bool | int | float)

@@ -1,0 +1,94 @@
+"""What of a profile may make a plan wrong that is made with it: said before anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..cost_models.machines.measured_on import gpus_with_the_seconds
+from ..cost_models.machines.presets import is_gpu, same_device
+from ..cost_models.machines.topology_options import ProfiledDevice
+from ..cost_models.topology import Topology
+from .profile_file import Profile, WholeMeasurement
+
+CLOSES = 0.05
+"""Share by which the layers' seconds may miss the whole model's, and its passes vary, without a word."""
+
+
+def profiled_device(profile: Profile) -> ProfiledDevice:
+    """What the profile was measured on."""
+    return ProfiledDevice(profile.device, profile.device_name, profile.device_memory_bytes)
+
+
+def warnings_of(profile: Profile, topology: Topology) -> list[str]:
+    """Of planning this machine with these seconds, the gravest first."""
+    own = {text for whole in profile.whole for text in closing_warning(whole)}
+    return [
+        *_of_the_device(profile, topology),
+        *(note for note in profile.notes if note in own),
+        *_of_the_spread(profile),
+        *_of_an_interruption(profile),
+    ]
+
+
+def notes_of(profile: Profile) -> list[str]:
+    """What else the profile says."""
+    own = {text for whole in profile.whole for text in closing_warning(whole)}
+    return [*profile.remarks(), *(note for note in profile.notes if note not in own)]
+
+
+def closing_warning(whole: WholeMeasurement) -> list[str]:
+    """That the layers do not add up to the whole model."""
+    if abs(whole.closing_ratio - 1) <= CLOSES:
+        return []
+    return [
+        f"micro-batch size {whole.micro_batch_size}: the layers add up to {whole.closing_ratio:.3f} of the "
+        f"whole model's time, more than {CLOSES:.0%} off; measure again on a quiet machine"
+    ]
+
+
+def _of_the_device(profile: Profile, topology: Topology) -> Iterator[str]:
+    measured = profiled_device(profile)
+    name = measured.name or measured.device
+    kinds = [kind.name for kind in topology.kinds if kind.speed == 1 and not kind.profile]
+    if measured.is_cpu:
+        yield _of_a_processor(name, topology)
+    elif not measured.is_known:
+        if kinds:
+            yield (
+                "the profile does not say which device its seconds are of: they are taken to be those of "
+                f"{' and '.join(kinds)}"
+            )
+    elif others := [kind for kind in kinds if measured.name and not same_device(kind, measured.name)]:
+        yield f"the layers' seconds are those of {name}: for {' and '.join(others)}, profile the model on one"
+    if profile.estimated:
+        yield "the profile is an estimate, not a measurement"
+
+
+def _of_a_processor(name: str, topology: Topology) -> str:
+    gpus = [kind.name for kind in gpus_with_the_seconds(topology)]
+    if gpus:
+        return (
+            f"the seconds are those of a processor, {name}, and not of {' and '.join(gpus)}: --seconds-of "
+            "cpu says that this is meant"
+        )
+    if any(is_gpu(kind.name) for kind in topology.kinds):
+        return f"the seconds of the GPUs are made of those of a processor, {name}, by the stated speeds"
+    return (
+        f"the layers' seconds are those of this processor, {name}, and the devices are taken to be such "
+        "processors: for GPUs profile on one, or estimate with pplan profile --device analytic:h100"
+    )
+
+
+def _of_the_spread(profile: Profile) -> Iterator[str]:
+    wide = [whole for whole in profile.whole if whole.spread > CLOSES]
+    if wide:
+        sizes = ", ".join(str(whole.micro_batch_size) for whole in wide)
+        most = max(whole.spread for whole in wide)
+        yield f"micro-batch size {sizes}: the measured passes vary by up to {most:.0%}; the machine was busy"
+
+
+def _of_an_interruption(profile: Profile) -> Iterator[str]:
+    missing = [left.micro_batch_size for left in profile.unmeasured if left.reason == "interrupted"]
+    if missing:
+        sizes = ", ".join(map(str, missing))
+        yield f"the profile was interrupted: micro-batch size {sizes} was not measured"

@@ -1,0 +1,140 @@
+"""Every argument of the Python API is refused where it is of another type, in Python's words."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pplan
+from pplan.planner.plan_file import Plan
+from pplan.profiler.profile_file import Profile
+
+FREE = {
+    *("profile.model", "profile.example_input", "sequential.example_input", "sequential.model"),
+    *("compare.plans", "sweep.options", "frontier.options"),
+}
+"""Of any type: what torch makes of it decides. `options` are those of `solve`."""
+
+
+class Strange:
+    """Of no type that any argument takes."""
+
+
+def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in pplan.__all__:
+        made = getattr(pplan, name)
+        if inspect.isfunction(made):
+            yield name, made
+
+
+def arguments() -> Iterator[tuple[str, str, str]]:
+    """Functions and the names of their arguments, with the annotation as written."""
+    for name, function in functions():
+        for parameter in inspect.signature(function).parameters.values():
+            if f"{name}.{parameter.name}" not in FREE:
+                yield name, parameter.name, str(parameter.annotation)
+
+
+def wrong(annotation: str) -> Iterator[Any]:
+    """Values that the annotation does not take."""
+    yield Strange()
+    if annotation == "bool":
+        yield from ("no", "false", 1, 0, None, [])
+    elif "int" in annotation and "str" not in annotation and "Sequence" not in annotation:
+        yield from ("8", 2.5, True, [1])
+    elif annotation.startswith("float"):
+        yield True
+        if "str" not in annotation:
+            yield "8"
+    elif "str" in annotation and "Sequence" not in annotation and "Mapping" not in annotation:
+        yield from (5, True, ["a"])
+    elif annotation.startswith(("Sequence[str]", "Sequence[tuple")):
+        yield from ("l1", 5, [5], None)
+    elif annotation.startswith("Mapping"):
+        yield from ("depth=4", 5, [("depth", 4)])
+
+
+def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> None:
+    given: dict[str, dict[str, Any]] = {
+        "solve": {"profile": profile, "gpus": 2, "mini_batch": 16},
+        "frontier": {"profile": profile, "gpus": 2, "mini_batch": 16, "points": 1},
+        "sweep": {"profile": profile, "grid": {"mini_batch": [16]}, "gpus": 2},
+        "simulate": {"plan": plan, "profile": profile},
+        "explain": {"plan": plan, "profile": profile},
+        "check": {"plan": plan, "profile": profile},
+        "compare": {},
+        "profile": {"model": "vgg11"},
+        "import_profile": {"path": "a.csv"},
+        "import_plan": {"source": "6,6", "profile": profile, "mini_batch": 16},
+        "export": {"runtime": "torchgpipe", "plan": plan},
+        "sequential": {"model": None, "example_input": None},
+        "load_model": {"name": "vgg11"},
+        "topology": {"name": "dgx-a100"},
+        "load_profile": {"path": "a.profile.json"},
+        "load_plan": {"path": "a.plan.json"},
+    }
+    own = {**given[name], argument: value}
+    plans = (Plan.model_validate(plan.model_dump()),) if name == "compare" else ()
+    getattr(pplan, name)(*plans, **own)
+
+
+CASES = [
+    pytest.param(name, argument, annotation, id=f"{name}-{argument}")
+    for name, argument, annotation in arguments()
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "annotation"), CASES)
+@pytest.mark.usefixtures("here")
+def test_another_type_is_refused_by_name(
+    name: str, argument: str, annotation: str, profile: Profile, plan: Plan
+) -> None:
+    if name == "sequential":
+        pytest.importorskip("torch")
+    for value in wrong(annotation):
+        with pytest.raises(pplan.UsageError) as refused:
+            call(name, argument, value, profile, plan)
+        said = refused.value.what
+        assert said.startswith(argument) or f" {argument}" in said, said
+        assert not said.startswith("--"), said
+        inner = value[0] if isinstance(value, list) and value else value
+        assert any(type(seen).__name__ in said or repr(seen) in said for seen in (value, inner)), said
+
+
+@pytest.mark.parametrize("argument", ["objective", "price", "use_all", "pins", "seconds_of"])
+def test_options_that_are_handed_on_are_checked_too(argument: str, profile: Profile) -> None:
+    wrong: dict[str, Any] = {argument: Strange()}
+    for made in (
+        lambda: pplan.frontier(profile, gpus=2, **wrong),
+        lambda: pplan.sweep(profile, {"mini_batch": [16]}, gpus=2, **wrong),
+        lambda: pplan.sweep(profile, {argument: [Strange()]}, gpus=2),
+    ):
+        with pytest.raises(pplan.UsageError, match=argument):
+            made()
+
+
+def test_a_flag_that_is_a_word_is_neither_taken_nor_recorded(profile: Profile) -> None:
+    with pytest.raises(pplan.UsageError, match="use_all='no': is not True or False but of type str"):
+        pplan.solve(profile, gpus=2, use_all=typing.cast("bool", "no"))
+    assert pplan.solve(profile, gpus=2, mini_batch=16, use_all=True).wishes.use_all is True
+
+
+@pytest.mark.parametrize(
+    "pins", [["l1"], [("l1",)], [("l1", 0, 1)], [("l1", "0")], "l1", [(0, "l1")], {"l1": 0}]
+)
+def test_pins_are_layers_with_the_numbers_of_their_stages(pins: Any, profile: Profile) -> None:
+    with pytest.raises(pplan.UsageError) as refused:
+        pplan.solve(profile, gpus=2, pins=pins)
+    assert refused.value.what.startswith("pins")
+    assert '("features.10", 1)' in refused.value.hint or "pins[0][1]=" in refused.value.what
+
+
+def test_lists_are_taken_for_pairs(profile: Profile, here: Path) -> None:
+    del here
+    plan = pplan.solve(profile, gpus=2, mini_batch=16, pins=[["features.0", 0]])  # type: ignore[list-item]
+    assert plan.wishes.pins == (("features.0", 0),)

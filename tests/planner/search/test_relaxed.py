@@ -1,0 +1,141 @@
+"""The relaxed bound, with priced devices, against every plan of small problems on any devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, product
+from math import inf
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.candidate import Proposal
+from pplan.planner.scoring import fastest
+from pplan.planner.search import relaxed_stages
+from pplan.planner.search.placements import placements
+from pplan.planner.search.relaxed_bound import RelaxedBound
+from pplan.planner.search.relaxed_stages import all_reduce_pace
+from pplan.planner.search.space import Space
+from pplan.planner.search.subproblem import Family, bounded_counts, quick_bound
+from pplan.planner.setting import Mode, Setting
+
+SIZES = (1, 2, 4, 8)
+SLACK = 1 + 1e-9
+ROUGH = {"places": 3, "shares": 3}
+WAYS: tuple[tuple[str, Mode], ...] = (
+    ("1f1b", "by_stage"),
+    ("1f1b", "never"),
+    ("1f1b", "always"),
+    ("gpipe", "by_stage"),
+    ("gpipe", "except_last"),
+)
+
+
+def random_chain(rng: np.random.Generator, layers: int) -> Chain:
+    """Layers of which some cost a start at every size, and some nothing."""
+    sizes = np.array(SIZES, dtype=np.float64)
+
+    def line(each: float, start: float = 0.0) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        there = rng.random((layers, 1)) < 0.8
+        return rng.uniform(0, 1, (layers, 1)) * each * sizes * there + start * rng.uniform(0, 1, (layers, 1))
+
+    weights = rng.uniform(0, 1, layers) * 1e8 * (rng.random(layers) < 0.8)
+    return Chain(
+        names=tuple(f"l{index}" for index in range(layers)),
+        sizes=SIZES,
+        parameter_bytes=weights,
+        trainable_bytes=weights,
+        buffer_bytes=np.zeros(layers),
+        cut_after=np.append(rng.random(layers - 1) < 0.85, False),
+        input_bytes_per_sample=1e6,
+        forward_seconds=line(1e-3, float(rng.choice([0, 1e-3, 5e-3]))),
+        backward_seconds=line(2e-3, float(rng.choice([0, 1e-3, 5e-3]))),
+        output_bytes=line(2e6),
+        saved_bytes=line(3e7),
+        saved_input_bytes=line(1e6),
+        workspace_bytes=line(1e7),
+        forward_host_seconds=np.zeros((layers, len(SIZES))),
+        backward_host_seconds=np.zeros((layers, len(SIZES))),
+    )
+
+
+def random_topology(rng: np.random.Generator, devices: int) -> Topology:
+    """One or two kinds in any order, on nodes of up to three, whose network adapter may be shared."""
+    memory = [None if rng.random() < 0.4 else int(rng.uniform(1e8, 1.2e9)) for _ in range(2)]
+    kinds = [Device(f"k{i}", memory[i], speed=float(rng.choice([0.5, 1, 2]))) for i in range(2)]
+    groups, left = [], devices
+    while left:
+        count = int(rng.integers(1, left + 1))
+        groups.append(Group(kinds[rng.integers(2)], count))
+        left -= count
+    node, latency = int(rng.integers(1, 4)), float(rng.choice([0, 1e-4]))
+    inside = Link(float(rng.choice([1e9, 1e10, inf])), latency)
+    between = Link(float(rng.choice([1e8, 1e9, 1e10])), latency)
+    shared = int(rng.choice([1, node]))
+    return Topology(tuple(groups), (Level("node", node, inside), Level("network", None, between, shared)))
+
+
+def assignments(devices: int, stages: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every way to give each stage some devices of its own."""
+    for own in product(range(-1, stages), repeat=devices):
+        if len({stage for stage in own if stage >= 0}) == stages:
+            yield tuple(
+                tuple(rank for rank in range(devices) if own[rank] == stage) for stage in range(stages)
+            )
+
+
+def every_plan(chain: Chain, setting: Setting, devices: int) -> Iterator[Proposal]:
+    """All cuts, on all devices in any assignment."""
+    cuts = [int(layer) + 1 for layer in np.flatnonzero(chain.cut_after)]
+    for stages in range(1, min(devices, len(cuts) + 1) + 1):
+        for chosen, own in product(combinations(cuts, stages - 1), assignments(devices, stages)):
+            yield Proposal(setting, (*chosen, len(chain)), own)
+
+
+@pytest.mark.parametrize("rough", [False, True])
+@pytest.mark.parametrize("seed", [*range(12), 1125, 2057, 2414])
+def test_no_plan_on_any_devices_is_below_the_bound(
+    seed: int, rough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rough:
+        monkeypatch.setattr(relaxed_stages, "MOST_PLACES", ROUGH["places"])
+        monkeypatch.setattr(relaxed_stages, "MOST_SHARES", ROUGH["shares"])
+        monkeypatch.setattr(relaxed_stages, "SINGLE_SHARES", 1)
+    rng = np.random.default_rng(seed)
+    layers, devices = int(rng.integers(2, 5)), int(rng.integers(2, 5))
+    chain, topology = random_chain(rng, layers), random_topology(rng, devices)
+    size, count = int(rng.choice([2, 3, 4, 6, 8])), int(rng.choice([2, 3, 4, 6, 9]))
+    schedule, mode = WAYS[rng.integers(len(WAYS))]
+    setting = Setting(schedule, mode, count, size)
+    space = Space(chain=chain, topology=topology, optimizer="adam", past_largest=True)
+    every = tuple(range(1, devices + 1))
+    families = [Family(setting, own, every, any_count=True) for own in placements(topology)]
+    best = fastest(space, every_plan(chain, setting, devices))
+    step = 1e3 if best is None else best.step_seconds
+    counts = range(1, min(devices, chain.max_stages) + 1)
+    bound = RelaxedBound(space, families, counts, False, space.budget.part(2e8)).least(10 * step)
+    assert bound <= step * SLACK or best is None
+    assert all(quick_bound(space, family) <= step * SLACK for family in families)
+
+
+def test_all_reduces_take_no_less_than_their_pace() -> None:
+    from pplan.cost_models.collectives import all_reduce_seconds
+
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        topology = random_topology(rng, int(rng.integers(2, 10)))
+        count = int(rng.integers(2, topology.gpus + 1))
+        ranks = rng.choice(topology.gpus, count, replace=False).tolist()
+        seconds = float(all_reduce_seconds(topology, ranks, 1e8, "best"))
+        assert seconds * SLACK >= 1e8 * all_reduce_pace(topology, count)
+
+
+def test_counts_with_one_share_are_bounded_by_their_fewest() -> None:
+    topology = Topology((Group(Device("gpu", None), 70),), (Level("node", None, Link(1e9, 0.0)),))
+    placement = placements(topology)[0]
+    family = Family(Setting("1f1b", "never", 2, 48), placement, (2, 4), any_count=True)
+    shares = {-(-48 // count): count for count in range(70, 0, -1) if count <= 48}
+    assert bounded_counts(family) == sorted(shares.values())
+    assert bounded_counts(Family(family.setting, placement, (2, 4, 96))) == [2, 4]
