@@ -120,9 +120,9 @@ class Assembly:
         values = np.zeros((self.program.devices, self.program.chunks, 1))
         for (device, chunk), part in self.part_of.items():
             bounds = self.bounds[part]
-            values[device, chunk] = max(
-                _figure(table, name, scale)[bounds] for table, scale in self.timed[device]
-            )
+            # One host launches for all kinds of devices: that of the plan's own profile.
+            own = [(self.table(device), 1.0)] if name.endswith("_launch") else self.timed[device]
+            values[device, chunk] = max(_figure(table, name, scale)[bounds] for table, scale in own)
         return values
 
     def costs(self) -> Costs:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .orders import ASYNCHRONOUS, Order, order_of
 from .refusals import NotChecked, NotLegal
-from .report import Check, Sheet
+from .report import EXACT, Check, Sheet
 from .stated_plan import StatedPlan, StatedStage
 from .wiring import check_order, most_in_flight
 
@@ -16,11 +16,9 @@ if TYPE_CHECKING:
     from .memory import Ledger
     from .verify import Subject
 
-EXACT = 1e-8
-"""The gap up to which a plan may be called exact."""
 MOVING = ("activations", "stage_inputs", "workspace")
 VERSIONS: dict[str, Callable[[int, int], float]] = {
-    "pipedream": lambda device, devices: devices - device,
+    "pipedream": lambda device, devices: float(devices - device),
     "pipedream-2bw": lambda device, devices: 2,
 }
 """Of the weights on a device, where updates are late."""

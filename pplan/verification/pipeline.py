@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,11 +78,13 @@ class Figures:
         return self.profiles[kind.profile]
 
     def seconds(self, part: int, device: int, name: str) -> float:
-        """Seconds of a part on a device, of its slowest kind of replica; those of the host go by no speed."""
+        """Seconds of a part on a device, of its slowest kind of replica; those of the host, which is one for
+        all kinds, are the plan's profile's."""
         first, end = self.bounds(part)
+        if name in HOST:
+            return float(self.layers.at(self.share(device))[name][first:end].sum())
         return max(
-            float(self._measured(kind).at(self.share(device))[name][first:end].sum())
-            / (1.0 if name in HOST else kind.speed)
+            float(self._measured(kind).at(self.share(device))[name][first:end].sum()) / kind.speed
             for kind in self._kinds(device)
         )
 
@@ -203,7 +206,9 @@ def _simulated(figures: Figures) -> Step:
 
 def _work(figures: Figures, wiring: Wired) -> Work:
     order, last = figures.order, len(figures.order.route_of) - 1
-    split = {own[1:] for actions in order.lists for own in actions if own[0] == "W"}
+    split = {
+        (device, *own[1:]) for device, actions in enumerate(order.lists) for own in actions if own[0] == "W"
+    }
     seconds, launches = [], []
     known: dict[tuple[int, int, str], float] = {}
 
@@ -224,7 +229,7 @@ def _work(figures: Figures, wiring: Wired) -> Work:
         elif not order.splits:
             own = figure(part, device, "backward_seconds") + repeat * forward
         else:
-            whole = (batch, chunk) not in split
+            whole = (device, batch, chunk) not in split
             weight = figure(part, device, "backward_weight_seconds") if whole else 0.0
             own = figure(part, device, "backward_input_seconds") + weight + repeat * forward
         seconds.append(own * share)
@@ -272,21 +277,29 @@ def _reduced(figures: Figures, wiring: Wired, ran: Ran) -> list[float]:
         if last:
             place = wiring.part[index], wiring.device[index]
             ready[place] = max(ready.get(place, 0.0), ran.end[index])
+    shared = _shared_loads(figures) if figures.shared_ports else {}
     requests = []
     for part in range(figures.order.parts):
         members = sorted({route[part][0] for route in figures.order.routes})
         seconds = max(figures.reduce_seconds(part, device) for device in members)
-        if seconds > 0:
+        if seconds > 0 or shared.get(part):
             requests.append((max(ready[part, device] for device in members), part, members, seconds))
     for begin, part, members, seconds in sorted(requests):
-        end = max(begin, *(free[device] for device in members)) + seconds
-        if figures.shared_ports:
-            loads = sum_loads(figures.machine, figures.ranks_of(part), sum(figures.gradient_bytes(part)))
-            alone = end
-            for port, load in loads.items():
-                port_free[port] = max(alone - load, port_free.get(port, 0.0)) + load
-                end = max(end, port_free[port])
+        alone = end = max(begin, *(free[device] for device in members)) + seconds
+        for port, load in shared.get(part, {}).items():
+            port_free[port] = max(alone - load, port_free.get(port, 0.0)) + load
+            end = max(end, port_free[port])
         for device in members:
             free[device] = end
             ends[device] = max(ends[device], end)
     return ends
+
+
+def _shared_loads(figures: Figures) -> dict[int, dict[Port, float]]:
+    """By part, the seconds that the sum of its gradients needs of each port that another part's needs, too."""
+    loads = {
+        part: sum_loads(figures.machine, figures.ranks_of(part), sum(figures.gradient_bytes(part)))
+        for part in range(figures.order.parts)
+    }
+    uses = Counter(port for own in loads.values() for port, load in own.items() if load)
+    return {part: {port: load for port, load in own.items() if uses[port] > 1} for part, own in loads.items()}

@@ -14,6 +14,8 @@ from .refusals import NotChecked, NotLegal
 
 TOLERANCE = 1e-9
 """Share by which a figure may differ: both sides add floats up, in another order."""
+EXACT = 1e-8
+"""The gap up to which a plan may be called exact."""
 ROUNDING = 1.0
 """Bytes by which a term of a ledger may: terms are rounded."""
 
