@@ -111,7 +111,7 @@ def machine_of(text: str, where: str) -> Machine:
     """The machine of a topology file of [[device]] and [[level]] tables. Raises FileError."""
     try:
         content = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: not TOML, or a number that is too long
         raise FileError(f"{where}: not TOML: {error}", _MEND) from None
     table = Table(content, where)
     kinds, ends, total = [], [], 0
