@@ -62,6 +62,8 @@ def order_of(schedule: str, p: int, m: int, v: int) -> Order:
     micro-batches and stages that it would not fit into memory."""
     if schedule not in _RULES:
         raise NotLegal(f"schedule {schedule[:40]!r} is none of {', '.join(_RULES)}")
+    if min(p, m, v) < 1:
+        raise NotLegal(f"{p} devices, {m} micro-batches, {v} parts of the layers on a device")
     rule, parts, build = _RULES[schedule]
     if parts and v != parts:
         raise NotLegal(f"{schedule} has {parts} parts of the layers on a device, the plan {v}")

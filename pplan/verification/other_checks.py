@@ -111,6 +111,7 @@ def _alternative(check: Check, subject: Subject, names: list[str], table: Table)
     check.same("layers of its stages", sum(balance), sum(plan.balance))
     check.same("mini-batch", count * size, plan.mini_batch)
     check.same("stages, and what each recomputes", len(modes), len(balance))
+    check.same("stages that are left over on some device", len(balance) % parts, 0)
     check.holds("schedule", schedule in SYNCHRONOUS, schedule)
     check.holds("it is for no runtime", bool(names))
     for name in names:
