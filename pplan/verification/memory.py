@@ -9,50 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..cost_models.errors import UsageError
 from .layer_costs import Layers
 from .orders import Order
+from .training import Training
 
 RESERVE = 0.05
 """Of the sum of the other terms: what the allocator cannot use."""
-BYTES_BY_DTYPE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "adamw-8bit": 0}
-"""Tensors of the size of the weights that an optimizer keeps."""
-OWN_BYTES = {"adamw-8bit": 2 * (1 + 4 / 256)}
-"""Bytes a parameter that do not go by the dtype: two states of a byte, with a float32 scale for every 256."""
 SAME = 1e-12
-
-
-@dataclass(frozen=True)
-class Training:
-    """How weights are trained: bytes of a parameter's weight, gradient and master copy (0: there is none), and
-    the optimizer. Raises UsageError."""
-
-    optimizer: str
-    weight: float
-    gradient: float
-    master: float = 0.0
-
-    @property
-    def state(self) -> float:
-        """Bytes a parameter of the optimizer, with the master weights."""
-        if self.optimizer not in STATES:
-            raise UsageError(f"optimizer {self.optimizer!r} is unknown", f"Known: {', '.join(STATES)}.")
-        updated = self.master or self.weight
-        return self.master + STATES[self.optimizer] * updated + OWN_BYTES.get(self.optimizer, 0.0)
-
-
-def training_of(optimizer: str, dtype: str) -> Training:
-    """As the profile's dtype says. Raises UsageError."""
-    if dtype not in BYTES_BY_DTYPE:
-        raise UsageError(f"dtype {dtype!r} is unknown", f"Known: {', '.join(BYTES_BY_DTYPE)}.")
-    return Training(optimizer, BYTES_BY_DTYPE[dtype], BYTES_BY_DTYPE[dtype])
 
 
 @dataclass(frozen=True)
 class PartBytes:
     """Of a part of the layers at a replica's micro-batch size: `waiting` what a micro-batch in flight holds,
-    `input` what it holds instead where it recomputes."""
+    `input` what it holds instead where it recomputes; `neighbours` the parameters of two layers in a row at
+    most, which ZeRO has whole at a time where it spreads them."""
 
     parameters: float
     trainable: float
@@ -62,6 +32,7 @@ class PartBytes:
     received: float
     sent: float
     workspace: float
+    neighbours: float = 0.0
 
 
 def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
@@ -69,9 +40,10 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
     costs, own = layers.at(size), slice(first, end)
     saved, workspace = costs["saved_bytes"][own], costs["workspace_bytes"][own]
     received = float(costs["output_bytes"][first - 1]) if first else 0.0
-    kept = saved.cumsum()
+    kept, parameters = saved.cumsum(), layers.parameters[own]
+    pairs = parameters[1:] + parameters[:-1]
     return PartBytes(
-        parameters=float(layers.parameters[own].sum()),
+        parameters=float(parameters.sum()),
         trainable=float(layers.trainable[own].sum()),
         buffers=float(layers.buffers[own].sum()),
         waiting=float(saved.sum() + costs["saved_input_bytes"][first]),
@@ -79,6 +51,7 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
         received=received,
         sent=float(costs["output_bytes"][end - 1]) if end < len(layers) else 0.0,
         workspace=max(float((kept + workspace).max() - kept[-1]), 0.0),
+        neighbours=float(pairs.max() if len(pairs) else parameters[0]),
     )
 
 
@@ -118,20 +91,33 @@ def ledger(
     gradients = trainable * training.gradient / training.weight
     most = _most_held(order, device, chunks, recompute)
     routes = len(order.routes)
+    kept = training.spread(parameters, replicas, 3)
     terms = {
-        "weights": parameters + sum(own.buffers for own in chunks),
-        "gradients": gradients,
-        "optimizer": trainable * training.state / training.weight,
-        "weight_versions": parameters * (weight_versions - 1) + parameters / routes * max(copies - routes, 0),
+        "weights": kept + sum(own.buffers for own in chunks),
+        "gradients": training.spread(gradients, replicas, 2),
+        "optimizer": training.spread(trainable * training.state / training.weight, replicas, 1),
+        "weight_versions": kept * (weight_versions - 1) + parameters / routes * max(copies - routes, 0),
         "activations": most[0][0],
         "stage_inputs": most[0][1],
-        "communication": _at_cuts(order, device, chunks) + (gradients if replicas > 1 else 0.0),
+        "communication": _at_cuts(order, device, chunks) + _exchanged(chunks, training, replicas, gradients),
         "workspace": most[0][2],
     }
+    if training.master:
+        master = trainable * training.master / training.weight
+        terms["master_weights"] = training.spread(master, replicas, 1)
     terms["reserve"] = RESERVE * sum(terms.values())
     if context_bytes:
         terms["context"] = float(context_bytes)
     return Ledger(terms, most[1:])
+
+
+def _exchanged(chunks: list[PartBytes], training: Training, replicas: int, gradients: float) -> float:
+    """What replicas exchange: buckets hold the gradients once more; where ZeRO spreads them, those of two
+    neighbouring layers are whole at a time, and where it spreads the weights, those of two, too."""
+    if replicas == 1 or training.zero < 2:
+        return gradients if replicas > 1 else 0.0
+    whole = max(own.neighbours for own in chunks)
+    return whole * training.gradient / training.weight + (whole if training.zero == 3 else 0.0)
 
 
 def _at_cuts(order: Order, device: int, chunks: list[PartBytes]) -> float:

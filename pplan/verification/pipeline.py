@@ -13,10 +13,11 @@ import numpy as np
 from .events import Ran, Work, run
 from .layer_costs import HOST, Layers
 from .machine import Kind, Machine, Port
-from .memory import Ledger, PartBytes, Training, ledger, part_bytes
+from .memory import Ledger, PartBytes, ledger, part_bytes
 from .orders import Order
 from .refusals import NotChecked, NotLegal
 from .traffic import Way, all_reduce_seconds, exposed_seconds, sum_loads, way
+from .training import Exchange, Training
 from .wiring import NONE, Wired, check_order, cuts_crossed
 
 COPIES = {"chimera": 2, "avgpipe": 3}
@@ -83,10 +84,17 @@ class Figures:
         first, end = self.bounds(part)
         if name in HOST:
             return float(self.layers.at(self.share(device))[name][first:end].sum())
+        exchange = self.exchange(part)
         return max(
-            float(self._measured(kind).at(self.share(device))[name][first:end].sum()) / kind.speed
+            exchange.seconds(name, self._measured(kind).at(self.share(device))[name][first:end] / kind.speed)
             for kind in self._kinds(device)
         )
+
+    def exchange(self, part: int) -> Exchange:
+        """What ZeRO exchanges over the devices that have a part."""
+        own = slice(*self.bounds(part))
+        parameters, trainable = self.layers.parameters[own], self.layers.trainable[own]
+        return Exchange(self.machine, self.ranks_of(part), self.training, parameters, trainable)
 
     def part_seconds(self, part: int) -> tuple[float, float]:
         """Forward of a part as the plan states it, and backward with what it recomputes."""
@@ -155,6 +163,8 @@ class Figures:
         ranks, gradients = self.ranks_of(part), self.gradient_bytes(part)
         if len(ranks) < 2:
             return 0.0
+        if self.training.zero:
+            return self.exchange(part).at_end()
         if ranks != sorted(self.ranks[device]):
             return all_reduce_seconds(self.machine, ranks, sum(gradients))
         first, end = self.bounds(part)

@@ -16,7 +16,8 @@ _WHOLE = frozenset({"never", "always"})
 class Rules:
     """`replicas`: whether stages may have some, the same number each. `one_process` launches the work of all
     stages, and has the devices of one machine. `by_stage`: each stage may recompute or not for itself.
-    `trains_all`: a stage without anything to train is refused. `parts`: several of the layers on a device."""
+    `trains_all`: a stage without anything to train is refused. `parts`: several of the layers on a device.
+    `zero`: the stages of ZeRO over the replicas of a stage."""
 
     schedules: frozenset[str]
     recompute: frozenset[str]
@@ -25,16 +26,21 @@ class Rules:
     by_stage: bool = False
     trains_all: bool = False
     parts: bool = True
+    zero: tuple[int, ...] = (0, 1)
 
 
-_PIPE = Rules(frozenset({"gpipe"}), _WHOLE | {"except_last"}, replicas=False, one_process=True, parts=False)
+_PIPE = Rules(
+    frozenset({"gpipe"}), _WHOLE | {"except_last"}, replicas=False, one_process=True, parts=False, zero=(0,)
+)
 _MEGATRON = Rules(frozenset({"1f1b", "interleaved"}), _WHOLE)
 RULES = {
     "torchgpipe": _PIPE,
     "fairscale": _PIPE,
     "deepspeed": Rules(frozenset({"1f1b"}), _WHOLE, trains_all=True, parts=False),
     "torch": Rules(_TORCH, _WHOLE, by_stage=True),
-    "huggingface": Rules(frozenset({"naive"}), _WHOLE, replicas=False, one_process=True, parts=False),
+    "huggingface": Rules(
+        frozenset({"naive"}), _WHOLE, replicas=False, one_process=True, parts=False, zero=(0,)
+    ),
     "megatron": _MEGATRON,
     "megatron-bridge": _MEGATRON,
     "torchtitan": Rules(_TORCH, _WHOLE),

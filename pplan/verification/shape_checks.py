@@ -6,9 +6,11 @@ import hashlib
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from .documents import Table
 from .report import Check, Sheet
 from .rules import RULES, check_runtime, one_process
-from .stated_plan import RECOMPUTES
+from .stated_plan import RECOMPUTES, StatedPlan
+from .training import training_of
 
 if TYPE_CHECKING:
     from .verify import Subject
@@ -29,6 +31,10 @@ def check_shape(sheet: Sheet, subject: Subject) -> None:
         _micro_batches(check, subject)
     with sheet.line("recomputation", "known words; as wished") as check:
         _recompute(check, subject)
+    with sheet.line(
+        "training", "the optimizer, the precision and ZeRO's stage, of this profile; as wished"
+    ) as check:
+        _training(check, subject)
     with sheet.line("runtime", "it runs this schedule, recomputation and these replicas") as check:
         _runtime(check, subject)
 
@@ -162,6 +168,25 @@ def _recompute(check: Check, subject: Subject) -> None:
     check.holds(
         "except_last is of gpipe, whose backwards begin with the last micro-batch", last, plan.schedule
     )
+
+
+def _training(check: Check, subject: Subject) -> None:
+    plan, wishes = subject.plan, subject.plan.wishes
+    training = training_of(plan)
+    if subject.profile is not None:
+        check.same("amp", plan.profile.optional_text("amp"), _known(plan, "amp", subject.profile))
+    for key, default in (("precision", "auto"), ("gradient_dtype", "auto")):
+        own, wish = plan.whole.optional_text(key), wishes.text(key, default)
+        check.holds(f"{key} is not the wished one", wish in ("auto", own), own, wish)
+    check.same("zero, and the wished one", training.zero, wishes.count("zero", training.zero))
+    if plan.runtime in RULES:
+        known = training.zero in RULES[plan.runtime].zero
+        check.holds(f"{plan.runtime} does not run this stage of ZeRO", known, training.zero)
+
+
+def _known(plan: StatedPlan, key: str, profile: Table) -> str | None:
+    """What the profile says, where the plan is of those that say it."""
+    return profile.optional_text(key) if plan.whole.has("precision") else None
 
 
 def _runtime(check: Check, subject: Subject) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import ceil, log2
 
-from .machine import Machine, Port
+from .machine import Level, Machine, Port
 
 BUCKETS = (1 * 2**20, 25 * 2**20)
 """Bytes of the first bucket of gradients, and of each further: DistributedDataParallel's defaults."""
@@ -56,23 +56,34 @@ def all_reduce_seconds(machine: Machine, ranks: list[int], size: float) -> float
     at the pace of the slowest level in use. Hierarchy, where every group holds as many: a ring in each group
     from the inside out, each with the 1/n that the one before left, sharing the ports.
     """
+    if len(ranks) < 2 or size <= 0:
+        return 0.0
+    depth, used = ceil(log2(len(ranks))), _used(machine, ranks)
+    tree = max(2 * size / own.bandwidth + 2 * depth * own.latency for own in used)
+    return min(2 * half_reduce_seconds(machine, ranks, size), tree)
+
+
+def half_reduce_seconds(machine: Machine, ranks: list[int], size: float) -> float:
+    """Of a reduce-scatter, or of an all-gather: the way there of the faster of ring and hierarchy."""
     n = len(ranks)
     if n < 2 or size <= 0:
         return 0.0
+    ring = max((n - 1) / n * size / own.bandwidth + (n - 1) * own.latency for own in _used(machine, ranks))
     members = [_members(machine, ranks, index) for index in range(len(machine.levels))]
-    used = [level for level, own in zip(machine.levels, members, strict=True) if max(own) > 1]
-    depth = ceil(log2(n))
-    ring = max(2 * ((n - 1) / n * size / own.bandwidth + (n - 1) * own.latency) for own in used)
-    tree = max(2 * size / own.bandwidth + 2 * depth * own.latency for own in used)
     if any(len(own) > 1 for own in members):
-        return min(ring, tree)
+        return ring
     total, left = 0.0, 1.0
     for level, (k,) in zip(machine.levels, members, strict=True):
         if k > 1:
             at_once = max(Counter(rank // level.devices_per_port for rank in ranks).values())
-            total += 2 * (at_once * left * (k - 1) / k * size / level.bandwidth + (k - 1) * level.latency)
+            total += at_once * left * (k - 1) / k * size / level.bandwidth + (k - 1) * level.latency
         left /= k
-    return min(ring, tree, total)
+    return min(ring, total)
+
+
+def _used(machine: Machine, ranks: list[int]) -> list[Level]:
+    """The levels that join some of the devices."""
+    return [level for i, level in enumerate(machine.levels) if max(_members(machine, ranks, i)) > 1]
 
 
 def _members(machine: Machine, ranks: list[int], index: int) -> set[int]:

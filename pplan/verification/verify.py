@@ -12,13 +12,13 @@ from .documents import LARGEST_PLAN, LARGEST_PROFILE, Table, parse, read_content
 from .figure_checks import check_figures, planned_order
 from .layer_costs import Layers, layers_of
 from .machine import Machine, machine_of
-from .memory import training_of
 from .other_checks import check_others
 from .pipeline import Figures
 from .report import Check, Report, Sheet
 from .rules import one_process
 from .shape_checks import check_shape
 from .stated_plan import StatedPlan, stated_plan
+from .training import training_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class Subject:
             layers=layers,
             profiles=self.profiles,
             machine=machine,
-            training=training_of(plan.optimizer, plan.profile.text("dtype", "float32")),
+            training=training_of(plan),
             shared_ports=self.shared_ports,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from pplan.cost_models.errors import FileError, UsageError
 from pplan.verification.documents import Table
 from pplan.verification.layer_costs import Layers, layers_of
-from pplan.verification.memory import PartBytes, ledger, part_bytes, training_of
+from pplan.verification.memory import PartBytes, ledger, part_bytes
 from pplan.verification.orders import order_of
+from pplan.verification.training import Training
 
 
 def layer(name: str, costs: list[tuple[int, float, int]], **more: Any) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def test_stages_of_1f1b_by_hand() -> None:
         order_of("1f1b", 3, 8, 1),
         0,
         [PART],
-        training_of("adam", "float32"),
+        Training("adam", 4, 4),
         recompute="never",
         replicas=2,
         weight_versions=1,
@@ -111,7 +113,7 @@ def test_what_comes_and_goes(
         order_of(schedule, 3, 4, 1),
         device,
         [PART],
-        training_of("sgd", "float32"),
+        Training("sgd", 4, 4),
         recompute=recompute,
         replicas=1,
         weight_versions=1,
@@ -130,13 +132,40 @@ def test_the_workspace_of_a_part() -> None:
     assert part_bytes(read(one, other), 0, 2, 4).workspace == 70
 
 
-def test_optimizers_and_dtypes() -> None:
-    assert training_of("adamw-8bit", "bfloat16").state == pytest.approx(2 * (1 + 4 / 256))
-    assert training_of("momentum", "float16").state == 2
+def test_optimizers() -> None:
+    assert Training("adamw-8bit", 2, 2).state == pytest.approx(2 * (1 + 4 / 256))
+    assert Training("momentum", 2, 2).state == 2
+    assert Training("adamw", 2, 4, master=4).state == 8
     with pytest.raises(UsageError, match="optimizer 'x' is unknown"):
-        training_of("x", "float32").state  # noqa: B018
-    with pytest.raises(UsageError, match="dtype 'int8' is unknown"):
-        training_of("sgd", "int8")
+        Training("x", 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("zero", "weights", "gradients", "master", "states", "exchanged"),
+    [
+        (0, 1007, 1600, 1600, 3200, 1600),
+        (1, 1007, 1600, 400, 800, 1600),
+        (2, 1007, 400, 400, 800, 2 * 300),
+        (3, 257, 400, 400, 800, 2 * 300 + 300),
+    ],
+)
+def test_what_zero_spreads(
+    zero: int, weights: float, gradients: float, master: float, states: float, exchanged: float
+) -> None:
+    """bf16 weights, float32 gradients and master weights, Adam; over four replicas."""
+    made = ledger(
+        order_of("1f1b", 1, 1, 1),
+        0,
+        [replace(PART, neighbours=300)],
+        Training("adam", 2, 4, 4, zero),
+        recompute="never",
+        replicas=4,
+        weight_versions=1,
+        copies=1,
+        context_bytes=0,
+    ).terms
+    assert (made["weights"], made["gradients"], made["master_weights"]) == (weights, gradients, master)
+    assert (made["optimizer"], made["communication"]) == (states, exchanged)
 
 
 def test_solved_with_little_memory(make_profile: Callable[..., Any], solve_files: Callable[..., Any]) -> None:
