@@ -120,9 +120,9 @@ class Assembly:
         values = np.zeros((self.program.devices, self.program.chunks, 1))
         for (device, chunk), part in self.part_of.items():
             bounds = self.bounds[part]
-            # One host launches for all kinds of devices: that of the plan's own profile.
-            own = [(self.table(device), 1.0)] if name.endswith("_launch") else self.timed[device]
-            values[device, chunk] = max(_figure(table, name, scale)[bounds] for table, scale in own)
+            values[device, chunk] = max(
+                _figure(table, name, scale)[bounds] for table, scale in self.timed[device]
+            )
         return values
 
     def costs(self) -> Costs:
@@ -131,10 +131,10 @@ class Assembly:
         weight = self.by_place("weight") if self.program.splits_backward else None
         shares = self._recomputed()
         occupancy, latency = self._transfers()
-        launch = self.by_place("forward_launch") if self.launches else None
+        launch = self._launched("forward_launch") if self.launches else None
         relaunch = None
         if launch is not None:
-            relaunch = self.by_place("backward_launch") + (0.0 if shares is None else shares * launch)
+            relaunch = self._launched("backward_launch") + (0.0 if shares is None else shares * launch)
         return Costs(
             forward=forward,
             backward=backward if weight is None else self.by_place("input"),
@@ -149,6 +149,14 @@ class Assembly:
             all_reduce=self._all_reduce(),
             transfers=transfers_named(self.transfers),
         )
+
+    def _launched(self, name: str) -> Floats:
+        """(devices, chunks, 1): host seconds, as in the plan's own profile: one host launches for all kinds of
+        devices."""
+        values = np.zeros((self.program.devices, self.program.chunks, 1))
+        for (device, chunk), part in self.part_of.items():
+            values[device, chunk] = getattr(self.table(device), name)[self.bounds[part]]
+        return values
 
     def _recomputed(self) -> Floats | None:
         """The share of the forward run again; one value for all micro-batches where they are alike."""
