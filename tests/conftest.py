@@ -42,6 +42,12 @@ def own_cache(cache_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     return folder
 
 
+@pytest.fixture(scope="session")
+def shared_ports() -> bool:
+    """As `verify` takes it."""
+    return SHARED_PORTS
+
+
 @pytest.fixture(autouse=True)
 def plans_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan that `pplan.solve` makes in a test is verified, unless it is very large."""

@@ -103,7 +103,7 @@ class Solved:
     plan: Content
     profile: bytes
     folder: Path
-    shared_ports: bool = False
+    shared_ports: bool
 
     def verified(self, plan: Content | None = None, profile: bytes | None = None) -> Report:
         """The plan, or a changed one."""
@@ -116,7 +116,7 @@ Solve = Callable[..., Solved]
 
 
 @pytest.fixture(scope="session")
-def solve_files(tmp_path_factory: pytest.TempPathFactory) -> Solve:
+def solve_files(tmp_path_factory: pytest.TempPathFactory, shared_ports: bool) -> Solve:
     """A function of a profile and the options of `pplan.solve`; `topology` is the text of a TOML file."""
 
     def solve(profile: Content, *, topology: str = "", **options: Any) -> Solved:
@@ -129,7 +129,7 @@ def solve_files(tmp_path_factory: pytest.TempPathFactory) -> Solve:
             own = generated(99, len(profile["layers"]), sizes=_sizes(profile), faster=2.0)
             (folder / "own.profile.json").write_text(json.dumps(own))
         plan = pplan.solve(folder / "toy.profile.json", **options)
-        return Solved(json.loads(plan.to_json()), content, folder)
+        return Solved(json.loads(plan.to_json()), content, folder, shared_ports)
 
     return solve
 
