@@ -1,4 +1,4 @@
-"""Plans that a benchmark makes, verified: figures are printed only of plans that `pplan verify` agrees with."""
+"""Plans that a benchmark makes, verified: figures are only of plans that `pplan verify` agrees with."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class Assembly:
         )
 
     def _launched(self, name: str) -> Floats:
-        """(devices, chunks, 1): host seconds, as in the plan's own profile: one host launches for all kinds of
+        """(devices, chunks, 1): host seconds of the plan's own profile: one host launches for all kinds of
         devices."""
         values = np.zeros((self.program.devices, self.program.chunks, 1))
         for (device, chunk), part in self.part_of.items():

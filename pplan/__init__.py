@@ -641,7 +641,7 @@ def import_plan(
 
 
 def verify(plan: Plan | str | Path, profile: Profile | str | Path | None = None) -> Report:
-    """A second opinion on `plan`: everything in it worked out again, by code that shares nothing with `solve`.
+    """A second opinion on `plan`: all of it worked out again, by code that shares nothing with `solve`.
 
     `plan` and `profile` may be the paths of their files; without `profile` the file that the plan names is
     taken, beside the plan's. Of the result: `agrees`; `lines`, each with its `name`, its `state` ("ok",

@@ -72,6 +72,11 @@ class Ledger:
         """All of them."""
         return sum(self.terms.values())
 
+    @property
+    def rounded(self) -> int:
+        """All of them, each in whole bytes, as plans state them."""
+        return sum(round(amount) for amount in self.terms.values())
+
 
 def ledger(
     order: Order,

@@ -183,5 +183,5 @@ def _alternative_figures(check: Check, subject: Subject, table: Table, shape: _S
             f"memory of stage {device}, above its limit", ledger.bytes, made.limit(device, wished) + 1
         )
         for part in made.order.stages_of(device) if said else []:
-            check.bytes(f"memory_bytes of stage {part}", said[part], ledger.bytes, terms=len(ledger.terms))
+            check.bytes(f"memory_bytes of stage {part}", said[part], ledger.rounded)
     check.near("step_seconds", table.number("step_seconds"), made.step.seconds)

@@ -49,8 +49,8 @@ class Figures:
         for part, (device, _) in enumerate(self.order.routes[0]):
             if found.setdefault(device, self.devices[part]) != self.devices[part]:
                 raise NotLegal(
-                    f"part {part} of the layers is on {list(self.devices[part])}, {self.schedule} has it with "
-                    f"those on {list(found[device])}"
+                    f"part {part} of the layers is on {list(self.devices[part])}, {self.schedule} has it "
+                    f"with those on {list(found[device])}"
                 )
         return [found[device] for device in range(self.order.devices)]
 
@@ -177,7 +177,7 @@ class Figures:
 
     @cached_property
     def port_seconds(self) -> tuple[float, Port | None]:
-        """What the bytes of a step need on the port that they load most, whatever the order; and that port."""
+        """What the bytes of a step need of the port that they load most, in any order; and that port."""
         loads: dict[Port, float] = {}
         count = [0.0] * len(self.order.routes)
         for entry, route in enumerate(self.order.route_of):
@@ -278,8 +278,8 @@ def _transfers(figures: Figures, wiring: Wired) -> tuple[list[Hashable | None], 
 
 
 def _reduced(figures: Figures, wiring: Wired, ran: Ran) -> list[float]:
-    """When each device is done: the sums of gradients follow, each device one at a time, the one that is ready
-    first before the others; those that go through one port wait there for what the others must send."""
+    """When each device is done: the sums of gradients follow, each device one at a time, who is ready first
+    before the others; those that go through one port wait there for what the others must send."""
     ends, free = list(ran.free), [0.0] * len(ran.free)
     port_free: dict[Port, float] = {}
     ready: dict[tuple[int, int], float] = {}
@@ -306,7 +306,7 @@ def _reduced(figures: Figures, wiring: Wired, ran: Ran) -> list[float]:
 
 
 def _shared_loads(figures: Figures) -> dict[int, dict[Port, float]]:
-    """By part, the seconds that the sum of its gradients needs of each port that another part's needs, too."""
+    """By part, the seconds that the sum of its gradients needs of ports that other parts' need, too."""
     loads = {
         part: sum_loads(figures.machine, figures.ranks_of(part), sum(figures.gradient_bytes(part)))
         for part in range(figures.order.parts)

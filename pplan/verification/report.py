@@ -94,9 +94,9 @@ class Check:
         if not fine:
             raise _Stop("differs", what, said, found)
 
-    def bytes(self, what: str, said: float, found: float, *, terms: int = 1) -> None:
-        """Equal within the rounding of so many terms."""
-        if not abs(said - found) <= max(ROUNDING * terms, TOLERANCE * abs(found)):
+    def bytes(self, what: str, said: float, found: float) -> None:
+        """Equal within rounding."""
+        if not abs(said - found) <= max(ROUNDING, TOLERANCE * abs(found)):
             raise _Stop("differs", what, said, round(found))
 
     def at_most(self, what: str, said: float, limit: float) -> None:

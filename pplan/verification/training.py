@@ -35,8 +35,8 @@ OWN_BYTES = {"adamw-8bit": 2 * (1 + 4 / 256)}
 
 @dataclass(frozen=True)
 class Training:
-    """Bytes of a parameter's weight, gradient and master copy (0: there is none), the optimizer, and the stage
-    of ZeRO. Raises UsageError for an optimizer that is not known."""
+    """Bytes of a parameter's weight, gradient and master copy (0: there is none), the optimizer, and the
+    stage of ZeRO. Raises UsageError for an optimizer that is not known."""
 
     optimizer: str
     weight: float
@@ -97,7 +97,7 @@ class Exchange:
         return self.training.zero >= 2 and len(self.ranks) > 1
 
     def seconds(self, name: str, own: Vector) -> float:
-        """Of all layers with these seconds: `forward_seconds`, `backward_seconds`, or a part of the latter."""
+        """Of all layers with these seconds: `forward_seconds`, `backward_seconds`, or a part of it."""
         if not self.by_layer:
             return float(own.sum())
         gathered, reduced = self._gathered(), self._reduced()

@@ -136,7 +136,7 @@ def most_in_flight(order: Order) -> list[float]:
     """By device, the most micro-batches that it holds: from the start of F to the end of W, of B without one.
     A chunk that is 1/v of the device's layers counts 1/v; whole copies of a stage count in full."""
     most = []
-    chunks = len({place for place in order.routes[0]}) / len({device for device, _ in order.routes[0]})
+    chunks = len(set(order.routes[0])) / len({device for device, _ in order.routes[0]})
     for own in order.lists:
         split = {action[1:] for action in own if action[0] == "W"}
         level = peak = 0.0

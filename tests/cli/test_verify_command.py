@@ -13,7 +13,7 @@ import pplan
 
 Run = Callable[..., Any]
 
-PROFILE = {
+PROFILE: dict[str, Any] = {
     "schema": 1,
     "model": "toy",
     "device": "cuda:0",
@@ -78,7 +78,7 @@ def test_a_plan_that_differs(run: Run, planned: Path) -> None:
 
 
 def test_another_profile(run: Run, planned: Path) -> None:
-    other = PROFILE | {"layers": [layer | {"parameter_bytes": 5} for layer in PROFILE["layers"]]}  # type: ignore[operator, attr-defined]
+    other = PROFILE | {"layers": [layer | {"parameter_bytes": 5} for layer in PROFILE["layers"]]}
     (planned.parent / "other.profile.json").write_text(json.dumps(other))
     ran = run("verify", "toy.plan.json", "other.profile.json")
     assert ran.status == 4

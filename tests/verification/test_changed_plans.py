@@ -63,7 +63,7 @@ def other(value: Any) -> Any:
         return not value
     if isinstance(value, int):
         return value + 7
-    return value * (1 + 1e-6) + 1e-9 if isinstance(value, float) else value + "x"
+    return value * (1 + 1e-6) + 1e-8 if isinstance(value, float) else value + "x"
 
 
 def matters(plan: Any, path: Path) -> bool:

@@ -103,5 +103,5 @@ def test_against_the_simulator(schedule: str, blocking: bool) -> None:
             )
         )
     seconds, ports, taken, late = (list(column) for column in zip(*rows, strict=True))
-    ran = run(Work(wiring, seconds, ports, taken, late, blocking=blocking))  # type: ignore[arg-type]
+    ran = run(Work(wiring, seconds, ports, taken, late, blocking=blocking))
     assert max(ran.free) == pytest.approx(simulate(program, costs).step_seconds, rel=1e-12)

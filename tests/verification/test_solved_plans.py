@@ -34,61 +34,58 @@ latency = "50us"
 """
 OTHERS = ("objective", "alternative", "baseline")
 
-CASES: dict[str, tuple[Options, Options]] = (
-    {
-        "two levels": ({"loss": True}, TWO_LEVELS),
-        "adamw, no room": (
-            {"traffic": 0.1},
-            TWO_LEVELS | {"optimizer": "adamw", "memory_bytes": 130_000_000},
-        ),
-        "adamw-8bit, bf16": ({"dtype": "bfloat16"}, ONE_LEVEL | {"optimizer": "adamw-8bit"}),
-        "one size": ({"sizes": (4,)}, ONE_LEVEL | {"micro_batches": 4}),
-        "extrapolated": ({"sizes": (2, 4)}, ONE_LEVEL | {"micro_batches": 2, "mini_batch": 24}),
-        "kinds": ({}, {"gpus": 4, "mini_batch": 16, "topology": KINDS}),
-        "kinds, one process": (
-            {"host": 2},
-            {"gpus": 4, "mini_batch": 16, "topology": KINDS, "runtime": "fairscale"},
-        ),
-        "wishes": (
-            {"cuts": 1.0},
-            ONE_LEVEL
-            | {"max_stages": 3, "cut_after": ["layers.2"], "pins": [("layers.6", 1)], "use_all": True},
-        ),
-        "kept together": ({"cuts": 1.0}, ONE_LEVEL | {"keep_together": ["layers.[0-3]"]}),
-        "even": ({}, ONE_LEVEL | {"planner": "even"}),
-        "data-parallel": ({}, TWO_LEVELS | {"planner": "data-parallel"}),
-        "least memory": ({}, ONE_LEVEL | {"objective": "memory"}),
-        "throughput": ({"cuts": 1.0}, ONE_LEVEL | {"objective": "throughput"}),
-        "cost": ({}, ONE_LEVEL | {"objective": "cost", "price": 2.0}),
-    }
-    | {
-        f"{schedule}, {'parts' if parts else 'whole'}": (
-            {"parts": parts, "cuts": 1.0, "loss": True},
-            ONE_LEVEL | {"schedule": schedule, "recompute": recompute, "micro_batches": 8},
-        )
-        for schedule, parts, recompute in (
-            ("naive", False, "auto"),
-            ("gpipe", False, "except_last"),
-            ("gpipe", False, "always"),
-            ("1f1b", False, "always"),
-            ("dapple", False, "auto"),
-            ("interleaved", False, "always"),
-            ("looped-bfs", False, "auto"),
-            ("chimera", False, "auto"),
-            ("zb-h1", False, "auto"),
-            ("zb-h1", True, "always"),
-            ("zb-v", True, "auto"),
-            ("dualpipe-v", True, "auto"),
-            ("dualpipe-v", False, "always"),
-            ("avgpipe", False, "auto"),
-            ("autopipe", False, "always"),
-        )
-    }
-    | {
-        f"for {runtime}": ({"host": 1.0}, TWO_LEVELS | {"runtime": runtime})
-        for runtime in ("torchgpipe", "deepspeed", "torch", "huggingface", "megatron", "torchtitan")
-    }
-)
+CASES: dict[str, tuple[Options, Options]] = {
+    "two levels": ({"loss": True}, TWO_LEVELS),
+    "adamw, no room": (
+        {"traffic": 0.1},
+        TWO_LEVELS | {"optimizer": "adamw", "memory_bytes": 130_000_000},
+    ),
+    "adamw-8bit, bf16": ({"dtype": "bfloat16"}, ONE_LEVEL | {"optimizer": "adamw-8bit"}),
+    "one size": ({"sizes": (4,)}, ONE_LEVEL | {"micro_batches": 4}),
+    "extrapolated": ({"sizes": (2, 4)}, ONE_LEVEL | {"micro_batches": 2, "mini_batch": 24}),
+    "kinds": ({}, {"gpus": 4, "mini_batch": 16, "topology": KINDS}),
+    "kinds, one process": (
+        {"host": 2},
+        {"gpus": 4, "mini_batch": 16, "topology": KINDS, "runtime": "fairscale"},
+    ),
+    "wishes": (
+        {"cuts": 1.0},
+        ONE_LEVEL | {"max_stages": 3, "cut_after": ["layers.2"], "pins": [("layers.6", 1)], "use_all": True},
+    ),
+    "kept together": ({"cuts": 1.0}, ONE_LEVEL | {"keep_together": ["layers.[0-3]"]}),
+    "even": ({}, ONE_LEVEL | {"planner": "even"}),
+    "data-parallel": ({}, TWO_LEVELS | {"planner": "data-parallel"}),
+    "least memory": ({}, ONE_LEVEL | {"objective": "memory"}),
+    "throughput": ({"cuts": 1.0}, ONE_LEVEL | {"objective": "throughput"}),
+    "cost": ({}, ONE_LEVEL | {"objective": "cost", "price": 2.0}),
+}
+CASES |= {
+    f"{schedule}, {'parts' if parts else 'whole'}": (
+        {"parts": parts, "cuts": 1.0, "loss": True},
+        ONE_LEVEL | {"schedule": schedule, "recompute": recompute, "micro_batches": 8},
+    )
+    for schedule, parts, recompute in (
+        ("naive", False, "auto"),
+        ("gpipe", False, "except_last"),
+        ("gpipe", False, "always"),
+        ("1f1b", False, "always"),
+        ("dapple", False, "auto"),
+        ("interleaved", False, "always"),
+        ("looped-bfs", False, "auto"),
+        ("chimera", False, "auto"),
+        ("zb-h1", False, "auto"),
+        ("zb-h1", True, "always"),
+        ("zb-v", True, "auto"),
+        ("dualpipe-v", True, "auto"),
+        ("dualpipe-v", False, "always"),
+        ("avgpipe", False, "auto"),
+        ("autopipe", False, "always"),
+    )
+}
+CASES |= {
+    f"for {runtime}": ({"host": 1.0}, TWO_LEVELS | {"runtime": runtime})
+    for runtime in ("torchgpipe", "deepspeed", "torch", "huggingface", "megatron", "torchtitan")
+}
 
 
 @pytest.mark.parametrize("name", CASES)
