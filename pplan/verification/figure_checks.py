@@ -5,19 +5,16 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from .orders import ASYNCHRONOUS, Order, order_of
-from .refusals import NotChecked, NotLegal
+from .orders import ASYNCHRONOUS
 from .report import EXACT, Check, Sheet
-from .stated_plan import StatedPlan, StatedStage
+from .stated_plan import StatedStage
+from .subject import Subject, planned_order
 from .wiring import check_order, most_in_flight
 
 if TYPE_CHECKING:
     from .memory import Ledger
-    from .verify import Subject
 
 MOVING = ("activations", "stage_inputs", "workspace")
-STASHING = ("pipedream", "pipedream-2bw")
-"""Asynchronous schedules whose weight versions are known: 1f1b's lists without an end."""
 
 
 def check_figures(sheet: Sheet, subject: Subject) -> None:
@@ -157,17 +154,3 @@ def _uncertainty(check: Check, subject: Subject) -> None:
             check.same("uncertainty", said, found)
         else:
             check.near("uncertainty", said, found, around=1e-3)
-
-
-def planned_order(plan: StatedPlan) -> Order:
-    """The order of the plan's schedule; of an asynchronous one the start of it, for the memory alone.
-
-    Raises NotLegal, NotChecked."""
-    devices, left = divmod(len(plan.stages), plan.virtual_stages)
-    if left:
-        raise NotLegal(f"{len(plan.stages)} parts do not divide into {plan.virtual_stages} on every device")
-    if plan.schedule in ASYNCHRONOUS and plan.schedule not in STASHING:
-        raise NotChecked(f"{plan.schedule} is asynchronous")
-    if plan.schedule in STASHING:
-        return order_of("1f1b", devices, 2 * devices + 2, plan.virtual_stages)
-    return order_of(plan.schedule, devices, plan.micro_batches, plan.virtual_stages)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from .documents import Table
 from .orders import SYNCHRONOUS, order_of
 from .pipeline import Figures
 from .report import EXACT, ROUNDING, TOLERANCE, Check, Sheet
 from .rules import check_runtime, one_process
-
-if TYPE_CHECKING:
-    from .verify import Subject
+from .subject import Subject
 
 _ONE_STAGE = re.compile(
     r"(?:1 stage, replicas (\d{1,9}); )?(\d{1,9}) x (\d{1,9}), ([\w-]+), recompute ([a-z ]+)"

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from .documents import Table
 from .report import Check, Sheet
 from .rules import RULES, check_runtime, one_process
 from .stated_plan import RECOMPUTES, StatedPlan
+from .subject import Subject
 from .training import training_of
-
-if TYPE_CHECKING:
-    from .verify import Subject
 
 
 def check_shape(sheet: Sheet, subject: Subject) -> None:

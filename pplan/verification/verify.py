@@ -4,79 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from ..cost_models.errors import FileError
-from .documents import LARGEST_PLAN, LARGEST_PROFILE, Table, parse, read_content
-from .figure_checks import check_figures, planned_order
+from .documents import LARGEST_PLAN, LARGEST_PROFILE, parse, read_content
+from .figure_checks import check_figures
 from .layer_costs import Layers, layers_of
 from .machine import Machine, machine_of
 from .other_checks import check_others
-from .pipeline import Figures
-from .report import Check, Report, Sheet
-from .rules import one_process
+from .report import Report, Sheet
 from .shape_checks import check_shape
-from .stated_plan import StatedPlan, stated_plan
-from .training import training_of
-
-
-@dataclass(frozen=True, eq=False)
-class Subject:
-    """A plan, and what its profile and its machine say; None where there is no profile (`no_profile` says
-    why), or no machine in the plan. `is_file`: whether the profile is the very file, whose SHA-256 counts.
-    `profiles`: of the kinds of devices that have their own, as far as they are there."""
-
-    plan: StatedPlan
-    profile: Table | None
-    profile_sha256: str
-    is_file: bool
-    no_profile: str
-    layers: Layers | None
-    machine: Machine | None
-    profiles: dict[str, Layers]
-    shared_ports: bool = True
-
-    def figures(self, check: Check) -> Figures:
-        """What is worked out of the plan; the line is left where the files do not say enough."""
-        if isinstance(self._figures, str):
-            check.leave(self._figures)
-        return self._figures
-
-    @cached_property
-    def _figures(self) -> Figures | str:
-        plan, layers, machine = self.plan, self.layers, self.machine
-        if layers is None or machine is None:
-            return self.no_profile if layers is None else "the plan does not say what machine it was made for"
-        if not _is_sound(plan, layers, machine):
-            return "its layers or devices cannot be: see the lines above"
-        return Figures(
-            schedule=plan.schedule,
-            order=planned_order(plan),
-            size=plan.micro_batch_size,
-            ends=plan.ends,
-            devices=tuple(stage.devices for stage in plan.stages),
-            modes=plan.modes,
-            one_process=one_process(plan.runtime),
-            layers=layers,
-            profiles=self.profiles,
-            machine=machine,
-            training=training_of(plan),
-            shared_ports=self.shared_ports,
-        )
-
-
-def _is_sound(plan: StatedPlan, layers: Layers, machine: Machine) -> bool:
-    """Whether the layers follow one another to the last, on devices that there are."""
-    firsts = [0, *plan.ends[:-1]]
-    chained = [stage.first_layer for stage in plan.stages] == firsts and plan.ends[-1] == len(layers)
-    placed = all(own.devices and max(own.devices) < machine.gpus for own in plan.stages)
-    return (
-        chained
-        and placed
-        and all(own.first_layer <= own.last_layer for own in plan.stages)
-        and "selective" not in plan.modes
-    )
+from .stated_plan import stated_plan
+from .subject import Subject
 
 
 @dataclass
