@@ -12,6 +12,7 @@ from .find import Answer, is_small, searched
 from .plan_file import Alternative
 from .planned import plan_recompute, planned_stages
 from .problem import INTERLEAVED, Problem
+from .scoring import fastest
 from .search.branch_and_bound import Found
 from .search.large import is_large
 from .setting import SEARCHED
@@ -45,9 +46,22 @@ def _for_runtimes(problem: Problem, answer: Answer, names: list[str]) -> Iterato
         return  # the wishes leave nothing that it runs
     if not own.families:
         return
-    found = answer.found if _answers(own, answer) else searched(own, work=WORK, whole=is_small(problem))
-    if found.best is not None:
-        yield _alternative(own, found, found.best, names, "")
+    # Of an answer for another runtime it is proven that it is the best that one runs, as that one runs it.
+    answers = problem.wishes.runtime in (None, names[0]) and _answers(own, answer)
+    found = answer.found if answers else searched(own, work=WORK, whole=is_small(problem))
+    plan = None if found.best is None else _ranked(own, found.best)
+    if plan is not None:
+        found = replace(found, exact=found.exact and plan == found.best)
+        yield _alternative(own, found, plan, names, "")
+
+
+def _ranked(problem: Problem, best: Candidate) -> Candidate | None:
+    """The plan on the devices from rank 0 on, as a runtime gives them to its stages: one that was found with
+    devices left free between its stages takes another time there, and may not fit."""
+    devices = _in_order(best)
+    if best.setting.virtual_stages > 1 or best.proposal.devices == devices:
+        return best
+    return fastest(problem.space, [replace(best.proposal, devices=devices)])
 
 
 def _schedule(problem: Problem, runtime: Runtime) -> str:
