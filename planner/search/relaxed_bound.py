@@ -189,8 +189,7 @@ def _first_prices(problem: RelaxedProblem, bound: float) -> Floats:
     stages = problem.stages
     work = stages.forward[:, 0, -1] + stages.backward[:, 0, -1]
     speed = np.array([1 / float(work[stages.kind == kind].min()) for kind in range(len(stages.kinds))])
-    made: Floats = speed * bound / float(speed @ stages.devices)
-    return made
+    return _by_speed(problem, speed * bound / float(speed @ stages.devices))
 
 
 def _moved(problem: RelaxedProblem, prices: Floats, chosen: Iterable[Chosen], size: float) -> Floats:
@@ -199,5 +198,15 @@ def _moved(problem: RelaxedProblem, prices: Floats, chosen: Iterable[Chosen], si
     for stage in chosen:
         used[problem.stages.kind[stage.choice]] += problem.stages.replicas[stage.choice]
     move = np.clip(used / problem.stages.devices, 1 / MOST_MOVE, MOST_MOVE)
-    made: Floats = prices * move**size
+    return _by_speed(problem, prices * move**size)
+
+
+def _by_speed(problem: RelaxedProblem, prices: Floats) -> Floats:
+    """None cheaper than a slower kind: the slowest kind of a stage is then its cheapest."""
+    speeds = np.array([kind.speed for kind in problem.stages.kinds])
+    order = np.argsort(speeds, kind="stable")
+    made = prices.copy()
+    made[order] = np.maximum.accumulate(prices[order])
+    for speed in set(speeds.tolist()):  # as fast ones cost the same
+        made[speeds == speed] = made[speeds == speed].max()
     return made

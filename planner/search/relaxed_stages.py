@@ -82,8 +82,11 @@ def relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
     usable = space.usable if exact else np.triu(np.ones_like(made[0].forward, dtype=np.bool_), 1)
 
     def table(name: str) -> Floats:
-        return np.array([np.where(usable, getattr(choice, name), inf) for choice in made])
+        own = np.array([np.where(usable, getattr(choice, name), inf) for choice in made])
+        return np.where(within, own, inf)
 
+    reach = [_as_fast(kind, kinds, numbers) for kind in kinds]
+    within = np.array([each.fewest <= most for most in reach for each in counts])[:, None, None]
     stages = RelaxedStages(
         kinds=kinds,
         devices=np.array(numbers, dtype=np.float64),
@@ -147,6 +150,14 @@ def _choice(space: Space, kind: Device, kinds: Sequence[Device], counts: Replica
         optimizer=space.optimizer,
         ledger=_ledger(space, kinds, kind),
     )
+
+
+def _as_fast(kind: Device, kinds: Sequence[Device], numbers: Sequence[int]) -> int:
+    """Devices of a stage whose slowest is of the kind: no more than there are as fast ones. Kinds that were
+    profiled themselves may be slower for some layers and faster for others."""
+    if any(other.profile is not None for other in kinds):
+        return sum(numbers)
+    return sum(n for other, n in zip(kinds, numbers, strict=True) if other.speed >= kind.speed)
 
 
 def _limit(space: Space, kind: Device) -> float:
