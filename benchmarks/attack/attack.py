@@ -1,0 +1,216 @@
+"""One problem attacked: what pplan says of it against all of its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from pplan.cost_models.errors import InfeasibleError, UsageError
+from pplan.planner.candidate import Candidate
+from pplan.planner.find import planned_by
+from pplan.planner.objectives.frontier import frontier_of
+from pplan.planner.objectives.objective import COST, MEMORY, THROUGHPUT
+from pplan.planner.objectives.solved import solve_for
+from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.planners import PLANNERS
+from pplan.planner.problem import Problem
+from pplan.planner.solve import problem_of, solve
+
+from . import aims, explained, frontiers, terms
+from .alone import made_up_runtimes, port_seconds
+from .enumeration import Enumeration, Scope
+from .problems import Case
+from .results import Result
+
+REFERENCE = ProfileReference(file="attacked.profile.json", sha256="0" * 64)
+TOLERANCE = 1e-8
+"""Share within which two seconds are one: ten of the planner's own."""
+ASKED = ("plain", "levels", "ports", "kinds")
+"""Kinds of problems of which every planner is asked, too."""
+TERMS = ("plain", "options", "memory")
+"""Kinds of problems of which the search's own bounds are attacked, too."""
+SEARCHED = ("1f1b", "gpipe")
+LATE = ("pipedream", "pipedream-2bw")
+
+Solver = Callable[[Case, Problem], Plan]
+
+
+def quickly_solved(case: Case, problem: Problem) -> Plan:
+    """The same without what the answer is compared with, which takes as long again."""
+    return solve_for(case.objective, problem, model="attacked", profile=REFERENCE, compared=False)
+
+
+def solved(case: Case, problem: Problem) -> Plan:
+    """What the public entry answers."""
+    if case.objective.name == "step-time":
+        return solve(
+            case.chain,
+            case.topology,
+            case.wishes,
+            model="attacked",
+            profile=REFERENCE,
+            profiles=case.profiles,
+        )
+    return quickly_solved(case, problem)
+
+
+def attacked(case: Case, solver: Solver = solved) -> Result:
+    """All that is said of a problem, checked. `solver`: what answers it."""
+    with made_up_runtimes():
+        return _attacked(case, solver)
+
+
+def _attacked(case: Case, solver: Solver) -> Result:
+    result = Result(case.seed, case.kind)
+    try:
+        problem = problem_of(case.chain, case.topology, case.wishes, REFERENCE, case.profiles)
+    except UsageError as error:
+        result.refused = error.what
+        return result
+    if case.kind == "frontier":
+        frontiers.check(problem, frontier_of, result)
+        return result
+    try:
+        plan = solver(case, problem)
+    except UsageError as error:
+        result.refused = error.what
+        return result
+    except InfeasibleError as error:
+        _nothing_fits(problem, error, result)
+        return result
+    if case.kind in TERMS:
+        terms.check(problem, result)
+    _Attack(case, problem, plan, result).run()
+    return result
+
+
+def _nothing_fits(problem: Problem, error: InfeasibleError, result: Result) -> None:
+    """A planner of a name may know fewer plans than there are, and of schedules that are not searched it is
+    only said that none was found."""
+    if problem.wishes.planner != "best" or " found " in error.what:
+        return
+    every = Enumeration(problem, problem_schedules(problem), scope="orders")
+    known = next(every.below(), None)
+    result.plans += every.plans
+    result.simulated += every.simulated
+    result.check("nothing fits", None if known is None else f"said that no plan fits; {known} does")
+
+
+def problem_schedules(problem: Problem) -> Sequence[str]:
+    """In the running."""
+    return Enumeration(problem, ()).rules.schedules
+
+
+def scopes_of(plan: Plan, schedules: Sequence[str]) -> dict[Scope, list[str]]:
+    """By the devices that the bound is about, the schedules: those that are searched on the orders of the
+    devices that were searched, unless the plan's file says otherwise; the others on any."""
+    universal = plan.prediction.bound_covers.startswith("all plans of")
+    named = [name for name in schedules if name in SEARCHED]
+    ordered = [] if universal else [*named, *(name for name in schedules if name in LATE)]
+    others = [name for name in schedules if name not in ordered]
+    return {"orders": ordered, "any": others}
+
+
+@dataclass
+class _Attack:
+    """A plan under attack."""
+
+    case: Case
+    problem: Problem
+    plan: Plan
+    result: Result
+
+    def run(self) -> None:
+        """All checks that go with the objective."""
+        name = self.case.objective.name
+        if name != "step-time":
+            self._objective(name)
+        if name in ("step-time", THROUGHPUT):
+            late = LATE if name == THROUGHPUT and self.case.wishes.schedule == "auto" else ()
+            self._bound([*problem_schedules(self.problem), *late])
+            self._alternatives()
+            self._planners()
+        if self.case.kind == "explain":
+            explained.check(self.problem, self.plan, self.result)
+
+    def _bound(self, schedules: Sequence[str]) -> None:
+        """The bound on the step, and that nothing is faster than an exact answer."""
+        said = self.plan.prediction
+        below = max(said.lower_bound_seconds, said.step_seconds if said.exact else 0.0)
+        best: list[tuple[float, str]] = []
+        for scope, own in scopes_of(self.plan, schedules).items():
+            every = Enumeration(self.problem, own, scope=scope)
+            found = every.best(below * (1 - TOLERANCE))
+            self.result.plans += every.plans
+            self.result.simulated += every.simulated
+            if found is not None:
+                best.append((found.step_seconds, f"on {scope}: {found}"))
+        step, text = min(best, default=(inf, ""))
+        said_so = f"of a {self.plan.schedule} plan of {said.step_seconds:.9g} s"
+        low = step < said.lower_bound_seconds * (1 - TOLERANCE)
+        bound = f"bound {said.lower_bound_seconds:.9g} s, {said_so}; {text}"
+        self.result.check("bound", bound if low else None)
+        if self.plan.schedule not in LATE:
+            least = port_seconds(self.problem, self.plan)
+            less = said.step_seconds < least * (1 - TOLERANCE)
+            self.result.check("ports", f"{said_so}; its ports need {least:.9g} s" if less else None)
+        if said.exact:
+            better = step < said.step_seconds * (1 - TOLERANCE)
+            self.result.check("exact", f"exact, {said_so}; {text}" if better else None)
+
+    def _planners(self) -> None:
+        """No named planner's plan is faster than the answer for the fastest."""
+        if self.case.wishes.planner != "best" or self.case.kind not in ASKED:
+            return
+        step = self.plan.prediction.step_seconds
+        for name, planner in PLANNERS.items():
+            plan = planned_by(planner, self.problem)
+            if isinstance(plan, Candidate):
+                faster = plan.step_seconds < step * (1 - TOLERANCE)
+                words = f"the answer takes {step:.9g} s, that of {name} {plan.step_seconds:.9g} s: {plan}"
+                self.result.check("planners", words if faster else None)
+
+    def _alternatives(self) -> None:
+        """No plan of a runtime is faster than an exact alternative for it, of the schedules that are
+        searched."""
+        for row in self.plan.alternatives:
+            if not row.exact:
+                continue
+            named = self.case.wishes.schedule
+            wishes = replace(
+                self.case.wishes, runtime=row.runtimes[0], mini_batch=self.problem.mini_batch, planner="best"
+            )
+            every = Enumeration(replace(self.problem, wishes=wishes), ())
+            every.schedules = [name for name in SEARCHED if name in every.rules.schedules]
+            best = every.best(row.step_seconds * (1 - TOLERANCE))
+            self.result.plans += every.plans
+            self.result.simulated += every.simulated
+            words = f"{row.runtimes[0]}, schedule {named}: {row.step_seconds:.9g} s; {best}"
+            self.result.check("alternatives", None if best is None else words)
+
+    def _objective(self, name: str) -> None:
+        if self.plan.objective is None:
+            return
+        if name == MEMORY:
+            aims.least_memory(
+                self.problem, self.plan, self.case.objective.slack, self._fastest(), self.result
+            )
+        elif name == COST:
+            aims.least_cost(self.problem, self.plan, self.case.objective.prices, self.result)
+
+    def _fastest(self) -> float:
+        """The step of what is answered for the fastest."""
+        case = self.case
+        answer = solve(
+            case.chain,
+            case.topology,
+            case.wishes,
+            model="attacked",
+            profile=REFERENCE,
+            profiles=case.profiles,
+        )
+        return answer.prediction.step_seconds
+
+
+__all__ = ["attacked", "problem_schedules", "quickly_solved", "scopes_of", "solved"]

@@ -1,0 +1,104 @@
+"""Random chains of a few layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from pplan.cost_models.layer import Chain
+
+Floats = npt.NDArray[np.float64]
+SIZES = ((1, 2, 4), (1, 4), (2,), (1, 2, 3), (2, 4, 8))
+
+
+def random_chain(rng: np.random.Generator, layers: int, gpus: int) -> Chain:
+    """Layers of some character: all alike, uneven, whole numbers (with many ties), with one heavy layer, or
+    with costs that hardly grow with the samples, as where the launches take longest."""
+    sizes = SIZES[int(rng.integers(len(SIZES)))] if gpus <= 16 else (1, 2, 4, 48)
+    samples = np.array(sizes, dtype=np.float64)
+    character = str(rng.choice(["uneven", "alike", "whole", "heavy", "launches"]))
+    traffic = float(rng.choice([0.02, 0.3, 1.0, 3.0]))
+
+    def line(slope: float, start: float = 0.0) -> Floats:
+        each: Floats = slope * _shape(rng, character, layers) * samples
+        return each + start * rng.random((layers, 1))
+
+    starts = {"launches": (0.05, 1.0), "whole": (1.0, 0.0), "alike": (1.0, 0.0)}.get(character, (1.0, 0.3))
+    forward, backward = line(starts[0], starts[1]), line(2 * starts[0], 2 * starts[1])
+    parameters = 100 * _shape(rng, character, layers)[:, 0]
+    split = backward * rng.uniform(0.3, 0.7, (layers, 1)) if rng.random() < 0.4 else None
+    return Chain(
+        names=tuple(f"layer{index}" for index in range(layers)),
+        sizes=sizes,
+        parameter_bytes=parameters,
+        trainable_bytes=parameters * (rng.random(layers) < 0.9),
+        buffer_bytes=rng.random(layers),
+        cut_after=np.append(rng.random(layers - 1) < rng.choice([0.6, 0.9, 1.0]), False),
+        input_bytes_per_sample=5.0,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        output_bytes=traffic * line(50),
+        saved_bytes=line(100),
+        saved_input_bytes=line(20),
+        workspace_bytes=line(5),
+        forward_host_seconds=np.repeat(0.4 * rng.random((layers, 1)), len(sizes), axis=1),
+        backward_host_seconds=np.repeat(0.6 * rng.random((layers, 1)), len(sizes), axis=1),
+        backward_input_seconds=split,
+        backward_weight_seconds=None if split is None else (backward - split) * rng.uniform(0.8, 1.2),
+        scales_with_samples=len(sizes) == 1 and bool(rng.random() < 0.5),
+    )
+
+
+def _shape(rng: np.random.Generator, character: str, layers: int) -> Floats:
+    """(layers, 1): how the layers differ."""
+    if character == "alike":
+        return np.ones((layers, 1))
+    if character == "whole":
+        return rng.integers(1, 4, (layers, 1)).astype(np.float64)
+    values: Floats = rng.random((layers, 1))
+    if character in ("heavy", "launches"):
+        values[int(rng.integers(layers))] *= rng.choice([5, 20])
+    return values
+
+
+def slower_by_layer(rng: np.random.Generator, chain: Chain) -> Chain:
+    """The same layers on another kind of device, each slower or faster by a factor of its own."""
+    factor = rng.uniform(0.3, 3, (len(chain), 1))
+    own = replace(
+        chain,
+        forward_seconds=chain.forward_seconds * factor,
+        backward_seconds=chain.backward_seconds * factor,
+    )
+    if chain.backward_input_seconds is None or chain.backward_weight_seconds is None:
+        return own
+    return replace(
+        own,
+        backward_input_seconds=chain.backward_input_seconds * factor,
+        backward_weight_seconds=chain.backward_weight_seconds * factor,
+    )
+
+
+def one_that_scales(layers: int, scaling: int, sizes: tuple[int, ...]) -> Chain:
+    """Layers that take a second at any size, but for one that takes a second a sample."""
+    seconds = np.ones((layers, len(sizes)))
+    seconds[scaling] = sizes
+    nothing = np.zeros((layers, len(sizes)))
+    return Chain(
+        names=tuple(f"layer{index}" for index in range(layers)),
+        sizes=sizes,
+        parameter_bytes=np.ones(layers),
+        trainable_bytes=np.ones(layers),
+        buffer_bytes=np.zeros(layers),
+        cut_after=np.append(np.ones(layers - 1, dtype=np.bool_), False),
+        input_bytes_per_sample=0.0,
+        forward_seconds=seconds / 2,
+        backward_seconds=seconds / 2,
+        output_bytes=nothing,
+        saved_bytes=nothing,
+        saved_input_bytes=nothing,
+        workspace_bytes=nothing,
+        forward_host_seconds=nothing,
+        backward_host_seconds=nothing,
+    )

@@ -1,0 +1,125 @@
+"""Every function of planner/ that returns a bound, and the check that holds it against all plans.
+
+Names are those of `functions_about_bounds`: file, class and function. A function that is about bounds and
+not in this list is a mistake: `tests/proofs` fails until it is registered, and reached by the attack.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+STEP = "bound, exact"
+LATE = "bound, exact of throughput"
+AIM = "objective's bound, objective exact"
+EXPLAINED = "what-if, second best, other stages"
+
+BOUNDS: dict[str, str] = {
+    "alternatives.py:_alternative": "alternatives",
+    "alternatives.py:_interleaved": "alternatives",
+    "explanation/again.py:solved_again": EXPLAINED,
+    "explanation/rivals.py:_other_devices": EXPLAINED,
+    "explanation/rivals.py:_rival": EXPLAINED,
+    "explanation/rivals.py:_without": EXPLAINED,
+    "explanation/rivals.py:_without_cut": EXPLAINED,
+    "explanation/what_if.py:_answer": EXPLAINED,
+    "find.py:find": STEP,
+    "find.py:joint_search": STEP,
+    "find.py:with_bound": STEP,
+    "scoring.py:_fastest_of": STEP,
+    "scoring.py:busiest_seconds": STEP,
+    "scoring.py:least_in_parts": STEP,
+    "objectives/cost.py:least_cost": AIM,
+    "objectives/cost.py:_Search._work_cost": AIM,
+    "objectives/cost.py:_Search._bound": AIM,
+    "objectives/frontier.py:_point": "frontier's bound, frontier's point",
+    "objectives/memory.py:_Search.fits": AIM,
+    "objectives/memory.py:least_memory": AIM,
+    "objectives/outcome.py:of_fastest": STEP,
+    "objectives/throughput.py:_joined": LATE,
+    "objectives/throughput.py:fastest_asynchronous": LATE,
+    "objectives/steady_search.py:SteadySearch.fastest": LATE,
+    "search/branch_and_bound.py:search": STEP,
+    "search/branch_and_bound.py:_Search.run": STEP,
+    "search/branch_and_bound.py:_Search._explore": STEP,
+    "search/gpipe.py:GPipeBound.root": STEP,
+    "search/gpipe.py:GPipeBound.rows": STEP,
+    "search/gpipe.py:GPipeBound.extend": STEP,
+    "search/gpipe.py:GPipeBound.finished": STEP,
+    "search/gpipe.py:whole_bound": STEP,
+    "search/gpipe.py:_total": STEP,
+    "search/large.py:search_large": STEP,
+    "search/one_f_one_b.py:RoundTripBound.root": STEP,
+    "search/one_f_one_b.py:RoundTripBound.rows": STEP,
+    "search/one_f_one_b.py:RoundTripBound.extend": STEP,
+    "search/one_f_one_b.py:RoundTripBound.finished": STEP,
+    "search/one_f_one_b.py:RoundTripBound._stage_term": STEP,
+    "search/one_f_one_b.py:stage_term": STEP,
+    "search/one_f_one_b.py:whole_bound": STEP,
+    "search/subproblem.py:Subproblem.root": STEP,
+    "search/subproblem.py:Subproblem.opened": STEP,
+    "search/subproblem.py:Subproblem._bound": STEP,
+    "search/subproblem.py:Subproblem.extended": STEP,
+    "search/subproblem.py:_chunks": STEP,
+    "search/subproblem.py:quick_bound": STEP,
+    "search/pipelines.py:Pipelines.step_seconds": STEP,
+    "solve.py:_bound": STEP,
+    "solve.py:_prediction": STEP,
+    "universal_bound.py:universal_bound": STEP,
+    "universal_bound.py:work_bound": AIM,
+    "universal_bound.py:_Case._reaches": STEP,
+    "universal_bound.py:_Case.shared": STEP,
+    "universal_bound.py:_Case.simple": STEP,
+}
+"""By name, the checks that hold it against all plans."""
+
+NOT_BOUNDS: dict[str, str] = {
+    "candidate.py:Proposal.bounds": "first and last layers of stages",
+    "coverage.py:covered": "says in words what a bound is about",
+    "given.py:given_plan": "a partition that was given: its bound is its own step",
+    "layout.py:Layout.bounds": "places between which parts lie",
+    "objectives/step_time.py:step_time": "of a robust plan no bound is said",
+    "objectives/solved.py:_covering": "says in words what a bound is about",
+    "universal_bound.py:_Case.key": "which cases are bounded alike",
+    "planners/block_partition.py:_Blocks.bounds": "items of blocks",
+    "planners/pipedream_programme.py:Programme.solution": "PipeDream's own programme, whose plan is scored",
+    "search/work.py:Work.extend": "what computing bounds costs",
+    "sweep.py:row_of": "figures of a plan, copied",
+}
+"""By name, what else is meant."""
+
+_WORDS = re.compile(r"\bbounds?\b|\bbounded\b|\bat the least\b.*\bstep\b", re.IGNORECASE)
+_NAMES = re.compile(r"bound|^root$|^finished$|^extend$|^rows$")
+
+
+def functions_about_bounds(planner: Path) -> Iterator[str]:
+    """Functions whose name or docstring says so, and those that make a `Found` or an `Aim` of their own."""
+    for path in sorted(planner.rglob("*.py")):
+        for name, node in _functions(ast.parse(path.read_text(encoding="utf-8"))):
+            about = _NAMES.search(node.name) or _WORDS.search(ast.get_docstring(node) or "")
+            if about or _makes_claims(node):
+                yield f"{path.relative_to(planner).as_posix()}:{name}"
+
+
+def _functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield within + node.name, node
+            yield from _functions(node, f"{within}{node.name}.<locals>.")
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node, f"{within}{node.name}.")
+
+
+def _makes_claims(node: ast.FunctionDef) -> bool:
+    """Whether it sets what is proven: an argument `bound_seconds`, `lower_bound`, `lower_bound_seconds`,
+    `exact`, `proven` or the like of a call."""
+    words = {"bound_seconds", "lower_bound", "lower_bound_seconds", "exact", "proven"}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call):
+            if any(keyword.arg in words for keyword in inner.keywords):
+                return True
+            if isinstance(inner.func, ast.Name) and inner.func.id == "Found":
+                return True
+    return False

@@ -1,0 +1,135 @@
+"""What the options leave: cuts, micro-batch sizes, replicas, schedules and recomputation, worked out anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import combinations, product
+
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.memory import Recompute
+from pplan.cost_models.runtime import Runtime, runtime_named
+from pplan.cost_models.schedules import SCHEDULES
+from pplan.cost_models.topology import Topology
+from pplan.planner.wishes import Wishes
+
+OPEN = ("1f1b", "gpipe")
+"""In the running where neither a schedule nor a runtime is named."""
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the options leave of the plans of a chain on a topology. `mini_batch`: as it was settled."""
+
+    chain: Chain
+    topology: Topology
+    wishes: Wishes
+    mini_batch: int
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The runtime that was named."""
+        return None if self.wishes.runtime is None else runtime_named(self.wishes.runtime)
+
+    @cached_property
+    def reached(self) -> int:
+        """Devices of a pipeline: one process has those of one node."""
+        one_process = self.runtime is not None and self.runtime.one_process
+        gpus = self.topology.gpus
+        return min(gpus, self.topology.gpus_per_node) if one_process else gpus
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """In the running."""
+        wished, runtime = self.wishes.schedule, self.runtime
+        if wished != "auto":
+            return (wished,) if runtime is None or wished in runtime.schedules else ()
+        return OPEN if runtime is None else tuple(name for name in SCHEDULES if name in runtime.schedules)
+
+    @property
+    def most_stages(self) -> int:
+        """Devices in a row, at the most."""
+        return min(self.reached, len(self.places) + 1, self.wishes.max_stages or self.reached)
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Layers before every allowed cut."""
+        names, kept = self.chain.names, []
+        for layer in range(len(names) - 1):
+            together = any(
+                fnmatchcase(names[layer], pattern) and fnmatchcase(names[layer + 1], pattern)
+                for pattern in self.wishes.keep_together
+            )
+            if self.chain.cut_after[layer] and not together:
+                kept.append(layer + 1)
+        return tuple(kept)
+
+    def ends(self, parts: int) -> Iterator[tuple[int, ...]]:
+        """All ways to cut the layers into so many parts."""
+        names, trainable = self.chain.names, self.chain.trainable_bytes
+        needed = {names.index(name) + 1 for name in self.wishes.cut_after}
+        pins = [(names.index(name), stage) for name, stage in self.wishes.pins]
+        trains = self.runtime is not None and self.runtime.trains_every_stage
+        for chosen in combinations(self.places, parts - 1):
+            ends = (*chosen, len(names))
+            starts = (0, *chosen)
+            if not needed.issubset(chosen):
+                continue
+            if any(s >= parts or not starts[s] <= layer < ends[s] for layer, s in pins):
+                continue
+            if trains and any(not trainable[a:b].sum() > 0 for a, b in zip(starts, ends, strict=True)):
+                continue
+            yield ends
+
+    @property
+    def sizes(self) -> list[int]:
+        """Micro-batch sizes that divide the mini-batch, or the wished one."""
+        batch, wished = self.mini_batch, self.wishes.micro_batches
+        if wished is not None:
+            return [batch // wished]
+        return [size for size in range(1, batch + 1) if batch % size == 0]
+
+    def may_have(self, size: int, ranks: tuple[Ranks, ...]) -> bool:
+        """Whether stages on these devices may share micro-batches of so many samples."""
+        counts = [len(own) for own in ranks]
+        if self.runtime is not None:
+            if len(set(counts)) > 1 or (self.runtime.replicas == "none" and counts[0] > 1):
+                return False
+            if size % counts[0]:
+                return False
+        if self.wishes.use_all and sum(counts) != self.reached:
+            return False
+        extrapolated = self.wishes.micro_batches is not None
+        return all(
+            count <= size and self.chain.reaches(-(-size // count), past_largest=extrapolated)
+            for count in set(counts)
+        )
+
+    def recomputations(self, schedule: str, devices: int, micro_batches: int) -> list[tuple[Recompute, ...]]:
+        """By device, every way to recompute."""
+        wished, runtime = self.wishes.recompute, self.runtime
+        by_stage = runtime is None or runtime.recompute_by_stage
+        whole: list[Recompute] = ["never", "always"]
+        if schedule == "gpipe" and micro_batches > 1:
+            whole.append("except_last")
+        if runtime is not None:
+            whole = [mode for mode in whole if mode in runtime.recompute]
+        if wished != "auto":
+            return [(mode,) * devices for mode in whole if mode == wished]
+        made: dict[tuple[Recompute, ...], None] = {(mode,) * devices: None for mode in whole}
+        if by_stage:
+            mixed: list[Recompute] = ["never", "always"]
+            made |= dict.fromkeys(product(mixed, repeat=devices))
+        return list(made)
+
+    def virtual_stages(self, schedule: str) -> tuple[int, ...]:
+        """Parts of the layers on each device."""
+        usual = SCHEDULES[schedule].default_virtual_stages
+        if schedule not in ("interleaved", "looped-bfs"):
+            return (usual,)
+        if self.runtime is not None and not self.runtime.virtual_stages:
+            return (1,)
+        return (1, 2, 3, 4)

@@ -1,0 +1,65 @@
+"""The bounds that the search works with, each held against the plans that it is about.
+
+What an answer says hides most of them: a bound that is too high leaves out plans, and a planner may know one
+as fast. Of machines with one order of the devices, where the plans of a family are those of its settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from pplan.planner.problem import Problem
+from pplan.planner.scoring import WHOLE_BOUNDS, busiest_seconds
+from pplan.planner.search import subproblem
+from pplan.planner.search.options import options_of
+from pplan.planner.search.pipelines import pipelines_of
+from pplan.planner.search.runs import Runs
+from pplan.planner.search.subproblem import BOUNDS, Family
+
+from .enumeration import Enumeration, Scored
+from .results import Result
+
+TOLERANCE = 1e-8
+
+
+def check(problem: Problem, result: Result) -> None:
+    """Of every family, before anything is searched: the quick bound, and that of each number of stages; and
+    of the fastest plan below a little more than that, the bounds of whole plans."""
+    if len(problem.placements) > 1:
+        return
+    for family in problem.families:
+        runs = Runs(problem.space, family.placement, family.replicas, family.on_all)
+        options = options_of(problem.space, family.setting, runs, inf)
+        quick = subproblem.quick_bound(problem.space, family)
+        bound = BOUNDS[family.setting.schedule](options, inf)
+        for stages in problem.stage_counts:
+            possible = options.groups and stages <= options.most_stages
+            root = bound.root(stages) if possible else inf
+            _held(problem, family, stages, max(root, quick), result)
+
+
+def _held(problem: Problem, family: Family, stages: int, said: float, result: Result) -> None:
+    setting = family.setting
+    every = Enumeration(
+        problem, [setting.schedule], stages=[stages], sizes=[setting.micro_batch_size], mode=setting.recompute
+    )
+    best = every.best(2 * said)
+    result.plans += every.plans
+    result.simulated += every.simulated
+    low = best is not None and best.step_seconds < said * (1 - TOLERANCE)
+    result.check("before searching", f"{setting}, {stages} stages: {said:.9g} s; {best}" if low else None)
+    if best is not None:
+        # Which of the backwards runs nothing again shows in the setting.
+        _whole(problem, replace(best, proposal=replace(best.proposal, setting=setting)), result)
+
+
+def _whole(problem: Problem, plan: Scored, result: Result) -> None:
+    """The bounds of whole plans, on one that was simulated."""
+    pipelines = pipelines_of(problem.space, [plan.proposal], [plan.recompute])
+    whole = float(np.max(WHOLE_BOUNDS[plan.proposal.setting.schedule](pipelines)))
+    said = max(whole, busiest_seconds(problem.space, plan.proposal))
+    high = said > plan.step_seconds * (1 + TOLERANCE)
+    result.check("of whole plans", f"{said:.9g} s; {plan}" if high else None)

@@ -1,0 +1,71 @@
+"""A bounded run of the attack, and what of the planner it reached."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+
+import pytest
+from attack.attack import attacked, quickly_solved, solved
+from attack.problems import KINDS, case_of
+from attack.results import Result
+
+PLANNER = Path(__file__).parents[2] / "planner"
+EACH = 6
+"""Problems of every kind; of `many` devices, which take longest, a third."""
+TRACED = 3
+"""Of which it is noted what runs: that takes longer."""
+
+
+@dataclass(frozen=True)
+class BoundedRun:
+    """The results by kind, and the functions of planner/ that ran, as the registry names them."""
+
+    by_kind: dict[str, list[Result]]
+    reached: frozenset[str]
+
+
+@pytest.fixture(scope="session")
+def bounded_run() -> BoundedRun:
+    """Some problems of every kind, attacked."""
+    codes = set[CodeType]()
+    by_kind = {kind: list(_attacked(kind, codes)) for kind in KINDS}
+    return BoundedRun(by_kind, frozenset(name for code in codes if (name := _name(code))))
+
+
+def _attacked(kind: str, codes: set[CodeType]) -> Iterator[Result]:
+    # What an answer is compared with is attacked in a few: it takes as long again.
+    solvers = (solved, quickly_solved, quickly_solved)
+    for seed in range(EACH // 3 if kind == "many" else EACH):
+        if seed < TRACED:
+            with _noting(codes):
+                yield attacked(case_of(seed, kind), solvers[seed % 3])
+        else:
+            yield attacked(case_of(seed, kind), solvers[seed % 3])
+
+
+@contextmanager
+def _noting(codes: set[CodeType]) -> Iterator[None]:
+    """Adds what is called meanwhile."""
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        del event, argument
+        codes.add(frame.f_code)
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _name(code: CodeType) -> str:
+    path = Path(code.co_filename)
+    if PLANNER not in path.parents:
+        return ""
+    return f"{path.relative_to(PLANNER).as_posix()}:{code.co_qualname}"

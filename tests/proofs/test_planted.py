@@ -1,0 +1,136 @@
+"""The attack finds what is planted: bounds a little too high, plans called exact, errors that none fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from attack import attack, frontiers
+from attack.attack import Solver, attacked, quickly_solved
+from attack.problems import Case, case_of
+from attack.results import Result
+
+from pplan.cost_models.errors import InfeasibleError
+from pplan.planner.objectives.frontier import frontier_of
+from pplan.planner.objectives.frontier_file import Frontier
+from pplan.planner.plan_file import Plan
+from pplan.planner.problem import Problem
+from pplan.planner.scoring import WHOLE_BOUNDS
+from pplan.planner.search import one_f_one_b, subproblem
+from pplan.planner.solve import problem_of
+
+
+def found(cases: list[Case], solver: Solver = quickly_solved) -> Counter[str]:
+    """By check, the violations."""
+    results = [attacked(case, solver) for case in cases]
+    return Counter(violation.check for result in results for violation in result.violations)
+
+
+def changed(change: Callable[[Plan], Plan]) -> Solver:
+    """Answers whose plan is changed."""
+    return lambda case, problem: change(quickly_solved(case, problem))
+
+
+def predicting(**more: Callable[[Any], float | bool]) -> Callable[[Plan], Plan]:
+    """Another prediction, made of the plan's own."""
+
+    def change(plan: Plan) -> Plan:
+        own = {name: make(plan.prediction) for name, make in more.items()}
+        return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=own)})
+
+    return change
+
+
+def aiming(factor: float) -> Callable[[Plan], Plan]:
+    """A lower bound of the objective that is so many times the value."""
+
+    def change(plan: Plan) -> Plan:
+        aim = plan.objective
+        assert aim is not None
+        return plan.model_copy(
+            update={"objective": aim.model_copy(update={"lower_bound": factor * aim.value})}
+        )
+
+    return change
+
+
+PLAIN = [case_of(seed, "plain") for seed in (0, 1, 3, 5)]
+
+
+def test_bounds_a_hundredth_too_high() -> None:
+    too_high = predicting(lower_bound_seconds=lambda own: 1.01 * own.step_seconds)
+    assert found(PLAIN) == {}
+    assert found(PLAIN, changed(too_high))["bound"] == len(PLAIN)
+
+
+def test_plans_that_are_called_exact() -> None:
+    def even(case: Case, problem: Problem) -> Plan:
+        own = replace(case, wishes=replace(case.wishes, planner="even"))
+        plan = quickly_solved(own, replace(problem, wishes=own.wishes))
+        return predicting(exact=lambda _: True)(plan)
+
+    assert found([case_of(seed, "levels") for seed in range(4)], even)["exact"] > 0
+
+
+def test_errors_that_nothing_fits() -> None:
+    def refuses(*_: object) -> Plan:
+        raise InfeasibleError("no plan fits", "Nothing would.")
+
+    assert found(PLAIN, refuses) == {"nothing fits": len(PLAIN)}
+
+
+@pytest.mark.parametrize("kind", ["least memory", "cost"])
+def test_objectives(kind: str) -> None:
+    cases = [case_of(seed, kind) for seed in range(2, 5)]
+    assert found(cases, changed(aiming(1.01)))["objective's bound"] > 0
+
+
+@pytest.mark.parametrize("name", ["stage_term", "whole_bound"])
+def test_terms_of_the_search(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = getattr(one_f_one_b, name)
+    monkeypatch.setattr(one_f_one_b, name, lambda *args: 1.01 * own(*args))
+    monkeypatch.setitem(WHOLE_BOUNDS, "1f1b", one_f_one_b.whole_bound)
+    assert found(PLAIN)["before searching" if name == "stage_term" else "of whole plans"] > 0
+
+
+def test_the_quick_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = subproblem.quick_bound
+    monkeypatch.setattr(subproblem, "quick_bound", lambda *args: 1.01 * own(*args))
+    assert found(PLAIN)["before searching"] > 0
+
+
+class TestFrontier:
+    """Points that are missing, or slower than they could be."""
+
+    def result(self, change: Callable[[Frontier], Frontier]) -> set[str]:
+        """The checks that fail."""
+        broken: set[str] = set()
+        for seed in range(4):
+            case = case_of(seed, "frontier")
+            problem = problem_of(case.chain, case.topology, case.wishes, attack.REFERENCE, case.profiles)
+            result = Result(seed, "frontier")
+            frontiers.check(problem, lambda *args, **more: change(frontier_of(*args, **more)), result)
+            broken |= {violation.check for violation in result.violations}
+        return broken
+
+    def test_as_it_is(self) -> None:
+        assert self.result(lambda frontier: frontier) == set()
+
+    def test_the_last_is_missing(self) -> None:
+        def fewer(frontier: Frontier) -> Frontier:
+            return frontier.model_copy(update={"points": frontier.points[:1]})
+
+        assert self.result(fewer) == {"frontier complete"}
+
+    def test_slower_points(self) -> None:
+        def slower(frontier: Frontier) -> Frontier:
+            points = [
+                point.model_copy(update={"step_seconds": 1.01 * point.step_seconds})
+                for point in frontier.points
+            ]
+            return frontier.model_copy(update={"points": points})
+
+        assert self.result(slower) == {"frontier's point"}
