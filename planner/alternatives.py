@@ -82,6 +82,7 @@ def _interleaved(problem: Problem, answer: Answer) -> Iterator[Alternative]:
             for name, runtime in RUNTIMES.items()
             if INTERLEAVED in runtime.schedules
             and runtime.trains(problem.precision.name, problem.wishes.zero)
+            and _recomputes(runtime, plan)
         ]
         if not names:
             return
@@ -92,6 +93,12 @@ def _interleaved(problem: Problem, answer: Answer) -> Iterator[Alternative]:
         yield _alternative(problem, found, plan, names, reason)
 
 
+def _recomputes(runtime: Runtime, plan: Candidate) -> bool:
+    """Whether the runtime recomputes as the plan's stages do."""
+    modes = set(plan.recompute)
+    return runtime.recompute_by_stage or (len(modes) == 1 and modes <= set(runtime.recompute))
+
+
 def _answers(own: Problem, answer: Answer) -> bool:
     """Whether the best plan of all is proven to be the best that the runtime runs, too."""
     best, runtime = answer.best, own.runtime
@@ -99,9 +106,7 @@ def _answers(own: Problem, answer: Answer) -> bool:
         return False
     if best.setting.schedule not in SEARCHED:
         return False  # it is none of those that are searched for the runtime
-    modes = set(best.recompute)
-    uniform = runtime.recompute_by_stage or (len(modes) == 1 and modes <= set(runtime.recompute))
-    if not uniform or runtime.transfers != "overlapped" or not own.allows(best.proposal):
+    if not _recomputes(runtime, best) or runtime.transfers != "overlapped" or not own.allows(best.proposal):
         return False
     in_order = best.proposal.devices == _in_order(best)
     places = list(own.space.table(own.chain.sizes[0]).places)
