@@ -167,8 +167,10 @@ def _limit(space: Space, kind: Device) -> float:
 
 def _ledger(space: Space, kinds: Sequence[Device], kind: Device) -> LedgerOptions:
     """What the kind adds to every ledger, with the least context of all: it may share a stage with others."""
-    made = ledger_options(kind, space.dtype)
-    contexts = [ledger_options(other, space.dtype)["context_bytes"] for other in kinds]
+    made, *others = (
+        ledger_options(own, space.dtype, space.number_bytes, space.zero) for own in (kind, *kinds)
+    )
+    contexts = [other["context_bytes"] for other in others]
     return {**made, "context_bytes": min(contexts)}
 
 
