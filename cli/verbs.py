@@ -20,6 +20,7 @@ from .show_command import show_command
 from .simulate_command import simulate_command
 from .solve_command import solve_command
 from .topology_command import topology_command
+from .verify_command import verify_command
 
 app = typer.Typer(
     name="pplan",
@@ -40,6 +41,7 @@ app.command("explain")(explain_command)
 app.command("check")(check_command)
 app.command("compare")(compare_command)
 app.command("simulate")(simulate_command)
+app.command("verify")(verify_command)
 app.command("schedules")(schedules_command)
 app.command("topology")(topology_command)
 

@@ -49,7 +49,10 @@ def is_unchanged(text: str) -> bool:
         return last.strip() == sha256(above.encode(errors="surrogatepass")).hexdigest()
     content = _content(text)
     made_by = None if content is None else content.get("made_by")
-    return isinstance(made_by, dict) and KEY in made_by and made_by[KEY] == _hash(content)
+    try:
+        return isinstance(made_by, dict) and KEY in made_by and made_by[KEY] == _hash(content)
+    except RecursionError:
+        return False
 
 
 def is_about(text: str, about: Mapping[str, str]) -> bool:

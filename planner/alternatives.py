@@ -12,6 +12,7 @@ from .find import Answer, is_small, searched
 from .plan_file import Alternative
 from .planned import plan_recompute, planned_stages
 from .problem import INTERLEAVED, Problem
+from .scoring import fastest
 from .search.branch_and_bound import Found
 from .search.large import is_large
 from .setting import SEARCHED
@@ -45,9 +46,22 @@ def _for_runtimes(problem: Problem, answer: Answer, names: list[str]) -> Iterato
         return  # the wishes leave nothing that it runs
     if not own.families:
         return
-    found = answer.found if _answers(own, answer) else searched(own, work=WORK, whole=is_small(problem))
-    if found.best is not None:
-        yield _alternative(own, found, found.best, names, "")
+    # Of an answer for another runtime it is proven that it is the best that one runs, as that one runs it.
+    answers = problem.wishes.runtime in (None, names[0]) and _answers(own, answer)
+    found = answer.found if answers else searched(own, work=WORK, whole=is_small(problem))
+    plan = None if found.best is None else _ranked(own, found.best)
+    if plan is not None:
+        found = replace(found, exact=found.exact and plan == found.best)
+        yield _alternative(own, found, plan, names, "")
+
+
+def _ranked(problem: Problem, best: Candidate) -> Candidate | None:
+    """The plan on the devices from rank 0 on, as a runtime gives them to its stages: one that was found with
+    devices left free between its stages takes another time there, and may not fit."""
+    devices = _in_order(best)
+    if best.setting.virtual_stages > 1 or best.proposal.devices == devices:
+        return best
+    return fastest(problem.space, [replace(best.proposal, devices=devices)])
 
 
 def _schedule(problem: Problem, runtime: Runtime) -> str:
@@ -68,6 +82,7 @@ def _interleaved(problem: Problem, answer: Answer) -> Iterator[Alternative]:
             for name, runtime in RUNTIMES.items()
             if INTERLEAVED in runtime.schedules
             and runtime.trains(problem.precision.name, problem.wishes.zero)
+            and _recomputes(runtime, plan)
         ]
         if not names:
             return
@@ -78,6 +93,12 @@ def _interleaved(problem: Problem, answer: Answer) -> Iterator[Alternative]:
         yield _alternative(problem, found, plan, names, reason)
 
 
+def _recomputes(runtime: Runtime, plan: Candidate) -> bool:
+    """Whether the runtime recomputes as the plan's stages do."""
+    modes = set(plan.recompute)
+    return runtime.recompute_by_stage or (len(modes) == 1 and modes <= set(runtime.recompute))
+
+
 def _answers(own: Problem, answer: Answer) -> bool:
     """Whether the best plan of all is proven to be the best that the runtime runs, too."""
     best, runtime = answer.best, own.runtime
@@ -85,9 +106,7 @@ def _answers(own: Problem, answer: Answer) -> bool:
         return False
     if best.setting.schedule not in SEARCHED:
         return False  # it is none of those that are searched for the runtime
-    modes = set(best.recompute)
-    uniform = runtime.recompute_by_stage or (len(modes) == 1 and modes <= set(runtime.recompute))
-    if not uniform or runtime.transfers != "overlapped" or not own.allows(best.proposal):
+    if not _recomputes(runtime, best) or runtime.transfers != "overlapped" or not own.allows(best.proposal):
         return False
     in_order = best.proposal.devices == _in_order(best)
     places = list(own.space.table(own.chain.sizes[0]).places)

@@ -158,10 +158,10 @@ class Assembly:
         shares = self._recomputed()
         occupancy, latency = self._transfers()
         sharing, all_reduce = self.sharing(occupancy), self._all_reduce()
-        launch = self.by_place("forward_launch") if self.launches else None
+        launch = self._launched("forward_launch") if self.launches else None
         relaunch = None
         if launch is not None:
-            relaunch = self.by_place("backward_launch") + (0.0 if shares is None else shares * launch)
+            relaunch = self._launched("backward_launch") + (0.0 if shares is None else shares * launch)
         return Costs(
             forward=forward,
             backward=backward if weight is None else self.by_place("input"),
@@ -179,6 +179,14 @@ class Assembly:
             port_seconds=sharing.port_seconds,
             transfers=transfers_named(self.transfers),
         )
+
+    def _launched(self, name: str) -> Floats:
+        """(devices, chunks, 1): host seconds of the plan's own profile: one host launches for all kinds of
+        devices."""
+        values = np.zeros((self.program.devices, self.program.chunks, 1))
+        for (device, chunk), part in self.part_of.items():
+            values[device, chunk] = getattr(self.table(device), name)[self.bounds[part]]
+        return values
 
     def _recomputed(self) -> Floats | None:
         """The share of the forward run again; one value for all micro-batches where they are alike."""

@@ -17,8 +17,7 @@ from ..cost_models.topology import Topology
 from .candidate import Proposal
 from .constrained import constrained
 from .search.budget import SearchBudget
-from .search.large import MOST_DEVICES
-from .search.placements import Placement, placements
+from .search.placements import MOST_DEVICES, Placement, placements
 from .search.space import Space
 from .search.subproblem import Family
 from .setting import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, Setting, settings, some

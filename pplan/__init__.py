@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .profiler.sweep import Progress
     from .runtimes.checking.report import Check
     from .runtimes.exported import Exported
+    from .verification.report import Report
 
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
     __version__: str
@@ -73,6 +74,7 @@ __all__ = [
     "solve",
     "sweep",
     "topology",
+    "verify",
 ]
 
 
@@ -701,6 +703,38 @@ def import_plan(
         source = arguments.word("source", source)
     plan = imported_plan(source, measured, reference, options)
     return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
+
+
+def verify(plan: Plan | str | Path, profile: Profile | str | Path | None = None) -> Report:
+    """A second opinion on `plan`: all of it worked out again, by code that shares nothing with `solve`.
+
+    `plan` and `profile` may be the paths of their files; without `profile` the file that the plan names is
+    taken, beside the plan's. Of the result: `agrees`; `lines`, each with its `name`, its `state` ("ok",
+    "differs" or "not checked"), what the plan `said` and what was `found`; `differing`; `to_json()`.
+
+    Raises UsageError, FileError (a file that cannot be read, or is broken).
+    """
+    from .cli import arguments
+    from .profiler.profile_file import Profile
+    from .verification.documents import LARGEST_PROFILE, read_content
+    from .verification.verify import Sources, sources_of
+    from .verification.verify import verify as verify_sources
+
+    if isinstance(plan, str | Path):
+        path = profile if isinstance(profile, str | Path) else None
+        made = sources_of(Path(plan), None if path is None else Path(path))
+    else:
+        _check_plan(plan)
+        made = Sources(plan.to_json().encode(), "plan")
+        if isinstance(profile, str | Path):
+            made.profile = read_content(Path(profile), "profile", LARGEST_PROFILE)
+            made.profile_name, made.folder = str(profile), Path(profile).parent
+    if profile is not None and not isinstance(profile, str | Path):
+        arguments.instance(
+            "profile", profile, Profile, "Give what pplan.profile returns, or the path of its file."
+        )
+        made.profile, made.profile_name, made.is_file = profile.to_json().encode(), "profile", False
+    return verify_sources(made)
 
 
 def sequential(

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from pplan.planner.plan_file import Plan
+
+SHARED_PORTS = True
+"""Whether the simulator lets transfers and sums of gradients wait at the ports that they share."""
+MOST_ACTIONS = 2_000
+"""Micro-batches times stages: plans of more are not verified in every test, which takes long."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,6 +40,42 @@ def own_cache(cache_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     folder = next(cache_folders)
     monkeypatch.setenv("PPLAN_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def shared_ports() -> bool:
+    """As `verify` takes it."""
+    return SHARED_PORTS
+
+
+@pytest.fixture(autouse=True)
+def plans_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan that `pplan.solve` makes in a test is verified, unless it is very large."""
+    import pplan
+
+    solve: Callable[..., Plan] = pplan.solve
+
+    @functools.wraps(solve)
+    def solve_and_verify(profile: Any, **options: Any) -> Plan:
+        plan = solve(profile, **options)
+        topology = options.get("topology")
+        verify_plan(plan, profile, Path() if topology is None else Path(topology).parent)
+        return plan
+
+    monkeypatch.setattr(pplan, "solve", solve_and_verify)
+
+
+def verify_plan(plan: Plan, profile: Any, folder: Path) -> None:
+    """Fails with the lines that differ. `profile`: a Profile, or its file."""
+    from pplan.verification.verify import Sources, verify
+
+    if len(plan.stages) * plan.micro_batches > MOST_ACTIONS:
+        return
+    is_file = isinstance(profile, str | Path)
+    content = Path(profile).read_bytes() if is_file else profile.to_json().encode()
+    sources = Sources(plan.to_json().encode(), "plan", content, "profile", is_file, folder)
+    report = verify(sources, shared_ports=SHARED_PORTS)
+    assert report.agrees, report.differing
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -71,6 +71,15 @@ def test_imports_run_one_way(room: str) -> None:
                     assert any(module.startswith(name) for name in allowed), f"{path} imports {module}"
 
 
+def test_verification_shares_no_code_with_what_it_verifies() -> None:
+    files = sources("pplan/verification")
+    assert files
+    for path in files:
+        for module, _ in imported(path):
+            own = module.split(".")[0] not in ROOMS or module.startswith("cost_models.errors")
+            assert own or module == "cost_models", f"{path} imports {module}"
+
+
 def test_torch_is_imported_in_the_profiler_and_the_runtimes_only() -> None:
     for path in NO_TORCH:
         for module, _ in imported(path):
@@ -132,13 +141,14 @@ def test_every_folder_is_packaged() -> None:
         for room in ROOMS
         for init in (ROOT / room).rglob("__init__.py")
     }
+    folders |= {"pplan.verification"}
     assert set(settings["packages"]) == folders
     with_code = {
         "pplan." + ".".join(path.parent.relative_to(ROOT).parts) for room in ROOMS for path in sources(room)
     }
     assert with_code <= folders
     links = {path.name for path in (ROOT / "typings/pplan").iterdir()}
-    assert links == {"__init__.py", *ROOMS}
+    assert links == {"__init__.py", *ROOMS, "verification"}
     assert not list(ROOT.rglob("profile.py")), "profile.py would shadow the standard library's"
 
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 from ...cost_models.layer import Chain, Vector
 from ...cost_models.topology import Topology
 from ..candidate import Candidate, Proposal
-from ..find import WORK_A_SECOND, joint_search
+from ..find import joint_search
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.branch_and_bound import Found, search
+from ..search.budget import WORK_A_SECOND
 from ..search.large import is_large, search_large
 from ..search.space import Space
 from ..search.subproblem import Family

@@ -151,6 +151,7 @@ class SteadySearch:
     def _way(self, count: int, following: int) -> tuple[Floats, Floats]:
         ends, begins = self._follows
         values = np.full((2, len(ends)), inf)
+        self.space.budget.check()
         for index, (end, begin) in enumerate(zip(ends.tolist(), begins.tolist(), strict=True)):
             if count <= end and begin + following <= self.devices:
                 values[:, index] = self.space.pace(self._run(end - count, count), self._run(begin, following))
@@ -193,6 +194,7 @@ class SteadySearch:
 
     def _row(self, k: int, number: int | None, rows: Sequence[Row], seconds: float) -> Row:
         """Of the stage that is the k-th from the end; `number`: from the start, where some are pinned."""
+        self.space.budget.check()
         before = rows[-1] if k > 1 else None
         made = {replicas: np.full(self.shape, inf) for replicas in self._crossing}
         afters = {replicas: self._after(replicas, before, seconds) for replicas in made}

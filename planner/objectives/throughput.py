@@ -20,6 +20,7 @@ from ..planners.pipedream import plan_asynchronous
 from ..planners.replicated import thinned
 from ..problem import Problem
 from ..search.branch_and_bound import Found
+from ..search.budget import OutOfTime
 from ..search.space import Space
 from ..setting import Mode, Setting
 from ..universal_bound import work_bound
@@ -86,7 +87,10 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[Candidate | No
     bound = inf if searches else work_bound(problem)
     for search in searches:
         below = limit if best is None else best.step_seconds
-        found, proven = search.of.fastest(below)
+        try:
+            found, proven = search.of.fastest(below)
+        except OutOfTime:
+            return best, min(bound, work_bound(problem))
         bound = min(bound, proven if search.whole else work_bound(problem))
         if found is not None:
             step = steady_seconds(problem.space, found.proposal, found.recompute)
@@ -162,7 +166,7 @@ def _modes(problem: Problem) -> tuple[Mode, ...]:
 def _by_planner(problem: Problem) -> Iterator[Candidate]:
     """What PipeDream's own programme comes to, in the simulator."""
     for setting in settings_of(problem):
-        with suppress(InfeasibleError, UsageError):
+        with suppress(InfeasibleError, UsageError, OutOfTime):
             made = plan_asynchronous(
                 problem.space,
                 setting.micro_batch_size,

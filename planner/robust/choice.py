@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 
 from ...cost_models.errors import UsageError
 from ..candidate import Candidate, Proposal, replicated
-from ..find import WORK_A_SECOND, Answer, is_small
+from ..find import Answer, is_small
 from ..infeasible import no_plan_fits
 from ..plan_file import TIE
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.branch_and_bound import search
+from ..search.budget import WORK_A_SECOND
 from ..search.large import is_large
 from ..search.subproblem import Family
 from ..setting import Setting

@@ -31,6 +31,8 @@ from .subproblem import Chunk, Family, Subproblem
 
 WORK = 3e9
 """What a search may spend unless it is told, see `SearchBudget`."""
+FOR_ROOTS = 1e9
+"""That a search may spend above its work on bounds and beams of what it has not looked at."""
 MOST_KEPT = 400_000
 """Unfinished plans that are kept."""
 
@@ -97,7 +99,7 @@ class _Search:
             self._take(seed)
         try:
             for problem in sorted(self.problems, key=lambda p: p.quick_bound):
-                if not self.work.spent or self.best is None:
+                if self.work.left > -FOR_ROOTS or self.best is None:
                     self._take(problem.seed(self.step))
             proven = self._explore()
             self._prefer_simple()
@@ -125,7 +127,7 @@ class _Search:
 
         left_out = np.inf
         for problem in self.problems:
-            if self.work.spent and not problem.roots:
+            if self.work.left <= -FOR_ROOTS and not problem.roots:
                 left_out = min(left_out, problem.quick_bound)
             elif problem.opened(self.step):
                 for stages in self.counts:

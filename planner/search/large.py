@@ -20,12 +20,11 @@ from ..plan_file import TIE
 from .branch_and_bound import WORK, Found, search
 from .budget import OutOfTime, SearchBudget
 from .pipelines import modes_of, pipelines_of
+from .placements import MOST_DEVICES
 from .relaxed_bound import RelaxedBound
 from .space import Space, narrowed, with_cuts
 from .subproblem import Family, quick_bound
 
-MOST_DEVICES = 64
-"""Of so many, stages may begin at any."""
 MOST_STRAIGHT = 256
 """The same where stages have one device each."""
 MOST_POSITIONS = 1_024

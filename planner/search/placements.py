@@ -18,6 +18,8 @@ from ...cost_models.topology import Topology
 FEW = 16
 """Up to so many devices they are taken across the first two nodes, the first three and so on, too, so that
 the plans of a smaller machine are among those of a larger one."""
+MOST_DEVICES = 64
+"""Of so many, stages may begin at any."""
 MOST_RUNS = 4
 """Runs of equal devices of which every order is tried: 24."""
 

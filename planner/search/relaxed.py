@@ -19,8 +19,9 @@ stages together have no more devices than there are, and that is priced: with a 
 is no more than the least sum of a pipeline that fits (Everett, Generalized Lagrange multiplier method,
 Operations Research 11(3), 1963), and a dynamic programme from the last stage back finds it: over places and
 stages, without positions, so that 16,384 devices take no longer than 64. A stage on several kinds of devices
-takes the seconds of its slowest kind and so no less than as many devices of its cheapest kind, which cost no
-more. The bound is the least over ranges of x, the weakest of which are halved again and again.
+takes the seconds of its slowest kind and so no less than as many devices of that kind, which cost no more, as
+no kind is priced below a slower one (of kinds that were profiled themselves: of its cheapest kind). The bound
+is the least over ranges of x, the weakest of which are halved again and again.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class RelaxedProblem:
     setting: Setting
     stages: RelaxedStages
     most_stages: int
-    _entries: dict[tuple[int, float], _Entries] = field(default_factory=dict)
+    _entries: dict[tuple[float, float], _Entries] = field(default_factory=dict)
 
     @property
     def places(self) -> int:

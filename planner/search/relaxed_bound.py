@@ -188,8 +188,7 @@ def _first_prices(problem: RelaxedProblem, bound: float) -> Floats:
     """By kind: as if the seconds of a step were what all devices are worth, the faster ones more."""
     stages = problem.stages
     speed = np.array([1 / _longest_stage(stages, kind) for kind in range(len(stages.kinds))])
-    made: Floats = speed * bound / float(speed @ stages.devices)
-    return made
+    return _by_speed(problem, speed * bound / float(speed @ stages.devices))
 
 
 def _longest_stage(stages: RelaxedStages, kind: int) -> float:
@@ -206,5 +205,15 @@ def _moved(problem: RelaxedProblem, prices: Floats, chosen: Iterable[Chosen], si
     for stage in chosen:
         used[problem.stages.kind[stage.choice]] += problem.stages.replicas[stage.choice]
     move = np.clip(used / problem.stages.devices, 1 / MOST_MOVE, MOST_MOVE)
-    made: Floats = prices * move**size
+    return _by_speed(problem, prices * move**size)
+
+
+def _by_speed(problem: RelaxedProblem, prices: Floats) -> Floats:
+    """None cheaper than a slower kind: the slowest kind of a stage is then its cheapest."""
+    speeds = np.array([kind.speed for kind in problem.stages.kinds])
+    order = np.argsort(speeds, kind="stable")
+    made = prices.copy()
+    made[order] = np.maximum.accumulate(prices[order])
+    for speed in set(speeds.tolist()):  # as fast ones cost the same
+        made[speeds == speed] = made[speeds == speed].max()
     return made

@@ -82,8 +82,11 @@ def relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
     usable = space.usable if exact else np.triu(np.ones_like(made[0].forward, dtype=np.bool_), 1)
 
     def table(name: str) -> Floats:
-        return np.array([np.where(usable, getattr(choice, name), inf) for choice in made])
+        own = np.array([np.where(usable, getattr(choice, name), inf) for choice in made])
+        return np.where(within, own, inf)
 
+    reach = [_as_fast(kind, kinds, numbers) for kind in kinds]
+    within = np.array([each.fewest <= most for most in reach for each in counts])[:, None, None]
     stages = RelaxedStages(
         kinds=kinds,
         devices=np.array(numbers, dtype=np.float64),
@@ -149,6 +152,14 @@ def _choice(space: Space, kind: Device, kinds: Sequence[Device], counts: Replica
     )
 
 
+def _as_fast(kind: Device, kinds: Sequence[Device], numbers: Sequence[int]) -> int:
+    """Devices of a stage whose slowest is of the kind: no more than there are as fast ones. Kinds that were
+    profiled themselves may be slower for some layers and faster for others."""
+    if any(other.profile is not None for other in kinds):
+        return sum(numbers)
+    return sum(n for other, n in zip(kinds, numbers, strict=True) if other.speed >= kind.speed)
+
+
 def _limit(space: Space, kind: Device) -> float:
     own = [float(limit) for limit in (space.memory_limit, kind.memory_bytes) if limit is not None]
     return min(own, default=inf)
@@ -156,8 +167,10 @@ def _limit(space: Space, kind: Device) -> float:
 
 def _ledger(space: Space, kinds: Sequence[Device], kind: Device) -> LedgerOptions:
     """What the kind adds to every ledger, with the least context of all: it may share a stage with others."""
-    made = ledger_options(kind, space.dtype)
-    contexts = [ledger_options(other, space.dtype)["context_bytes"] for other in kinds]
+    made, *others = (
+        ledger_options(own, space.dtype, space.number_bytes, space.zero) for own in (kind, *kinds)
+    )
+    contexts = [other["context_bytes"] for other in others]
     return {**made, "context_bytes": min(contexts)}
 
 

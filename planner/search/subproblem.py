@@ -259,11 +259,20 @@ def _cut(
 
 def quick_bound(space: Space, family: Family) -> float:
     """A bound that needs no tables of stages: the work, as cheap as any number of replicas that is allowed
-    makes each layer, shared evenly over all devices."""
-    setting, devices = family.setting, len(family.placement.ranks)
+    makes each layer, shared over all devices by their speed. A replica of a stage does its share of the work
+    in no more than a step, so that a device of half the speed does half of it at the most."""
+    setting, devices = family.setting, _fast_devices(space, family)
     counts, again = bounded_counts(family), setting.recompute == "always"
     work = space.cheapest_work(setting.micro_batch_size, counts, again=again)
     return np.inf if work is None else float(setting.micro_batches * work.sum() / devices)
+
+
+def _fast_devices(space: Space, family: Family) -> float:
+    """How many of the fastest kind the devices are worth at the most."""
+    kinds = [space.topology.device(rank) for rank in family.placement.ranks]
+    if any(kind.profile is not None for kind in space.topology.kinds):
+        return float(len(kinds))
+    return sum(kind.speed for kind in kinds) / max(kind.speed for kind in space.topology.kinds)
 
 
 def bounded_counts(family: Family) -> list[int]:

@@ -53,7 +53,7 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
     ran = run(*arguments)
     assert ran.status == 0
     assert ran.err == ""
-    verbs = "profile profile-links import solve export import-plan show simulate schedules topology"
+    verbs = "profile profile-links import solve export import-plan show simulate verify schedules topology"
     for verb in verbs.split():
         assert verb in ran.out
 
@@ -126,7 +126,7 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
             ["xyz"],
             "no such verb: xyz",
             "The verbs are: profile, profile-links, import, solve, export, import-plan, show, explain, "
-            "check, compare, simulate, schedules, topology.",
+            "check, compare, simulate, verify, schedules, topology.",
         ),
         (["--verson"], "no such option: --verson", "Did you mean --version? See pplan --help"),
         (["solve", "--gpu-s", "2"], "solve: no such option: --gpu-s", "Did you mean --gpus or --gpu?"),

@@ -48,6 +48,7 @@ def test_all() -> None:
         "solve",
         "sweep",
         "topology",
+        "verify",
     }
     assert dir(pplan) == pplan.__all__
     assert all(getattr(pplan, name) is not None for name in pplan.__all__)

@@ -12,6 +12,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
 from pplan.cost_models.topology import MOST_DEVICES, Device, Link, Topology, two_level_topology
 from pplan.planner.find import find
+from pplan.planner.objectives.throughput import throughput
 from pplan.planner.plan_file import ProfileReference
 from pplan.planner.problem import Problem
 from pplan.planner.search.budget import SearchBudget
@@ -102,3 +103,12 @@ def test_more_devices_than_are_planned_for_are_refused() -> None:
         make_topology(gpus=10**9, profiled=profiled)
     with pytest.raises(UsageError, match=f"at most {MOST_DEVICES}"):
         topology_of(MOST_DEVICES + 1)
+
+
+@pytest.mark.parametrize("each", [1, 30, 300])
+def test_throughput_has_a_plan_and_a_bound_whenever_the_time_is_over(each: int) -> None:
+    whole = throughput(problem_of(4))
+    made = throughput(problem_of(4, Reading(each)))
+    assert whole.best is not None
+    assert made.best is not None
+    assert made.found.bound_seconds <= whole.best.step_seconds * (1 + 1e-9)

@@ -24,7 +24,7 @@ COMMANDS = ("os.system", "os.exec", "os.posix_spawn", "os.startfile", "subproces
 ELSEWHERE = ("socket.connect", "socket.getaddrinfo", "urllib.Request")
 MOVES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate")
 LONGEST = 120
-"""Seconds of a case: most take a hundredth, one imports torch; what matches for ever takes longer."""
+"""Seconds of a case: one imports torch, and what matches for ever takes longer."""
 seen: list[str] = []
 watching = False
 

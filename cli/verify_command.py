@@ -1,0 +1,79 @@
+"""`pplan verify`: a second opinion on a plan file, worked out again from it and its profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .compare_command import TOLD
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..verification.report import Line, Report, Value
+
+PlanFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="[PLAN]", help="A plan; else the newest here.", show_default=False),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[PROFILE]", help="Its profile; else the one it names, beside it.", show_default=False
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def verify_command(
+    plan_file: PlanFile = None, profile_file: ProfileFile = None, as_json: AsJson = False
+) -> None:
+    """Verify a plan: everything in it worked out again, by code that shares nothing with the planner."""
+    from ..verification.verify import verify_files
+    from .newest import named_or_newest
+    from .streams import console, remark, result
+
+    report = verify_files(named_or_newest(plan_file, ("plan",)), profile_file)
+    if as_json:
+        result(report.to_json())
+    else:
+        _print(report, console())
+    if not report.agrees:
+        first = report.differing[0]
+        remark(f"{report.plan}: {first.name} differs: {_difference(first)}")
+        raise typer.Exit(TOLD)
+
+
+def _print(report: Report, screen: Console) -> None:
+    """A row for every line; those alike that are not checked together."""
+    from .table_style import line, table, text, word
+
+    columns = [text("line", folds_at=20), word(""), text("what was checked, or why it was not", folds_at=30)]
+    rows = [[own.name, own.state, _detail(own)] for own in report.lines]
+    screen.print(table(screen, columns, rows), crop=False)
+    screen.print()
+    left = len(report.unchecked)
+    kept = len(report.lines) - left - len(report.differing)
+    against = f" with {report.profile}" if report.profile else ""
+    line(
+        screen,
+        f"{report.plan}{against}: {kept} lines ok, {len(report.differing)} differ, {left} not checked",
+        style="bold",
+    )
+
+
+def _detail(own: Line) -> str:
+    return _difference(own) if own.state == "differs" else own.detail
+
+
+def _difference(own: Line) -> str:
+    """What differs, with both values where there are two."""
+    if own.said is None and own.found is None:
+        return own.detail
+    return f"{own.detail}: the plan says {_shown(own.said)}, worked out {_shown(own.found)}"
+
+
+def _shown(value: Value) -> str:
+    return "nothing" if value is None else f"{value:.12g}" if isinstance(value, float) else str(value)[:200]

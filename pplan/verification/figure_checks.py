@@ -1,0 +1,156 @@
+"""Checks of a plan's figures: the order of actions, seconds, memory, the step, and what was proven of it."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+from .orders import ASYNCHRONOUS
+from .report import EXACT, Check, Sheet
+from .stated_plan import StatedStage
+from .subject import Subject, planned_order
+from .wiring import check_order, most_in_flight
+
+if TYPE_CHECKING:
+    from .memory import Ledger
+
+MOVING = ("activations", "stage_inputs", "workspace")
+
+
+def check_figures(sheet: Sheet, subject: Subject) -> None:
+    """Adds the lines."""
+    plan = subject.plan
+    with sheet.line("order of actions", "") as check:
+        if plan.schedule in ASYNCHRONOUS:
+            check.leave(f"{plan.schedule} is asynchronous: it is never flushed")
+        order = planned_order(plan)
+        check_order(order)
+        held = ", ".join(f"{most:g}" for most in most_in_flight(order)[:8])
+        check.detail = f"{order.rule}; each F and B once, none waits for ever; in flight {held}"
+    with sheet.line(
+        "seconds of stages", "forward and backward with what is run again, from the profile"
+    ) as check:
+        _seconds(check, subject)
+    with sheet.line(
+        "memory of stages", "every term from the profile, their sums, and each under its limit"
+    ) as check:
+        _memory(check, subject)
+    with sheet.line("step", "the event loop's") as check:
+        _step(check, subject)
+    with sheet.line("ports", "the step is not below what the bytes through a port need") as check:
+        _ports(check, subject)
+    _check_prediction(sheet, subject)
+
+
+def _seconds(check: Check, subject: Subject) -> None:
+    figures = subject.figures(check)
+    for part, stage in enumerate(subject.plan.stages):
+        forward, backward = figures.part_seconds(part)
+        check.near(f"forward_seconds of stage {part}", stage.forward_seconds, forward)
+        check.near(f"backward_seconds of stage {part}", stage.backward_seconds, backward)
+
+
+def _memory(check: Check, subject: Subject) -> None:
+    plan, figures = subject.plan, subject.figures(check)
+    wished = plan.wishes.optional_number("memory_limit")
+    lacking = plan.was_given and any(note.startswith("it does not fit") for note in plan.notes)
+    for device in range(figures.order.devices):
+        ledger = figures.ledger(device, _weight_versions(plan.schedule, device, figures.order.devices))
+        limit = figures.limit(device, wished)
+        for part in figures.order.stages_of(device):
+            _stage_memory(check, part, plan.stages[part], ledger, limit)
+        check.at_most(f"memory of stage {device}, above its limit", ledger.bytes, inf if lacking else limit)
+
+
+def _weight_versions(schedule: str, device: int, devices: int) -> int:
+    """On a device: PipeDream keeps one for each micro-batch in flight, 2BW two."""
+    return {"pipedream": devices - device, "pipedream-2bw": 2}.get(schedule, 1)
+
+
+def _stage_memory(check: Check, part: int, stage: StatedStage, ledger: Ledger, limit: float) -> None:
+    if stage.memory:
+        unknown = sorted(set(stage.memory) ^ set(ledger.terms))
+        check.holds(f"terms of stage {part}: {', '.join(unknown)}", not unknown)
+        moving = tuple(stage.memory[name] for name in MOVING)
+        also = any(
+            all(abs(a - b) <= 1 for a, b in zip(moving, other, strict=True)) for other in ledger.others
+        )
+        for name, found in ledger.terms.items():
+            if not (also and name in MOVING):
+                check.bytes(f"{name} of stage {part}", stage.memory[name], found)
+        check.same(f"memory_bytes of stage {part}", stage.memory_bytes, sum(stage.memory.values()))
+    check.bytes(f"memory_bytes of stage {part}", stage.memory_bytes, ledger.rounded)
+    own = None if limit == inf else int(limit)
+    check.same(f"memory_limit_bytes of stage {part}", stage.memory_limit_bytes, own)
+
+
+def _step(check: Check, subject: Subject) -> None:
+    said = subject.plan.prediction.number("step_seconds")
+    check.holds("a step of no seconds", said > 0, said)
+    if subject.plan.schedule in ASYNCHRONOUS:
+        check.leave(f"{subject.plan.schedule} is asynchronous: its step is that of a steady state")
+    check.near("step_seconds", said, subject.figures(check).step.seconds)
+
+
+def _ports(check: Check, subject: Subject) -> None:
+    if subject.plan.schedule in ASYNCHRONOUS:
+        check.leave(f"{subject.plan.schedule} is asynchronous: sums of gradients go on beside later steps")
+    figures = subject.figures(check)
+    if not figures.shared_ports:
+        check.leave("ports were not to be shared")
+    needed, port = figures.port_seconds
+    said = subject.plan.prediction.number("step_seconds")
+    name = "" if port is None else f" through port {port[2]} of level {figures.machine.levels[port[0]].name}"
+    check.holds(f"the bytes{name} need more than the step", said >= needed * (1 - 1e-9), said, needed)
+
+
+def _check_prediction(sheet: Sheet, subject: Subject) -> None:
+    plan, said = subject.plan, subject.plan.prediction
+    step, bound = said.number("step_seconds"), said.number("lower_bound_seconds")
+    with sheet.line("samples per second", "mini_batch / step_seconds") as check:
+        check.holds("a step of no seconds", step > 0, step)
+        check.near("samples_per_second", said.number("samples_per_second"), plan.mini_batch / step)
+    with sheet.line("bubble", "the idle share of the devices in the event loop") as check:
+        if plan.schedule in ASYNCHRONOUS:
+            check.leave(f"{plan.schedule} is asynchronous")
+        check.near("bubble", said.number("bubble", least=-1), subject.figures(check).step.bubble, around=1.0)
+    with sheet.line(
+        "lower bound", "not above the step nor below the root's; that no plan is below it: not checked"
+    ) as check:
+        check.at_most("lower_bound_seconds, above the step", bound, step)
+        root = said.optional_number("root_bound_seconds")
+        check.holds(
+            "root_bound_seconds, above the bound", root is None or root <= bound * (1 + 1e-9), root, bound
+        )
+        if plan.was_given:
+            check.near("the bound of a given partition, its own step", bound, step)
+    with sheet.line("gap", "step_seconds / lower_bound_seconds - 1; exact only where it is 0") as check:
+        gap = said.number("gap", least=-1, most=1e300)
+        check.holds("a bound of no seconds", bound > 0, bound)
+        check.near("gap", gap, step / bound - 1, around=1.0)
+        check.holds("exact, with a gap", not said.flag("exact") or gap <= EXACT, gap, 0)
+    with sheet.line(
+        "uncertainty", "how far the layers' sum is from the whole model, by the profile"
+    ) as check:
+        _uncertainty(check, subject)
+    low, high = (said.optional_number(f"{end}_seconds") for end in ("low", "high"))
+    with sheet.line("interval", "") as check:
+        ordered = low is not None and high is not None and low <= high
+        check.holds("low_seconds and high_seconds", ordered or (low is None and high is None), low, high)
+        check.leave(
+            "low_seconds and high_seconds are percentiles of random draws" if ordered else "there is none"
+        )
+
+
+def _uncertainty(check: Check, subject: Subject) -> None:
+    if subject.layers is None:
+        check.leave(subject.no_profile)
+    else:
+        plan = subject.plan
+        shares = {-(-plan.micro_batch_size // stage.replicas) for stage in plan.stages}
+        known = [off for share in shares if (off := subject.layers.uncertainty(share)) is not None]
+        said, found = plan.prediction.optional_number("uncertainty"), max(known) if known else None
+        if said is None or found is None:
+            check.same("uncertainty", said, found)
+        else:
+            check.near("uncertainty", said, found, around=1e-3)

@@ -1,0 +1,180 @@
+"""The layers of a profile file, and what they take at any micro-batch size.
+
+Between two measured sizes the straight line between them holds. Below the smallest: the line through the two
+smallest, but at least the smallest's share by samples; past the largest: the line through the two largest,
+but at least the largest's figure. A profile of one size holds for that size alone, or, where it says
+`scales_with_samples`, for any in proportion (seconds of the host stay as they are).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cost_models.errors import UsageError
+from .documents import LARGEST, MOST_SECONDS, Table
+
+Vector = npt.NDArray[np.float64]
+
+SECONDS = ("forward_seconds", "backward_seconds")
+HOST = ("forward_host_seconds", "backward_host_seconds")
+PARTS = ("backward_input_seconds", "backward_weight_seconds")
+BYTES = ("output_bytes", "saved_bytes", "saved_input_bytes", "workspace_bytes")
+WITH_LOSS = (*SECONDS, *HOST, "backward_input_seconds", "saved_bytes")
+"""What the loss adds to the last layer: its own figures, and its whole backward to the input's gradient."""
+WEIGHT_SHARE = 0.5
+"""Of a backward that was not measured in two parts: the gradient of the weights, where a layer trains any."""
+LARGEST_SIZE = 2**24
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """The layers at every measured size: `figures` by name, each of shape (layers, sizes). A part of the
+    backward that was not measured is missing."""
+
+    where: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    cut_after: tuple[bool, ...]
+    parameters: Vector
+    trainable: Vector
+    buffers: Vector
+    input_bytes_per_sample: float
+    figures: dict[str, Vector]
+    scales: bool
+    closing: dict[int, float]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def reaches(self, size: int) -> bool:
+        """Whether costs at that size can be had at all."""
+        return len(self.sizes) > 1 or self.scales or size == self.sizes[0]
+
+    def at(self, size: int) -> dict[str, Vector]:
+        """Every figure of all layers at a micro-batch size of one device. Raises UsageError."""
+        if not self.reaches(size):
+            raise UsageError(
+                f"{self.where}: has no costs at micro-batch size {size}, only at {self.sizes[0]}",
+                "Profile more sizes, or check the plan's micro-batch size and replicas.",
+            )
+        if size not in self._known:
+            self._known[size] = self._worked_out(size)
+        return self._known[size]
+
+    def uncertainty(self, size: int) -> float | None:
+        """How far the closing ratio of the sizes around this one is from 1, at most."""
+        if not all(own in self.closing for own in self.sizes):
+            return None
+        right = min(bisect_left(self.sizes, size), len(self.sizes) - 1)
+        around = {right} if self.sizes[right] == size else {max(right - 1, 0), right}
+        return max(abs(self.closing[self.sizes[index]] - 1) for index in around)
+
+    @cached_property
+    def _known(self) -> dict[int, dict[str, Vector]]:
+        return {}
+
+    def _worked_out(self, size: int) -> dict[str, Vector]:
+        made = {name: self._at(name, values, size) for name, values in self.figures.items()}
+        trains = np.where(self.trainable > 0, WEIGHT_SHARE, 0.0)
+        made.setdefault("backward_input_seconds", made["backward_seconds"] * (1 - trains))
+        made.setdefault("backward_weight_seconds", made["backward_seconds"] * trains)
+        return made
+
+    def _at(self, name: str, values: Vector, size: int) -> Vector:
+        if size in self.sizes:
+            return values[:, self.sizes.index(size)]
+        if len(self.sizes) == 1:
+            return values[:, 0] if name in HOST else values[:, 0] * size / self.sizes[0]
+        right = min(max(bisect_left(self.sizes, size), 1), len(self.sizes) - 1)
+        low, high = self.sizes[right - 1], self.sizes[right]
+        left_values, right_values = values[:, right - 1], values[:, right]
+        line = left_values + (right_values - left_values) * ((size - low) / (high - low))
+        if size < self.sizes[0]:
+            return np.maximum(line, left_values * (size / low))
+        return np.maximum(line, right_values) if size > self.sizes[-1] else line
+
+
+def layers_of(table: Table) -> Layers:
+    """The layers of a profile file; the last one's figures hold the loss'. Raises FileError."""
+    if table.text("device", "cpu") == "meta":
+        raise table.refused("device", "meta", "a device that has seconds")
+    own = table.tables("layers", least=1)
+    names = tuple(layer.text("name") for layer in own)
+    if len(set(names)) < len(names):
+        raise table.refused("layers", list(names), "layers of different names")
+    sizes = _sizes(own[0])
+    measured = [_costs(layer, sizes) for layer in own]
+    kept = [
+        name for name in PARTS if all(cost.has(part) for row in measured for cost in row for part in PARTS)
+    ]
+    figures = {
+        name: np.array([[_figure(cost, name) for cost in row] for row in measured])
+        for name in (*SECONDS, *HOST, *BYTES, *kept)
+    }
+    if table.has("loss"):
+        _add_loss(figures, _costs(table.table("loss"), sizes))
+    parameters = _column(own, "parameter_bytes", None)
+    trains = [
+        layer.count("trainable_bytes") if layer.has("trainable_bytes") else layer.count("parameter_bytes")
+        for layer in own
+    ]
+    return Layers(
+        where=table.where,
+        names=names,
+        sizes=sizes,
+        cut_after=(*(layer.flag("cut_after", True) for layer in own[:-1]), False),
+        parameters=parameters,
+        trainable=np.array(trains, dtype=np.float64),
+        buffers=_column(own, "buffer_bytes", 0),
+        input_bytes_per_sample=float(table.count("input_bytes_per_sample", 0)),
+        figures=figures,
+        scales=table.flag("scales_with_samples", False),
+        closing={
+            whole.count("micro_batch_size", least=1): whole.number("closing_ratio", most=MOST_SECONDS)
+            for whole in table.tables("whole")
+        },
+    )
+
+
+def _column(own: list[Table], key: str, default: int | None) -> Vector:
+    return np.array([layer.count(key, default) for layer in own], dtype=np.float64)
+
+
+def _sizes(layer: Table) -> tuple[int, ...]:
+    costs = layer.tables("costs", least=1)
+    sizes = tuple(cost.count("micro_batch_size", least=1, most=LARGEST_SIZE) for cost in costs)
+    if list(sizes) != sorted(set(sizes)):
+        raise layer.refused("costs", list(sizes), "of ascending micro-batch sizes")
+    return sizes
+
+
+def _costs(layer: Table, sizes: tuple[int, ...]) -> list[Table]:
+    if _sizes(layer) != sizes:
+        raise layer.refused("costs", [], f"at the micro-batch sizes of the first layer, {list(sizes)[:8]}")
+    return layer.tables("costs")
+
+
+def _figure(cost: Table, name: str) -> float:
+    if name in BYTES:
+        needed = name in ("output_bytes", "saved_bytes")
+        return float(cost.count(name, None if needed else 0, most=LARGEST))
+    return cost.number(name, None if name in SECONDS else 0.0, most=MOST_SECONDS)
+
+
+def _add_loss(figures: dict[str, Any], loss: list[Table]) -> None:
+    """The last layer computes the loss, too. Nothing of the loss is held while the layer itself runs: of its
+    workspace counts what exceeds the loss' saved bytes, or what the loss needs above them."""
+    for column, cost in enumerate(loss):
+        if cost.has("forward_workspace_bytes"):
+            own = figures["workspace_bytes"][-1, column] - _figure(cost, "saved_bytes")
+            figures["workspace_bytes"][-1, column] = max(own, _figure(cost, "workspace_bytes"), 0.0)
+        for name in WITH_LOSS:
+            if name in figures:
+                key = "backward_seconds" if name == "backward_input_seconds" else name
+                figures[name][-1, column] += _figure(cost, key)

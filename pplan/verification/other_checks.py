@@ -1,0 +1,184 @@
+"""Checks of what a plan is compared with, as far as the file says enough of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import accumulate
+
+from .documents import Table
+from .orders import SYNCHRONOUS, order_of
+from .pipeline import Figures
+from .report import EXACT, ROUNDING, TOLERANCE, Check, Sheet
+from .rules import check_runtime, one_process
+from .subject import Subject
+
+_ONE_STAGE = re.compile(
+    r"(?:1 stage, replicas (\d{1,9}); )?(\d{1,9}) x (\d{1,9}), ([\w-]+), recompute ([a-z ]+)"
+)
+"""How a baseline of one stage runs, in its `detail`."""
+FREE = ("one-gpu", "data-parallel")
+"""Baselines that do their best whatever was wished."""
+
+
+def check_others(sheet: Sheet, subject: Subject) -> None:
+    """Adds the lines."""
+    if subject.plan.objective is not None:
+        with sheet.line("objective", "the most that a device holds") as check:
+            _objective(check, subject, subject.plan.objective)
+    for table in subject.plan.baselines:
+        name = table.text("name")
+        with sheet.line(f"baseline {name}", "simulated again") as check:
+            _baseline(check, subject, name, table)
+    for number, table in enumerate(subject.plan.alternatives):
+        names = table.texts("runtimes")
+        with sheet.line(
+            f"alternative {number} ({', '.join(names[:2])})", "memory and step worked out again"
+        ) as check:
+            _alternative(check, subject, names, table)
+
+
+def _objective(check: Check, subject: Subject, table: Table) -> None:
+    name = table.text("name")
+    value, bound = table.number("value"), table.number("lower_bound")
+    check.at_most("lower_bound of the objective", bound, value)
+    least = bound * (1 + EXACT) + (ROUNDING if table.text("unit", "") == "bytes" else 0.0)
+    check.holds("exact, with a gap", not table.flag("exact") or value <= least, value, bound)
+    if name != "memory":
+        check.leave(f"{name}: the file does not say what it is worked out from")
+    figures = subject.figures(check)
+    most = max(figures.ledger(device).bytes for device in range(figures.order.devices))
+    check.near("value, the most that a device holds", value, most)
+
+
+def _baseline(check: Check, subject: Subject, name: str, table: Table) -> None:
+    plan, step = subject.plan, table.optional_number("step_seconds")
+    if step is None:
+        check.holds("neither a step nor a reason", bool(table.text("reason", "")))
+        check.leave("it has no step")
+        return
+    check.holds("a step of no seconds", step > 0, step)
+    fastest = plan.prediction.number("step_seconds")
+    best = plan.wishes.text("planner", "best") == "best" and plan.objective is None
+    if best and name not in FREE and not plan.was_given:
+        check.holds("it is faster than the plan", step >= fastest * (1 - TOLERANCE), step, fastest)
+    found = _ONE_STAGE.fullmatch(table.text("detail", ""))
+    if found is None:
+        check.leave("the file does not say where its layers are")
+    else:
+        _one_stage(check, subject, step, found, launches=name not in FREE and one_process(plan.runtime))
+
+
+def _one_stage(check: Check, subject: Subject, step: float, found: re.Match[str], *, launches: bool) -> None:
+    """All layers on one device, the first of its kind, or on replicas from rank 0 on."""
+    replicas, count, size = (int(text or 1) for text in found.groups()[:3])
+    schedule, mode = found[4], found[5].replace(" ", "_")
+    base, machine = subject.figures(check), subject.machine
+    assert machine is not None
+    check.same("its mini-batch", count * size, subject.plan.mini_batch)
+    check.holds("schedule", schedule in SYNCHRONOUS, schedule)
+    check.at_most("its replicas", replicas, machine.gpus)
+    starts = [0, *machine.ends[:-1]] if replicas == 1 else [0]
+    steps = []
+    for first in starts:
+        made = replace(
+            base,
+            schedule=schedule,
+            order=order_of(schedule, 1, count, 1),
+            size=size,
+            ends=(len(base.layers),),
+            devices=(tuple(range(first, first + replicas)),),
+            modes=(mode,),
+            one_process=launches,
+        )
+        if made.ledger(0).bytes <= made.limit(0, subject.plan.wishes.optional_number("memory_limit")) + 1:
+            steps.append(made.step.seconds)
+    check.holds("it does not fit", bool(steps))
+    check.near("step_seconds", step, min(steps, key=lambda own: abs(own - step)))
+
+
+def _alternative(check: Check, subject: Subject, names: list[str], table: Table) -> None:
+    plan = subject.plan
+    balance, replicas = table.counts("balance", least=1), table.count("replicas", 1, least=1, most=2**20)
+    count = table.count("micro_batches", plan.micro_batches, least=1)
+    size = table.count("micro_batch_size", plan.micro_batch_size, least=1)
+    schedule, parts = table.text("schedule"), table.count("virtual_stages", 1, least=1)
+    word = table.text("recompute", plan.recompute)
+    modes = tuple(table.texts("stage_recompute")) if word == "selective" else (word,) * len(balance)
+    check.same("layers of its stages", sum(balance), sum(plan.balance))
+    check.same("mini-batch", count * size, plan.mini_batch)
+    check.same("stages, and what each recomputes", len(modes), len(balance))
+    check.same("stages that are left over on some device", len(balance) % parts, 0)
+    check.holds("schedule", schedule in SYNCHRONOUS, schedule)
+    check.holds("it is for no runtime", bool(names))
+    for name in names:
+        check_runtime(
+            check, name, schedule=schedule, modes=modes, replicas=[replicas], virtual_stages=parts, size=size
+        )
+    step = table.number("step_seconds")
+    check.holds("a step of no seconds", step > 0, step)
+    check.near(
+        "samples_per_second",
+        table.number("samples_per_second", plan.mini_batch / step),
+        plan.mini_batch / step,
+    )
+    _alternative_figures(
+        check,
+        subject,
+        table,
+        _Shape(schedule, balance, replicas, count, size, parts, modes, one_process(names[0])),
+    )
+
+
+class _Shape:
+    """An alternative's pipeline: stage s on the devices from rank s times its replicas on."""
+
+    def __init__(
+        self,
+        schedule: str,
+        balance: list[int],
+        replicas: int,
+        count: int,
+        size: int,
+        parts: int,
+        modes: tuple[str, ...],
+        launches: bool,
+    ) -> None:
+        self.schedule, self.replicas, self.size, self.modes = schedule, replicas, size, modes
+        self.ends, self.launches = tuple(accumulate(balance)), launches
+        self.order = order_of(schedule, len(balance) // parts, count, parts)
+
+    def figures(self, base: Figures) -> Figures:
+        """On the plan's machine."""
+        places = [device for device, _ in self.order.routes[0]]
+        return replace(
+            base,
+            schedule=self.schedule,
+            order=self.order,
+            size=self.size,
+            ends=self.ends,
+            devices=tuple(tuple(range(own * self.replicas, (own + 1) * self.replicas)) for own in places),
+            modes=self.modes,
+            one_process=self.launches,
+        )
+
+
+def _alternative_figures(check: Check, subject: Subject, table: Table, shape: _Shape) -> None:
+    base, machine = subject.figures(check), subject.machine
+    assert machine is not None
+    check.at_most("its devices", shape.order.devices * shape.replicas, machine.gpus)
+    for end in shape.ends[:-1]:
+        check.holds(f"the profile allows no cut after layer {end - 1}", base.layers.cut_after[end - 1])
+    made = shape.figures(base)
+    wished, said = subject.plan.wishes.optional_number("memory_limit"), table.counts("memory_bytes")
+    check.holds(
+        "memory_bytes, by stage", not said or len(said) == len(shape.ends), len(said), len(shape.ends)
+    )
+    for device in range(made.order.devices):
+        ledger = made.ledger(device)
+        check.at_most(
+            f"memory of stage {device}, above its limit", ledger.bytes, made.limit(device, wished) + 1
+        )
+        for part in made.order.stages_of(device) if said else []:
+            check.bytes(f"memory_bytes of stage {part}", said[part], ledger.rounded)
+    check.near("step_seconds", table.number("step_seconds"), made.step.seconds)

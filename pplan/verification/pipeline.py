@@ -1,0 +1,315 @@
+"""A pipeline worked out again: seconds of its stages, ledgers, and its simulated step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from .events import Ran, Work, run
+from .layer_costs import HOST, Layers
+from .machine import Kind, Machine, Port
+from .memory import Ledger, PartBytes, ledger, part_bytes
+from .orders import Order
+from .refusals import NotChecked, NotLegal
+from .traffic import Way, all_reduce_seconds, exposed_seconds, sum_loads, way
+from .training import Exchange, Training
+from .wiring import NONE, Wired, check_order, cuts_crossed
+
+COPIES = {"chimera": 2, "avgpipe": 3}
+"""Of the weights that a schedule keeps; of others one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Figures:
+    """Everything that a step depends on. `ends`, `devices`, `modes`: by part of the layers, the layers before
+    its end, the ranks of its replicas, and what it recomputes. `profiles`: of kinds that have their own."""
+
+    schedule: str
+    order: Order
+    size: int
+    ends: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+    modes: tuple[str, ...]
+    one_process: bool
+    layers: Layers
+    profiles: Mapping[str, Layers]
+    machine: Machine
+    training: Training
+    shared_ports: bool = True
+
+    @cached_property
+    def ranks(self) -> list[tuple[int, ...]]:
+        """By device of the pipeline, its replicas. Raises NotLegal where its parts have others."""
+        found: dict[int, tuple[int, ...]] = {}
+        for part, (device, _) in enumerate(self.order.routes[0]):
+            if found.setdefault(device, self.devices[part]) != self.devices[part]:
+                raise NotLegal(
+                    f"part {part} of the layers is on {list(self.devices[part])}, {self.schedule} has it "
+                    f"with those on {list(found[device])}"
+                )
+        return [found[device] for device in range(self.order.devices)]
+
+    @cached_property
+    def recompute(self) -> list[str]:
+        """By device of the pipeline."""
+        own = {device: self.modes[part] for part, (device, _) in enumerate(self.order.routes[0])}
+        return [own[device] for device in range(self.order.devices)]
+
+    def share(self, device: int) -> int:
+        """Samples of a micro-batch that each replica computes, at the most."""
+        return -(-self.size // len(self.ranks[device]))
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        """The first layer of a part, and the one after its last."""
+        return (0, *self.ends)[part], self.ends[part]
+
+    def _kinds(self, device: int) -> list[Kind]:
+        return list(dict.fromkeys(self.machine.kind(rank) for rank in self.ranks[device]))
+
+    def _measured(self, kind: Kind) -> Layers:
+        if kind.profile is None:
+            return self.layers
+        if kind.profile not in self.profiles:
+            raise NotChecked(f"{kind.profile}, the profile of {kind.name}, is not beside the plan")
+        return self.profiles[kind.profile]
+
+    def seconds(self, part: int, device: int, name: str) -> float:
+        """Seconds of a part on a device, of its slowest kind of replica; those of the host, which is one for
+        all kinds, are the plan's profile's."""
+        first, end = self.bounds(part)
+        if name in HOST:
+            return float(self.layers.at(self.share(device))[name][first:end].sum())
+        exchange = self.exchange(part)
+        return max(
+            exchange.seconds(name, self._measured(kind).at(self.share(device))[name][first:end] / kind.speed)
+            for kind in self._kinds(device)
+        )
+
+    def exchange(self, part: int) -> Exchange:
+        """What ZeRO exchanges over the devices that have a part."""
+        own = slice(*self.bounds(part))
+        parameters, trainable = self.layers.parameters[own], self.layers.trainable[own]
+        return Exchange(self.machine, self.ranks_of(part), self.training, parameters, trainable)
+
+    def part_seconds(self, part: int) -> tuple[float, float]:
+        """Forward of a part as the plan states it, and backward with what it recomputes."""
+        device = self.order.routes[0][part][0]
+        forward = self.seconds(part, device, "forward_seconds")
+        again = forward if self.modes[part] != "never" else 0.0
+        return forward, self.seconds(part, device, "backward_seconds") + again
+
+    def part_bytes(self, part: int, device: int) -> PartBytes:
+        """What the ledger of a part is made from."""
+        return part_bytes(self.layers, *self.bounds(part), self.share(device))
+
+    def limit(self, device: int, wished: float | None) -> float:
+        """Bytes that each replica may hold."""
+        own = [wished, *(kind.memory_bytes for kind in self._kinds(device))]
+        return min((float(size) for size in own if size is not None), default=inf)
+
+    def ledger(self, device: int, weight_versions: float = 1) -> Ledger:
+        """Of a device of the pipeline with all its parts; of several kinds the one with the least memory."""
+        parts = self.order.parts_of(device)
+        kinds = self._kinds(device)
+        least = min(kinds, key=lambda own: inf if own.memory_bytes is None else own.memory_bytes)
+        return ledger(
+            self.order,
+            device,
+            [self.part_bytes(part, device) for part in parts],
+            self.training,
+            recompute=self.recompute[device],
+            replicas=len(self.ranks_of(parts[0])),
+            weight_versions=weight_versions,
+            copies=COPIES.get(self.schedule, 1),
+            context_bytes=least.context_bytes,
+        )
+
+    def ranks_of(self, part: int) -> list[int]:
+        """All devices that sum the gradients of a part."""
+        return sorted({rank for route in self.order.routes for rank in self.ranks[route[part][0]]})
+
+    @cached_property
+    def step(self) -> Step:
+        """Simulated."""
+        return _simulated(self)
+
+    @cached_property
+    def ways(self) -> dict[tuple[int, int, int], tuple[float, Way]]:
+        """Bytes and way of a transfer between two devices of the pipeline, by (part before the cut, sender,
+        receiver), in both directions. All replicas send at once; the bytes of a whole micro-batch are those
+        of the larger share times the fewer replicas."""
+        made = {}
+        for _, part, here, there in cuts_crossed(self.order):
+            end, shares = self.ends[part], (self.share(here), self.share(there))
+            each = max(float(self.layers.at(share)["output_bytes"][end - 1]) for share in shares)
+            whole = each * min(len(self.ranks[here]), len(self.ranks[there]))
+            for a, b in ((here, there), (there, here)):
+                made[part, a, b] = whole, way(self.machine, self.ranks[a], self.ranks[b])
+        return made
+
+    def gradient_bytes(self, part: int) -> list[float]:
+        """By layer of a part."""
+        first, end = self.bounds(part)
+        scale = self.training.gradient / self.training.weight
+        return [float(own) * scale for own in self.layers.trainable[first:end]]
+
+    def reduce_seconds(self, part: int, device: int) -> float:
+        """What of the sum of a part's gradients follows its last backward on a device."""
+        ranks, gradients = self.ranks_of(part), self.gradient_bytes(part)
+        if len(ranks) < 2:
+            return 0.0
+        if self.training.zero:
+            return self.exchange(part).at_end()
+        if ranks != sorted(self.ranks[device]):
+            return all_reduce_seconds(self.machine, ranks, sum(gradients))
+        first, end = self.bounds(part)
+        each = [
+            self._measured(kind).at(self.share(device))["backward_seconds"][first:end] / kind.speed
+            for kind in self._kinds(device)
+        ]
+        slowest = max(each, key=lambda seconds: float(seconds.sum()))
+        return exposed_seconds(self.machine, ranks, slowest.tolist(), gradients)
+
+    @cached_property
+    def port_seconds(self) -> tuple[float, Port | None]:
+        """What the bytes of a step need of the port that they load most, in any order; and that port."""
+        loads: dict[Port, float] = {}
+        count = [0.0] * len(self.order.routes)
+        for entry, route in enumerate(self.order.route_of):
+            count[route] += self.order.shares[entry]
+        for route, part, here, there in cuts_crossed(self.order):
+            for ends in ((here, there), (there, here)):
+                size, own = self.ways[part, *ends]
+                for port, load in own.loads.items():
+                    loads[port] = loads.get(port, 0.0) + count[route] * size * load
+        for part in range(self.order.parts):
+            ranks = self.ranks_of(part)
+            for port, load in sum_loads(self.machine, ranks, sum(self.gradient_bytes(part))).items():
+                loads[port] = loads.get(port, 0.0) + load
+        busiest = max(loads, key=lambda port: loads[port], default=None)
+        return (0.0, None) if busiest is None else (loads[busiest], busiest)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Simulated: seconds of the step, and the idle share of the devices."""
+
+    seconds: float
+    bubble: float
+
+
+def _simulated(figures: Figures) -> Step:
+    wiring = check_order(figures.order)
+    work = _work(figures, wiring)
+    ran = run(work)
+    end = max(_reduced(figures, wiring, ran))
+    if figures.shared_ports:
+        end = max(end, figures.port_seconds[0])
+    busy = sum(ran.end) - sum(ran.start)
+    return Step(end, 1 - busy / (figures.order.devices * end) if end else 0.0)
+
+
+def _work(figures: Figures, wiring: Wired) -> Work:
+    order, last = figures.order, len(figures.order.route_of) - 1
+    split = {
+        (device, *own[1:]) for device, actions in enumerate(order.lists) for own in actions if own[0] == "W"
+    }
+    seconds, launches = [], []
+    known: dict[tuple[int, int, str], float] = {}
+
+    def figure(part: int, device: int, name: str) -> float:
+        key = (part, device, name)
+        if key not in known:
+            known[key] = figures.seconds(part, device, name)
+        return known[key]
+
+    for device, (kind, batch, chunk), part in zip(wiring.device, wiring.action, wiring.part, strict=True):
+        forward = figure(part, device, "forward_seconds")
+        share, mode = order.shares[batch], figures.recompute[device]
+        repeat = 0.0 if mode == "never" or (mode == "except_last" and batch == last) else 1.0
+        if kind == "F":
+            own = forward
+        elif kind == "W":
+            own = figure(part, device, "backward_weight_seconds")
+        elif not order.splits:
+            own = figure(part, device, "backward_seconds") + repeat * forward
+        else:
+            whole = (device, batch, chunk) not in split
+            weight = figure(part, device, "backward_weight_seconds") if whole else 0.0
+            own = figure(part, device, "backward_input_seconds") + weight + repeat * forward
+        seconds.append(own * share)
+        if figures.one_process:
+            launch = figure(part, device, "forward_host_seconds")
+            back = figure(part, device, "backward_host_seconds") + repeat * launch
+            launches.append(launch if kind == "F" else back)
+    ports, occupancy, latency = _transfers(figures, wiring)
+    ends = np.cumsum(launches).tolist() if launches else None
+    return Work(
+        wiring,
+        seconds,
+        ports,
+        occupancy,
+        latency,
+        launched=[0.0, *ends[:-1]] if ends else None,
+        launch_end=ends,
+    )
+
+
+def _transfers(figures: Figures, wiring: Wired) -> tuple[list[Hashable | None], list[float], list[float]]:
+    ports: list[Hashable | None] = []
+    occupancy, latency = [], []
+    for index, target in enumerate(wiring.target):
+        if target == NONE:
+            ports.append(None)
+            occupancy.append(0.0)
+            latency.append(0.0)
+            continue
+        here, there = wiring.device[index], wiring.device[target]
+        size, own = figures.ways[min(wiring.part[index], wiring.part[target]), here, there]
+        ports.append(own.leaves_by if figures.shared_ports else (here, there))
+        occupancy.append(size * own.pace * figures.order.shares[wiring.action[index][1]])
+        latency.append(own.latency)
+    return ports, occupancy, latency
+
+
+def _reduced(figures: Figures, wiring: Wired, ran: Ran) -> list[float]:
+    """When each device is done: the sums of gradients follow, each device one at a time, who is ready first
+    before the others; those that go through one port wait there for what the others must send."""
+    ends, free = list(ran.free), [0.0] * len(ran.free)
+    port_free: dict[Port, float] = {}
+    ready: dict[tuple[int, int], float] = {}
+    for index, last in enumerate(wiring.last):
+        if last:
+            place = wiring.part[index], wiring.device[index]
+            ready[place] = max(ready.get(place, 0.0), ran.end[index])
+    shared = _shared_loads(figures) if figures.shared_ports else {}
+    requests = []
+    for part in range(figures.order.parts):
+        members = sorted({route[part][0] for route in figures.order.routes})
+        seconds = max(figures.reduce_seconds(part, device) for device in members)
+        if seconds > 0 or shared.get(part):
+            requests.append((max(ready[part, device] for device in members), part, members, seconds))
+    for begin, part, members, seconds in sorted(requests):
+        alone = end = max(begin, *(free[device] for device in members)) + seconds
+        for port, load in shared.get(part, {}).items():
+            port_free[port] = max(alone - load, port_free.get(port, 0.0)) + load
+            end = max(end, port_free[port])
+        for device in members:
+            free[device] = end
+            ends[device] = max(ends[device], end)
+    return ends
+
+
+def _shared_loads(figures: Figures) -> dict[int, dict[Port, float]]:
+    """By part, the seconds that the sum of its gradients needs of ports that other parts' need, too."""
+    loads = {
+        part: sum_loads(figures.machine, figures.ranks_of(part), sum(figures.gradient_bytes(part)))
+        for part in range(figures.order.parts)
+    }
+    uses = Counter(port for own in loads.values() for port, load in own.items() if load)
+    return {part: {port: load for port, load in own.items() if uses[port] > 1} for part, own in loads.items()}

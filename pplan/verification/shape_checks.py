@@ -1,0 +1,207 @@
+"""Checks of where a plan's layers are: files, layers, cuts, devices, micro-batches, the runtime."""
+
+from __future__ import annotations
+
+import hashlib
+from fnmatch import fnmatchcase
+
+from .documents import Table
+from .report import Check, Sheet
+from .rules import RULES, check_runtime, one_process
+from .stated_plan import RECOMPUTES, StatedPlan
+from .subject import Subject
+from .training import training_of
+
+
+def check_shape(sheet: Sheet, subject: Subject) -> None:
+    """Adds the lines."""
+    _check_files(sheet, subject)
+    with sheet.line("layers", "every layer once and in order; balance and stages say the same") as check:
+        _layers(check, subject)
+    with sheet.line(
+        "cuts", "the profile and the wishes allow every cut, and each wished one is made"
+    ) as check:
+        _cuts(check, subject)
+    with sheet.line("devices", "each is in the machine, and used by the replicas of one stage") as check:
+        _devices(check, subject)
+    with sheet.line("micro-batches", "sizes divide; every replica has a sample; as wished") as check:
+        _micro_batches(check, subject)
+    with sheet.line("recomputation", "known words; as wished") as check:
+        _recompute(check, subject)
+    with sheet.line(
+        "training", "the optimizer, the precision and ZeRO's stage, of this profile; as wished"
+    ) as check:
+        _training(check, subject)
+    with sheet.line("runtime", "it runs this schedule, recomputation and these replicas") as check:
+        _runtime(check, subject)
+
+
+def _check_files(sheet: Sheet, subject: Subject) -> None:
+    stated, profile = subject.plan.profile, subject.profile
+    with sheet.line(
+        "profile", "the file's SHA-256, its dtype, device and kind are those of the plan"
+    ) as check:
+        if profile is None:
+            check.leave(subject.no_profile)
+        else:
+            for key, default in (("dtype", "float32"), ("granularity", "block")):
+                check.same(key, stated.text(key, default), profile.text(key, default))
+            name = profile.text("device_name", "") or profile.text("device", "cpu")
+            check.same("device_name", stated.text("device_name", name), name)
+            check.same("estimated", stated.flag("estimated", False), profile.flag("estimated", False))
+            check.same("model", subject.plan.whole.text("model"), profile.text("model"))
+            said = stated.text("sha256", "")
+            if said != subject.profile_sha256 and not subject.is_file:
+                check.leave(
+                    "the profile was not given as the file that the plan names: no SHA-256 to compare"
+                )
+            check.same("SHA-256 of the profile file", said, subject.profile_sha256)
+    with sheet.line("layer names", "the plan's, their SHA-256, and the profile's") as check:
+        names = subject.plan.layer_names
+        if profile is None and not names:
+            check.leave(subject.no_profile)
+        measured = names if subject.layers is None else list(subject.layers.names)
+        said = stated.text("layers_sha256", "")
+        check.holds("layer names", not names or names == measured, names, measured)
+        found = hashlib.sha256("\n".join(measured).encode("utf-8", "surrogatepass")).hexdigest()
+        check.holds("SHA-256 of the layer names", said in ("", found), said, found)
+
+
+def _layers(check: Check, subject: Subject) -> None:
+    plan, after = subject.plan, 0
+    for number, stage in enumerate(plan.stages):
+        check.same(f"first layer of stage {number}", stage.first_layer, after)
+        check.holds(
+            f"stage {number} ends before it begins", stage.last_layer >= after, stage.last_layer, after
+        )
+        after = stage.last_layer + 1
+    check.same("balance", plan.balance, [own.last_layer - own.first_layer + 1 for own in plan.stages])
+    if subject.layers is not None:
+        check.same("number of layers", after, len(subject.layers))
+    elif plan.layer_names:
+        check.same("number of layers", after, len(plan.layer_names))
+
+
+def _cuts(check: Check, subject: Subject) -> None:
+    plan, layers, wishes = subject.plan, subject.layers, subject.plan.wishes
+    names = plan.layer_names if layers is None else list(layers.names)
+    ends = [end for end in plan.ends[:-1] if 0 < end < len(names)]
+    check.holds("a cut behind the last layer", layers is None or len(ends) == len(plan.ends) - 1)
+    for end in ends:
+        allowed = layers is None or layers.cut_after[end - 1]
+        check.holds(f"the profile allows no cut after layer {end - 1}, {names[end - 1]}", allowed)
+        for pattern in wishes.texts("keep_together"):
+            parted = fnmatchcase(names[end - 1], pattern) and fnmatchcase(names[end], pattern)
+            check.holds(f"{pattern} was to be kept together, layer {end - 1} ends a stage", not parted)
+    for name in wishes.texts("cut_after") if names else []:
+        check.holds(f"no layer is named {name}", name in names)
+        check.holds(f"a stage was to end after {name}", names.index(name) + 1 in plan.ends)
+    for pin in wishes.lists("pins") if names else []:
+        _pinned(check, subject, names, pin)
+    most, stages = wishes.optional_count("max_stages"), len(plan.stages) // plan.virtual_stages
+    check.holds("more stages than wished", most is None or stages <= most, stages, most)
+    if layers is None:
+        check.leave(subject.no_profile)
+
+
+def _pinned(check: Check, subject: Subject, names: list[str], pin: list[object]) -> None:
+    fine = len(pin) == 2 and isinstance(pin[0], str) and isinstance(pin[1], int) and pin[0] in names
+    check.holds("a pin of no layer", fine, str(pin)[:60])
+    layer, number = names.index(str(pin[0])), int(str(pin[1]))
+    own = subject.plan.stages[number] if 0 <= number < len(subject.plan.stages) else None
+    inside = own is not None and own.first_layer <= layer <= own.last_layer
+    check.holds(f"{pin[0]} was to be in stage {number}", inside)
+
+
+def _devices(check: Check, subject: Subject) -> None:
+    plan, machine, wishes = subject.plan, subject.machine, subject.plan.wishes
+    for number, stage in enumerate(plan.stages):
+        check.same(f"replicas of stage {number}", stage.replicas, len(stage.devices))
+        check.holds(f"stage {number} has a device twice", len(set(stage.devices)) == len(stage.devices))
+    groups = list(dict.fromkeys(frozenset(stage.devices) for stage in plan.stages))
+    used = [device for group in groups for device in group]
+    check.holds("a device is used by different stages", len(set(used)) == len(used))
+    check.holds(
+        "parts on as many devices", len(groups) * plan.virtual_stages == len(plan.stages), len(groups)
+    )
+    if machine is None:
+        check.leave("the plan does not say what machine it was made for")
+    else:
+        check.holds(
+            "a device that the machine does not have", max(used) < machine.gpus, max(used), machine.gpus
+        )
+        check.holds("gpus", plan.gpus in (None, machine.gpus), plan.gpus, machine.gpus)
+        node = machine.gpus_per_node
+        check.holds("gpus_per_node", plan.gpus_per_node in (None, node), plan.gpus_per_node, node)
+        reached = min(node, machine.gpus) if one_process(plan.runtime) else machine.gpus
+        check.holds("devices of other nodes than one process has", max(used) < reached, max(used), reached)
+        if wishes.flag("use_all", False) and not plan.was_given:
+            check.same("devices in use, where all were wished", len(used), reached)
+
+
+def _micro_batches(check: Check, subject: Subject) -> None:
+    plan, wishes = subject.plan, subject.plan.wishes
+    made = plan.micro_batches * plan.micro_batch_size
+    check.same("mini_batch, of micro_batches times micro_batch_size", plan.mini_batch, made)
+    most = max(stage.replicas for stage in plan.stages)
+    check.at_most("replicas of a micro-batch", most, plan.micro_batch_size)
+    for key, own in (("mini_batch", plan.mini_batch), ("micro_batches", plan.micro_batches)):
+        wished = wishes.optional_count(key)
+        check.holds(f"{key} is not the wished one", wished in (None, own), own, wished)
+    for key, word, default in (("schedule", plan.schedule, "auto"), ("optimizer", plan.optimizer, None)):
+        wish = wishes.text(key, default or word)
+        check.holds(f"{key} is not the wished one", wish in ("auto", word), word, wish)
+
+
+def _recompute(check: Check, subject: Subject) -> None:
+    plan = subject.plan
+    for number, stage in enumerate(plan.stages):
+        mixed = plan.recompute == "selective"
+        fine = stage.recompute in RECOMPUTES[:3] if mixed else stage.recompute in (None, plan.recompute)
+        check.holds(f"recomputation of stage {number}", fine, stage.recompute, plan.recompute)
+    wish = plan.wishes.text("recompute", "auto")
+    check.holds("it is not the wished one", wish in ("auto", plan.recompute), plan.recompute, wish)
+    last = plan.schedule == "gpipe" or "except_last" not in plan.modes
+    check.holds(
+        "except_last is of gpipe, whose backwards begin with the last micro-batch", last, plan.schedule
+    )
+
+
+def _training(check: Check, subject: Subject) -> None:
+    plan, wishes = subject.plan, subject.plan.wishes
+    training = training_of(plan)
+    if subject.profile is not None:
+        check.same("amp", plan.profile.optional_text("amp"), _known(plan, "amp", subject.profile))
+    for key, default in (("precision", "auto"), ("gradient_dtype", "auto")):
+        own, wish = plan.whole.optional_text(key), wishes.text(key, default)
+        check.holds(f"{key} is not the wished one", wish in ("auto", own), own, wish)
+    check.same("zero, and the wished one", training.zero, wishes.count("zero", training.zero))
+    if plan.runtime in RULES:
+        known = training.zero in RULES[plan.runtime].zero
+        check.holds(f"{plan.runtime} does not run this stage of ZeRO", known, training.zero)
+
+
+def _known(plan: StatedPlan, key: str, profile: Table) -> str | None:
+    """What the profile says, where the plan is of those that say it."""
+    return profile.optional_text(key) if plan.whole.has("precision") else None
+
+
+def _runtime(check: Check, subject: Subject) -> None:
+    plan = subject.plan
+    wished = plan.wishes.optional_text("runtime")
+    check.same("runtime, and the wished one", plan.runtime, wished)
+    if plan.runtime is None:
+        return
+    check_runtime(
+        check,
+        plan.runtime,
+        schedule=plan.schedule,
+        modes=plan.modes,
+        replicas=[stage.replicas for stage in plan.stages],
+        virtual_stages=plan.virtual_stages,
+        size=plan.micro_batch_size,
+    )
+    if RULES[plan.runtime].trains_all and subject.layers is not None:
+        for number, stage in enumerate(plan.stages):
+            trained = subject.layers.trainable[stage.first_layer : stage.last_layer + 1].sum() > 0
+            check.holds(f"stage {number} has nothing to train, which {plan.runtime} refuses", bool(trained))

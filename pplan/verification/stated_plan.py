@@ -1,0 +1,125 @@
+"""What a plan file states, read without any judgement of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .documents import Table
+
+RECOMPUTES = ("never", "always", "except_last", "selective")
+MOST_DEVICES = 2**24
+GIVEN = "this partition alone"
+"""What was searched of a plan whose partition another tool made."""
+
+
+@dataclass(frozen=True)
+class StatedStage:
+    """A part of the layers, `first_layer` to `last_layer`, and what the file says of it."""
+
+    first_layer: int
+    last_layer: int
+    replicas: int
+    devices: tuple[int, ...]
+    forward_seconds: float
+    backward_seconds: float
+    memory_bytes: int
+    memory_limit_bytes: int | None
+    memory: dict[str, int]
+    recompute: str | None
+
+
+@dataclass(frozen=True)
+class StatedPlan:
+    """The keys of a plan that are checked; tables where the checks read the keys themselves."""
+
+    balance: list[int]
+    mini_batch: int
+    micro_batches: int
+    micro_batch_size: int
+    schedule: str
+    virtual_stages: int
+    optimizer: str
+    recompute: str
+    runtime: str | None
+    gpus: int | None
+    gpus_per_node: int | None
+    machine: str
+    stages: list[StatedStage]
+    prediction: Table
+    objective: Table | None
+    baselines: list[Table]
+    alternatives: list[Table]
+    wishes: Table
+    searched: str
+    notes: list[str]
+    layer_names: list[str]
+    profile: Table
+    whole: Table
+
+    @property
+    def was_given(self) -> bool:
+        """Whether its partition is another tool's, and nothing else was searched."""
+        return self.searched == GIVEN
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """By part, the number of layers before its end."""
+        return tuple(stage.last_layer + 1 for stage in self.stages)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """By part, what recomputes: the stage's own word where the plan says `selective`."""
+        mixed = self.recompute == "selective"
+        return tuple(stage.recompute or "selective" if mixed else self.recompute for stage in self.stages)
+
+
+def stated_plan(table: Table) -> StatedPlan:
+    """Raises FileError for what is missing or of another kind."""
+    return StatedPlan(
+        balance=table.counts("balance", least=1),
+        mini_batch=table.count("mini_batch", least=1),
+        micro_batches=table.count("micro_batches", least=1),
+        micro_batch_size=table.count("micro_batch_size", least=1),
+        schedule=table.text("schedule"),
+        virtual_stages=table.count("virtual_stages", 1, least=1),
+        optimizer=table.text("optimizer", "sgd"),
+        recompute=_word(table, "recompute", "never"),
+        runtime=table.optional_text("runtime"),
+        gpus=table.optional_count("gpus", least=1),
+        gpus_per_node=table.optional_count("gpus_per_node", least=1),
+        machine=table.text("machine", ""),
+        stages=[_stage(own) for own in table.tables("stages", least=1)],
+        prediction=table.table("prediction"),
+        objective=table.table("objective") if table.has("objective") else None,
+        baselines=table.tables("baselines"),
+        alternatives=table.tables("alternatives"),
+        wishes=table.table("wishes", optional=True),
+        searched=table.text("searched", ""),
+        notes=table.texts("notes"),
+        layer_names=table.texts("layer_names"),
+        profile=table.table("profile"),
+        whole=table,
+    )
+
+
+def _stage(table: Table) -> StatedStage:
+    ledger = table.table("memory", optional=True)
+    return StatedStage(
+        first_layer=table.count("first_layer"),
+        last_layer=table.count("last_layer"),
+        replicas=table.count("replicas", 1, least=1),
+        devices=tuple(table.counts("devices", most=MOST_DEVICES)),
+        forward_seconds=table.number("forward_seconds"),
+        backward_seconds=table.number("backward_seconds"),
+        memory_bytes=table.count("memory_bytes"),
+        memory_limit_bytes=table.optional_count("memory_limit_bytes"),
+        memory={name: ledger.count(name) for name in ledger.content},
+        recompute=_word(table, "recompute", None) if table.has("recompute") else None,
+    )
+
+
+def _word(table: Table, key: str, default: str | None) -> str:
+    word = table.text(key, default)
+    if word not in RECOMPUTES:
+        raise table.refused(key, word, f"one of {', '.join(RECOMPUTES)}")
+    return word

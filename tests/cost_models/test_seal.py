@@ -1,0 +1,72 @@
+"""The hash in a file: it stands for the content, not for its spaces, and every edit is seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from pplan.cost_models.document import Document, MadeBy
+from pplan.cost_models.seal import escaped, is_about, is_unchanged, sealed, sealed_lines
+
+
+class Note(Document):
+    kind: ClassVar[str] = "note"
+
+    text: str
+    numbers: list[float] = []
+    made_by: MadeBy = MadeBy()
+
+
+NOTE = Note(text='a "made_by": {\n}', numbers=[0.1, 1e-300, 3.0], made_by=MadeBy(pplan="1"))
+
+
+def test_a_document_as_it_was_written(tmp_path: Path) -> None:
+    text = NOTE.to_json()
+    assert is_unchanged(text)
+    content = json.loads(text)
+    assert len(content["made_by"]["content_sha256"]) == 64
+    assert is_unchanged(json.dumps(dict(reversed(content.items()))))
+    NOTE.save(tmp_path / "a.json", force=False)
+    assert Note.load(tmp_path / "a.json") == NOTE
+    assert Note.load(tmp_path / "a.json").to_json() == text
+
+
+@pytest.mark.parametrize(
+    "edit", [{"text": "b"}, {"numbers": [0.1]}, {"mine": 1}, {"made_by": {}}, {"made_by": 3}, {"schema": 2}]
+)
+def test_every_edit_is_seen(edit: dict[str, object]) -> None:
+    assert not is_unchanged(json.dumps(json.loads(NOTE.to_json()) | edit))
+
+
+def test_what_is_not_ours() -> None:
+    for text in ("", "old", "[]", "{}", "[" * 10**5, '{"made_by": {"content_sha256": ""}}', "\ud800"):
+        assert not is_unchanged(text)
+    assert sealed('{\n "schema": 1\n}') == '{\n "schema": 1\n}'
+
+
+def test_lines() -> None:
+    text = sealed_lines("a = 1\nb = 2\n")
+    assert text.startswith("a = 1\nb = 2\n# ")
+    assert is_unchanged(text)
+    assert not is_unchanged(text.replace("2", "3", 1))
+    assert not is_unchanged(f"{text}c = 4\n")
+    assert not is_unchanged("a = 1\nb = 2\n")
+
+
+def test_what_a_document_is_about() -> None:
+    text = '{"model": "a", "profile": {"file": "p", "none": null}}'
+    assert is_about(text, {"model": "a", "profile.file": "p", "other": "x", "profile.none.deep": "y"})
+    assert not is_about(text, {"model": "b"})
+    assert not is_about(text, {"profile.file": "q"})
+    assert is_about("# lines", {"model": "a"})
+
+
+def test_no_character_that_a_terminal_obeys_is_left() -> None:
+    steering = "\x7f\x9b\u202e\u2028\u200b\ud800"
+    text = escaped(f'{{"a": "{steering}\u00e9\U0001f600"}}\r\n\t')
+    assert text.endswith('\u00e9\U0001f600"}\n\t')
+    assert not any(character in text for character in steering)
+    assert json.loads(text)["a"].startswith(steering)

@@ -1,0 +1,56 @@
+"""Regular expressions out of a file: what could match for ever is refused, the usual ones are taken."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pplan.planner.planners.pattern import compiled, matching
+
+NAMES = [f"encoder.layers.{i}.attention.self.query" for i in range(100)] + ["head", "a" * 60 + "!"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "attention",
+        r"layers\.\d+\.attention",
+        ".*attn.*|.*query.*",
+        r"^h\.[0-9]+$",
+        "(a|b)c?",
+        "(?i:HEAD)",
+        "",
+        "(ab)*c",
+    ],
+)
+def test_what_it_finds_is_what_python_finds(pattern: str) -> None:
+    expected = [re.search(pattern, name, re.IGNORECASE) is not None for name in NAMES]
+    assert matching(pattern, NAMES) == expected
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+)+$",
+        "(a|a)*b",
+        "(a|aa)+$",
+        "a?" * 40 + "b",
+        "(a?){40}b",
+        "(.*)*x",
+        ".*.*.*.*.*.*x",
+        "(?=(a+)+b)x",
+        "((a|b|ab)*c)?d",
+        r"(\w+\.)+!x",
+        "(a*)*(?(1)b|c)",
+    ],
+)
+def test_what_may_match_for_ever_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="for ever"):
+        matching(pattern, NAMES)
+
+
+@pytest.mark.parametrize("pattern", ["(", "a" * 1001, "(" * 999, "a{1,99999999999}", "[z-a]"])
+def test_what_is_no_expression(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"characters|in the regular expression"):
+        compiled(pattern)

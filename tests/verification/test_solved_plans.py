@@ -1,0 +1,111 @@
+"""Plans that `pplan.solve` makes of generated profiles: every line of every one agrees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import pplan
+
+Options = dict[str, Any]
+ONE_LEVEL: Options = {"gpus": 4, "bandwidth": 1e9, "latency": 1e-5, "mini_batch": 16}
+TWO_LEVELS: Options = ONE_LEVEL | {"bandwidth": (2e9, 1e8), "latency": (1e-5, 1e-4), "gpus_per_node": 2}
+KINDS = """
+[[device]]
+name = "T4"
+count = 2
+speed = 0.5
+[[device]]
+name = "toy"
+count = 2
+profile = "own.profile.json"
+[[level]]
+name = "node"
+size = 2
+bandwidth = "2GB/s"
+latency = "10us"
+[[level]]
+name = "network"
+bandwidth = "0.2GB/s"
+latency = "50us"
+"""
+OTHERS = ("objective", "alternative", "baseline")
+
+CASES: dict[str, tuple[Options, Options]] = {
+    "two levels": ({"loss": True}, TWO_LEVELS),
+    "adamw, no room": (
+        {"traffic": 0.1},
+        TWO_LEVELS | {"optimizer": "adamw", "memory_bytes": 130_000_000},
+    ),
+    "adamw-8bit, bf16": ({"dtype": "bfloat16"}, ONE_LEVEL | {"optimizer": "adamw-8bit"}),
+    "one size": ({"sizes": (4,)}, ONE_LEVEL | {"micro_batches": 4}),
+    "extrapolated": ({"sizes": (2, 4)}, ONE_LEVEL | {"micro_batches": 2, "mini_batch": 24}),
+    "kinds": ({}, {"gpus": 4, "mini_batch": 16, "topology": KINDS}),
+    "kinds, one process": (
+        {"host": 2},
+        {"gpus": 4, "mini_batch": 16, "topology": KINDS, "runtime": "fairscale"},
+    ),
+    "wishes": (
+        {"cuts": 1.0},
+        ONE_LEVEL | {"max_stages": 3, "cut_after": ["layers.2"], "pins": [("layers.6", 1)], "use_all": True},
+    ),
+    "kept together": ({"cuts": 1.0}, ONE_LEVEL | {"keep_together": ["layers.[0-3]"]}),
+    "even": ({}, ONE_LEVEL | {"planner": "even"}),
+    "data-parallel": ({}, TWO_LEVELS | {"planner": "data-parallel"}),
+    "least memory": ({}, ONE_LEVEL | {"objective": "memory"}),
+    "throughput": ({"cuts": 1.0}, ONE_LEVEL | {"objective": "throughput"}),
+    "cost": ({}, ONE_LEVEL | {"objective": "cost", "price": 2.0}),
+}
+CASES |= {
+    f"{schedule}, {'parts' if parts else 'whole'}": (
+        {"parts": parts, "cuts": 1.0, "loss": True},
+        ONE_LEVEL | {"schedule": schedule, "recompute": recompute, "micro_batches": 8},
+    )
+    for schedule, parts, recompute in (
+        ("naive", False, "auto"),
+        ("gpipe", False, "except_last"),
+        ("gpipe", False, "always"),
+        ("1f1b", False, "always"),
+        ("dapple", False, "auto"),
+        ("interleaved", False, "always"),
+        ("looped-bfs", False, "auto"),
+        ("chimera", False, "auto"),
+        ("zb-h1", False, "auto"),
+        ("zb-h1", True, "always"),
+        ("zb-v", True, "auto"),
+        ("dualpipe-v", True, "auto"),
+        ("dualpipe-v", False, "always"),
+        ("avgpipe", False, "auto"),
+        ("autopipe", False, "always"),
+    )
+}
+CASES |= {
+    f"for {runtime}": ({"host": 1.0}, TWO_LEVELS | {"runtime": runtime})
+    for runtime in ("torchgpipe", "deepspeed", "torch", "huggingface", "megatron", "torchtitan")
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees(name: str, make_profile: Callable[..., Any], solve_files: Callable[..., Any]) -> None:
+    of_profile, options = CASES[name]
+    solved = solve_files(make_profile(len(name), 8, **of_profile), **options)
+    report = solved.verified()
+    assert report.agrees, report.differing
+    schedule = solved.plan["schedule"]
+    late = schedule.startswith("pipedream")
+    left = {line.name for line in report.unchecked if not line.name.startswith(OTHERS)} - {"ports"}
+    assert left == {"interval"} | ({"order of actions", "step", "bubble"} if late else set())
+    assert "schedule" not in options or options["schedule"] == schedule
+    assert report.line("memory of stages").state == "ok"
+
+
+def test_a_given_partition(make_profile: Callable[..., Any], solve_files: Callable[..., Any]) -> None:
+    """Another tool's cuts: nothing was searched, and it may not fit."""
+    made = solve_files(make_profile(5, 8, cuts=1.0), **ONE_LEVEL)
+    plan = pplan.import_plan("3,5", made.folder / "toy.profile.json", gpus=2, memory_bytes=10_000_000)
+    report = made.verified(json.loads(plan.to_json()))
+    assert any("does not fit" in note for note in plan.notes)
+    assert report.agrees, report.differing
