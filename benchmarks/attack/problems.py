@@ -149,7 +149,7 @@ class _Maker:
             made["schedule"] = str(self.rng.choice(NAMED))
         if self.kind == "planners":
             made["planner"] = str(self.rng.choice(PLANNERS))
-        if self.kind == "throughput" and self.rng.random() < 0.3:
+        if self.kind == "throughput" and self.rng.random() < 0.4:
             made["planner"] = "pipedream"
         if self.kind == "options" or (self.kind not in ("plain", "many") and self.rng.random() < 0.25):
             made |= self._options(chain, topology.gpus, made["mini_batch"])

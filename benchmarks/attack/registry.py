@@ -19,6 +19,7 @@ EXPLAINED = "what-if, second best, other stages"
 
 BOUNDS: dict[str, str] = {
     "alternatives.py:_alternative": "alternatives",
+    "alternatives.py:_for_runtimes": "alternatives",
     "alternatives.py:_interleaved": "alternatives",
     "explanation/again.py:solved_again": EXPLAINED,
     "explanation/rivals.py:_other_devices": EXPLAINED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from attack import terms
-from attack.attack import REFERENCE
+from attack.attack import REFERENCE, attacked, quickly_solved
 from attack.problems import case_of
 from attack.results import Result
 
@@ -18,4 +18,11 @@ def test_relaxed_bound_where_a_cut_is_asked_for(seed: int, kind: str) -> None:
     assert case.wishes.cut_after
     terms.relaxed(problem_of(case.chain, case.topology, case.wishes, REFERENCE, case.profiles), result)
     assert result.checks["relaxed"] == 1
+    assert not result.violations
+
+
+def test_many_devices_for_layers_that_no_cut_may_part() -> None:
+    """There is nothing to spread over the layers: `solve` ended with a defect."""
+    result = attacked(case_of(10017, "many"), quickly_solved)
+    assert result.checks["bound"] == 1
     assert not result.violations
