@@ -47,8 +47,8 @@ def table(found: Iterable[Result]) -> str:
     """By kind of problem, and by check."""
     known = list(found)
     lines = [
-        f"{'problems of kind':18} {'number':>7} {'refused':>8} {'plans':>12} {'simulated':>10} "
-        f"{'violations':>11}"
+        f"{'problems of kind':18} {'number':>7} {'refused':>8} {'left out':>9} {'plans':>12} "
+        f"{'simulated':>10} {'violations':>11}"
     ]
     for kind in KINDS:
         own = [result for result in known if result.kind == kind]
@@ -66,9 +66,10 @@ def table(found: Iterable[Result]) -> str:
 
 def _row(name: str, own: list[Result]) -> str:
     refused = sum(bool(result.refused) for result in own)
+    left_out = sum(bool(result.left_out) for result in own)
     plans, simulated = sum(result.plans for result in own), sum(result.simulated for result in own)
     broken = sum(len(result.violations) for result in own)
-    return f"{name:18} {len(own):7,} {refused:8,} {plans:12,} {simulated:10,} {broken:11,}"
+    return f"{name:18} {len(own):7,} {refused:8,} {left_out:9,} {plans:12,} {simulated:10,} {broken:11,}"
 
 
 def main() -> int:

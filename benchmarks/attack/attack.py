@@ -19,7 +19,7 @@ from pplan.planner.solve import problem_of, solve
 
 from . import aims, explained, frontiers, terms
 from .alone import made_up_runtimes, port_seconds
-from .enumeration import Enumeration, Scope
+from .enumeration import Enumeration, Scope, TooManyError
 from .problems import Case
 from .results import Result
 
@@ -57,34 +57,37 @@ def solved(case: Case, problem: Problem) -> Plan:
 
 def attacked(case: Case, solver: Solver = solved) -> Result:
     """All that is said of a problem, checked. `solver`: what answers it."""
-    with made_up_runtimes():
-        return _attacked(case, solver)
-
-
-def _attacked(case: Case, solver: Solver) -> Result:
     result = Result(case.seed, case.kind)
+    with made_up_runtimes():
+        try:
+            _attack(case, solver, result)
+        except TooManyError as error:
+            result.left_out = str(error)
+    return result
+
+
+def _attack(case: Case, solver: Solver, result: Result) -> None:
     try:
         problem = problem_of(case.chain, case.topology, case.wishes, REFERENCE, case.profiles)
     except UsageError as error:
         result.refused = error.what
-        return result
+        return
     if case.kind == "frontier":
         frontiers.check(problem, frontier_of, result)
-        return result
+        return
     try:
         plan = solver(case, problem)
     except UsageError as error:
         result.refused = error.what
-        return result
+        return
     except InfeasibleError as error:
         _nothing_fits(problem, error, result)
-        return result
+        return
     if case.kind in TERMS:
         terms.check(problem, result)
     if case.kind in (*TERMS, *ASKED):
         terms.relaxed(problem, result)
     _Attack(case, problem, plan, result).run()
-    return result
 
 
 def _nothing_fits(problem: Problem, error: InfeasibleError, result: Result) -> None:

@@ -30,6 +30,12 @@ NEAR = 1e-9
 """Share of a limit of memory within which it is not decided whether a plan fits."""
 WIDE = 16
 """Of more devices not every choice is enumerated: of three stages or more those with one wide stage."""
+MOST_PLANS, MOST_SIMULATED = 2_000_000, 8_000
+"""Of a problem: of one with more nothing is said."""
+
+
+class TooManyError(Exception):
+    """There are too many plans to enumerate."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,8 @@ class Enumeration:
             modes = [own for own in modes if left.issuperset(own)]
         by_part = [tuple(own[place.device] for place in program.pipes[0]) for own in modes]
         self.plans += len(shapes) * len(ends) * len(modes)
+        if self.plans > MOST_PLANS:
+            raise TooManyError(f"{self.plans:,} plans")
         straight = setting.schedule in STRAIGHT
         for shape in shapes:
             devices = tuple(shape[place.device] for place in program.pipes[0])
@@ -179,6 +187,8 @@ class Enumeration:
         if peak >= peak_below:
             return None
         self.simulated += 1
+        if self.simulated > MOST_SIMULATED:
+            raise TooManyError(f"{self.simulated:,} plans to simulate")
         if late:
             step = steady_seconds(space, proposal, modes)
         else:

@@ -24,7 +24,7 @@ class Violation:
 @dataclass
 class Result:
     """Of one problem: checks by name, how often; plans that were enumerated, and simulated. `refused`: why
-    pplan refused the problem."""
+    pplan refused the problem; `left_out`: why not all of its plans were looked at."""
 
     seed: int
     kind: str
@@ -33,6 +33,7 @@ class Result:
     simulated: int = 0
     violations: list[Violation] = field(default_factory=list)
     refused: str = ""
+    left_out: str = ""
 
     def check(self, name: str, text: str | None) -> None:
         """Counts a check; a text says what is wrong."""
