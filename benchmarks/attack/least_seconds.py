@@ -71,15 +71,19 @@ class LeastSeconds:
     ) -> Least:
         """Seconds below which no step with these stages is."""
         count = program.micro_batches
-        stages, again, lag = [], [], 0.0
+        stages, again, there, back = [], [], 0.0, 0.0
         for index, ((first, end), ranks) in enumerate(zip(bounds, devices, strict=True)):
             f, whole, parts, onward = self._stage(size, first, end, ranks)
-            work = f + (min(parts, whole) if program.splits_backward else whole)
-            stages.append(lag + count * work)
+            if program.splits_backward:
+                # Weight gradients may go on while the last gradient is on its way to the first stage.
+                all_work, on_the_way = f + min(parts, whole), f + onward
+            else:
+                all_work = on_the_way = f + (onward := whole)
+            stages.append(there + max(count * all_work, count * on_the_way + back))
             again.append(f)
             if index + 1 < len(devices):
                 cut = self._cut(size, end, ranks, devices[index + 1])
-                lag += f + (onward if program.splits_backward else whole) + 2 * cut
+                there, back = there + f + cut, back + onward + cut
         return Least(stages, again, count)
 
     def by_device(
