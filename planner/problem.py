@@ -368,8 +368,8 @@ class Problem:
         return self.exactly_searched() + (f"; of {names} the proposed plans" if names else "")
 
     def exactly_searched(self, *, relaxed: bool = False) -> str:
-        """The searched space in words; `relaxed`: what the bound of a large problem holds for instead, which
-        has every number of replicas and no order of the devices."""
+        """The searched space in words; `relaxed`: with what a large problem's proof has besides, every number
+        of stages and of replicas and any order of the devices."""
         most = self.stage_counts[-1]
         exactly = [name for name in self.schedules if name in SEARCHED]
         modes = {setting.recompute for setting in self.settings if setting.schedule in exactly or not exactly}
