@@ -44,7 +44,7 @@ class Wishes:
     pins: tuple[tuple[str, int], ...] = ()
     memory_limit: float | None = None
     time_limit: float = 30.0
-    """About so many seconds of one core for the search; counted as work, so that answers do not vary."""
+    """Seconds of processor time for the whole answer. Work is counted, so that answers seldom vary."""
     robust: bool = False
     """Of plans near the fastest, the one whose step at the 90th percentile is the best."""
     seconds_of: str | None = None
