@@ -81,6 +81,8 @@ def _attacked(case: Case, solver: Solver) -> Result:
         return result
     if case.kind in TERMS:
         terms.check(problem, result)
+    if case.kind in (*TERMS, *ASKED):
+        terms.relaxed(problem, result)
     _Attack(case, problem, plan, result).run()
     return result
 

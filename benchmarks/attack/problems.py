@@ -140,13 +140,16 @@ class _Maker:
             if self.rng.random() < 0.7:
                 counts = [count for count in (1, 2, 4, 8, 16) if made["mini_batch"] % count == 0]
                 made["micro_batches"] = int(self.rng.choice(counts))
+            if self.rng.random() < 0.3 and made["max_stages"] > 1:
+                cuts = [chain.names[i] for i in np.flatnonzero(chain.cut_after)]
+                made["cut_after"] = tuple(str(name) for name in self.rng.permutation(cuts)[:1])
         if self.kind == "runtimes":
             made["runtime"] = str(self.rng.choice((*RUNTIMES, *MADE_UP)))
         if self.kind == "schedules":
             made["schedule"] = str(self.rng.choice(NAMED))
         if self.kind == "planners":
             made["planner"] = str(self.rng.choice(PLANNERS))
-        if self.kind == "throughput" and self.rng.random() < 0.3:
+        if self.kind == "throughput" and self.rng.random() < 0.4:
             made["planner"] = "pipedream"
         if self.kind == "options" or (self.kind not in ("plain", "many") and self.rng.random() < 0.25):
             made |= self._options(chain, topology.gpus, made["mini_batch"])

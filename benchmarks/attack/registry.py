@@ -14,10 +14,12 @@ from pathlib import Path
 STEP = "bound, exact"
 LATE = "bound, exact of throughput"
 AIM = "objective's bound, objective exact"
+RELAXED = "relaxed, bound, exact"
 EXPLAINED = "what-if, second best, other stages"
 
 BOUNDS: dict[str, str] = {
     "alternatives.py:_alternative": "alternatives",
+    "alternatives.py:_for_runtimes": "alternatives",
     "alternatives.py:_interleaved": "alternatives",
     "explanation/again.py:solved_again": EXPLAINED,
     "explanation/rivals.py:_other_devices": EXPLAINED,
@@ -26,6 +28,7 @@ BOUNDS: dict[str, str] = {
     "explanation/rivals.py:_without_cut": EXPLAINED,
     "explanation/what_if.py:_answer": EXPLAINED,
     "find.py:find": STEP,
+    "find.py:_with": STEP,
     "find.py:joint_search": STEP,
     "find.py:with_bound": STEP,
     "scoring.py:_fastest_of": STEP,
@@ -65,6 +68,16 @@ BOUNDS: dict[str, str] = {
     "search/subproblem.py:_chunks": STEP,
     "search/subproblem.py:quick_bound": STEP,
     "search/pipelines.py:Pipelines.step_seconds": STEP,
+    "search/relaxed.py:RelaxedProblem.weights": RELAXED,
+    "search/relaxed.py:RelaxedProblem.coefficient": RELAXED,
+    "search/relaxed.py:RelaxedProblem.depth": RELAXED,
+    "search/relaxed.py:_Programme.bounds": RELAXED,
+    "search/relaxed.py:_Programme._busiest_seconds": RELAXED,
+    "search/relaxed_bound.py:_Range.bound": RELAXED,
+    "search/relaxed_bound.py:RelaxedBound.least": RELAXED,
+    "search/relaxed_bound.py:RelaxedBound._priced": RELAXED,
+    "search/relaxed_stages.py:relaxed_stages": RELAXED,
+    "search/subproblem.py:bounded_counts": RELAXED,
     "solve.py:_bound": STEP,
     "solve.py:_prediction": STEP,
     "universal_bound.py:universal_bound": STEP,
@@ -77,6 +90,11 @@ BOUNDS: dict[str, str] = {
 
 NOT_BOUNDS: dict[str, str] = {
     "candidate.py:Proposal.bounds": "first and last layers of stages",
+    "explanation/compare.py:_bound": "a bound that a plan's file says",
+    "explanation/compare.py:_problem": "what plans have in common of whose steps one bound tells",
+    "explanation/compare.py:_proven": "a bound that a plan's file says",
+    "problem.py:Problem.any_count": "whether every number of replicas counts; attacked with many devices",
+    "search/budget.py:SearchBudget.extend": "what computing bounds costs",
     "coverage.py:covered": "says in words what a bound is about",
     "given.py:given_plan": "a partition that was given: its bound is its own step",
     "layout.py:Layout.bounds": "places between which parts lie",
@@ -85,7 +103,6 @@ NOT_BOUNDS: dict[str, str] = {
     "universal_bound.py:_Case.key": "which cases are bounded alike",
     "planners/block_partition.py:_Blocks.bounds": "items of blocks",
     "planners/pipedream_programme.py:Programme.solution": "PipeDream's own programme, whose plan is scored",
-    "search/work.py:Work.extend": "what computing bounds costs",
     "sweep.py:row_of": "figures of a plan, copied",
 }
 """By name, what else is meant."""

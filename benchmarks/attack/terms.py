@@ -16,6 +16,7 @@ from pplan.planner.scoring import WHOLE_BOUNDS, busiest_seconds
 from pplan.planner.search import subproblem
 from pplan.planner.search.options import options_of
 from pplan.planner.search.pipelines import pipelines_of
+from pplan.planner.search.relaxed_bound import RelaxedBound
 from pplan.planner.search.runs import Runs
 from pplan.planner.search.subproblem import BOUNDS, Family
 
@@ -23,6 +24,30 @@ from .enumeration import Enumeration, Scored
 from .results import Result
 
 TOLERANCE = 1e-8
+
+
+FEW = 3
+"""Devices up to which all plans on any of them are enumerated for the relaxed bound."""
+
+
+def relaxed(problem: Problem, result: Result) -> None:
+    """The bound for many devices, of a few: on all pipelines of the families, on any devices."""
+    runtime = problem.runtime
+    plain = runtime is None or (runtime.replicas == "none" and not runtime.one_process)
+    if problem.gpus > FEW or not problem.families or not plain:
+        return
+    counts = list(problem.stage_counts)
+    budget = problem.space.budget.part(2e8)
+    step = 10 * sum(
+        float(own.sum()) for own in (problem.chain.forward_seconds, problem.chain.backward_seconds)
+    )
+    said = RelaxedBound(problem.space, problem.families, counts, False, budget).least(step)
+    schedules = list(dict.fromkeys(family.setting.schedule for family in problem.families))
+    every = Enumeration(problem, schedules, scope="any")
+    best = every.best(said * (1 - TOLERANCE))
+    result.plans += every.plans
+    result.simulated += every.simulated
+    result.check("relaxed", None if best is None else f"{said:.9g} s; {best}")
 
 
 def check(problem: Problem, result: Result) -> None:

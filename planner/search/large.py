@@ -153,6 +153,8 @@ def _spread(space: Space, blocks: int) -> npt.NDArray[np.bool_]:
     costs = space.chain.at(space.chain.sizes[-1])
     before = np.cumsum(costs.forward_seconds + costs.backward_seconds)
     allowed = np.flatnonzero(space.chain.cut_after)
+    if not len(allowed):
+        return space.chain.cut_after
     wanted = np.linspace(0, before[-1], blocks + 1)[1:-1]
     right = np.searchsorted(before[allowed], wanted).clip(0, len(allowed) - 1)
     kept = np.zeros(len(space.chain), dtype=np.bool_)

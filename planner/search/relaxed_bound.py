@@ -18,7 +18,7 @@ from ..candidate import Proposal
 from ..stage_table import Floats
 from .budget import OutOfTime, SearchBudget
 from .relaxed import Chosen, Priced, RelaxedProblem, Weights
-from .relaxed_stages import relaxed_stages
+from .relaxed_stages import RelaxedStages, relaxed_stages
 from .rounded import rounded
 from .space import Space
 from .subproblem import Family, quick_bound
@@ -187,9 +187,16 @@ def _halves(range_: _Range) -> Iterator[_Range]:
 def _first_prices(problem: RelaxedProblem, bound: float) -> Floats:
     """By kind: as if the seconds of a step were what all devices are worth, the faster ones more."""
     stages = problem.stages
-    work = stages.forward[:, 0, -1] + stages.backward[:, 0, -1]
-    speed = np.array([1 / float(work[stages.kind == kind].min()) for kind in range(len(stages.kinds))])
+    speed = np.array([1 / _longest_stage(stages, kind) for kind in range(len(stages.kinds))])
     return _by_speed(problem, speed * bound / float(speed @ stages.devices))
+
+
+def _longest_stage(stages: RelaxedStages, kind: int) -> float:
+    """Seconds of the longest stage that may be, on devices of a kind: that of all layers, unless a cut is
+    asked for."""
+    own = stages.kind == kind
+    work = (stages.forward[own] + stages.backward[own]).min(axis=0)
+    return float(work[np.isfinite(work)].max(initial=0.0)) or 1.0
 
 
 def _moved(problem: RelaxedProblem, prices: Floats, chosen: Iterable[Chosen], size: float) -> Floats:

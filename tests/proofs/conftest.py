@@ -16,9 +16,11 @@ from attack.results import Result
 
 PLANNER = Path(__file__).parents[2] / "planner"
 EACH = 6
-"""Problems of every kind; of `many` devices, which take longest, a third."""
+"""Problems of every kind."""
+OTHERWISE = {"many": 2, "throughput": 8}
+"""Of some kinds: those of many devices take longest; few of the highest throughput name a planner."""
 TRACED = 3
-"""Of which it is noted what runs: that takes longer."""
+"""Of which it is noted what runs, and of all of the highest throughput: that takes longer."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ def bounded_run() -> BoundedRun:
 def _attacked(kind: str, codes: set[CodeType]) -> Iterator[Result]:
     # What an answer is compared with is attacked in a few: it takes as long again.
     solvers = (solved, quickly_solved, quickly_solved)
-    for seed in range(EACH // 3 if kind == "many" else EACH):
-        if seed < TRACED:
+    for seed in range(OTHERWISE.get(kind, EACH)):
+        if seed < TRACED or kind == "throughput":
             with _noting(codes):
                 yield attacked(case_of(seed, kind), solvers[seed % 3])
         else:
