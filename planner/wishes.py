@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import OPTIMIZERS
-from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, known_word
+from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, known_word
 from ..cost_models.runtime import runtime_named
 from ..cost_models.schedules import SCHEDULES
-from ..cost_models.training import ZERO_STAGES
 from .setting import MODES, MOST_MICRO_BATCHES
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
