@@ -51,12 +51,6 @@ def _objective(check: Check, subject: Subject, table: Table) -> None:
     check.near("value, the most that a device holds", value, most)
 
 
-def _in_the_running(wishes: Table, baseline: str) -> bool:
-    """Whether the plan could have been the baseline: interleaved pipelines only by name or for a runtime."""
-    left_open = wishes.text("schedule", "auto") == "auto" and wishes.optional_text("runtime") is None
-    return baseline != "interleaved" or not left_open
-
-
 def _baseline(check: Check, subject: Subject, name: str, table: Table) -> None:
     plan, step = subject.plan, table.optional_number("step_seconds")
     if step is None:
@@ -66,7 +60,9 @@ def _baseline(check: Check, subject: Subject, name: str, table: Table) -> None:
     check.holds("a step of no seconds", step > 0, step)
     fastest = plan.prediction.number("step_seconds")
     best = plan.wishes.text("planner", "best") == "best" and plan.objective is None
-    if best and name not in FREE and not plan.was_given and _in_the_running(plan.wishes, name):
+    left_open = plan.runtime is None and plan.wishes.text("schedule", "auto") == "auto"
+    beside = name in FREE or (name == "interleaved" and left_open)  # not in the running
+    if best and not beside and not plan.was_given:
         check.holds("it is faster than the plan", step >= fastest * (1 - TOLERANCE), step, fastest)
     found = _ONE_STAGE.fullmatch(table.text("detail", ""))
     if found is None:
