@@ -29,7 +29,7 @@ def aim_proof(plan: Plan, aim: Aim) -> str:
     how = "exact" if aim.exact else "not exact"
     gap = f"gap {percent(aim.value / aim.lower_bound - 1)}, {how}"
     of = aim.detail and f" ({aim.detail})"
-    among = f" Of {aim.covers}." if aim.covers else ""
+    among = f" Search space: {aim.covers}." if aim.covers else ""
     return f"Proven: no plan has less than {bound}{of}; {gap}. None is {step}.{among}"
 
 

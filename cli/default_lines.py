@@ -21,11 +21,11 @@ def default_lines(plan: Plan) -> list[str]:
 def _others(default: DefaultMiniBatch) -> str:
     if not default.others:
         return "half and twice of it were not tried (--mini-batch sets another)"
-    return ", ".join(_other(other) for other in default.others) + " (--mini-batch)"
+    return "; ".join(_other(other) for other in default.others) + " (--mini-batch)"
 
 
 def _other(other: OtherMiniBatch) -> str:
     if other.step_seconds is None or other.samples_per_second is None:
-        return f"with {other.mini_batch} there is no plan"
+        return f"with {other.mini_batch}: no plan"
     step, rate = format_seconds(other.step_seconds), three_digits(other.samples_per_second)
-    return f"with {other.mini_batch} {step} a step, {rate} samples/s"
+    return f"with {other.mini_batch}: {step}, {rate} samples/s"

@@ -99,7 +99,7 @@ Planner = Annotated[
     _search("--planner", "NAME", "best, the joint search, or what a known tool would do: see pplan compare."),
 ]
 TimeLimit = Annotated[
-    str, _search("--time-limit", "30s", "About how long the search may take; its work is counted, not timed.")
+    str, _search("--time-limit", "30s", "Processor time for the whole answer; the search counts its work.")
 ]
 UseAll = Annotated[bool, _search("--use-all", None, "No GPU may stay free, even where fewer are faster.")]
 MaxStages = Annotated[

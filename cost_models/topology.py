@@ -11,6 +11,7 @@ from itertools import accumulate
 from operator import mul
 
 import numpy as np
+import numpy.typing as npt
 
 from .errors import UsageError
 from .machines.hardware import Amount, Device, Group, Level, Link, Port
@@ -28,6 +29,8 @@ __all__ = [
     "two_level_topology",
 ]
 
+FEW_RANKS = 64
+"""Up to so many, sets are faster than arrays."""
 MOST_DEVICES = 65_536
 """Of a topology."""
 NODE = "node"
@@ -153,8 +156,17 @@ class Topology:
 
         {1} where the level joins none of them; one number where they are spread evenly. Raises UsageError.
         """
-        ranks = np.unique(np.array(list(devices), dtype=np.int64))
-        self._check(*ranks[:1].tolist(), *ranks[-1:].tolist())
+        ranks = set(devices)
+        self._check(*(min(ranks), max(ranks)) if ranks else ())
+        if len(ranks) > FEW_RANKS:
+            return self._members_of_many(np.array(sorted(ranks), dtype=np.int64))
+        made = []
+        for index in range(len(self.levels)):
+            held = set(zip(*self.places_in(index, ranks), strict=True))
+            made.append(frozenset(Counter(group for group, _ in held).values()))
+        return made
+
+    def _members_of_many(self, ranks: npt.NDArray[np.int64]) -> list[frozenset[int]]:
         made = []
         for inner, outer in zip(self._inner, (*self._inner[1:], None), strict=True):
             held = np.unique(ranks // inner)

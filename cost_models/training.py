@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from .errors import UsageError
 from .optimizers import FLOAT32, Optimizer, Precision, optimizer_named
+from .precision import ZERO_STAGES
 from .stage_bytes import Amount, StageBytes
-
-ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from ..cost_models.stage_bytes import StageBytes
 from ..cost_models.timeline import Timeline
 from ..cost_models.topology import Device, Topology
 from ..cost_models.training import Training
-from ..cost_models.ways import Ways
 from .replica_exchange import ReplicaExchange, bytes_at_end, bytes_by_layer, gradient_bytes
 from .search.space import share_of
 from .stage_table import Floats, StageTable, ledger_options
@@ -198,7 +197,7 @@ class Assembly:
     def _transfers(self) -> tuple[Floats, Floats]:
         """Occupancy and latency of every cut of every pipe: all replicas send at the same time, the smaller
         side what its largest share of the micro-batch needs."""
-        pipes, ways = self.program.pipes, Ways(self.topology)
+        pipes, ways = self.program.pipes, _ports(self.topology).ways
         occupancy, latency = (np.zeros((len(pipes), self.program.places - 1)) for _ in range(2))
         for row, pipe in enumerate(pipes):
             for cut, (here, there) in enumerate(pairwise(pipe)):
@@ -225,7 +224,7 @@ class Assembly:
             if here.device != there.device
         ]
         ranks = [tuple(own) for own in self.ranks]
-        return PortSharings(self.topology).of(ranks, hops, list(self._reductions()))
+        return _ports(self.topology).of(ranks, hops, list(self._reductions()))
 
     def _reductions(self) -> Iterator[Reduced]:
         """What is added up, by part of the layers."""
@@ -234,10 +233,10 @@ class Assembly:
         for part, place in enumerate(self.program.pipes[0]):
             ranks = self.ranks_of(part)
             if len(ranks) > 1:
-                held = self.table(place.device).bytes_of(*self.bounds[part])
-                numbers = np.array([held.trainable]), np.array([held.parameters])
+                held, at = self.table(place.device).stage_bytes, self.bounds[part]
+                numbers = [np.asarray(own)[[at[0]], [at[1]]] for own in (held.trainable, held.parameters)]
                 at_end = bytes_at_end(numbers[0], self.number_bytes, self.zero)
-                by_layer = bytes_by_layer(*numbers, self.number_bytes, self.zero)
+                by_layer = bytes_by_layer(numbers[0], numbers[1], self.number_bytes, self.zero)
                 before = float(by_layer[0]) * self.program.micro_batches
                 yield Reduced(part, tuple(ranks), float(at_end[0]), times, before)
 
@@ -331,6 +330,11 @@ class Assembly:
 def parts_of(program: Program) -> dict[Place, int]:
     """The part of the layers that each place of a program computes."""
     return {place: part for pipe in program.pipes for part, place in enumerate(pipe)}
+
+
+@lru_cache(maxsize=16)
+def _ports(topology: Topology) -> PortSharings:
+    return PortSharings(topology)
 
 
 @lru_cache(maxsize=16)

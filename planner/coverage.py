@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .candidate import Proposal
 from .search.branch_and_bound import Found
+from .search.large import is_large
 from .search.subproblem import Family
 from .setting import SEARCHED
 from .symmetry import Shape, Symmetry
@@ -69,13 +70,14 @@ def covered(problem: Problem, found: Found) -> str:
     """The plans that the bound of an answer holds for, in words."""
     if found.universal:
         return _any_plan(problem, problem.proposable)
+    words = problem.exactly_searched(relaxed=is_large(problem.space, problem.families))
     if others := problem.unsearched:
-        return f"{problem.exactly_searched()}; and {_any_plan(problem, others)}"
-    return problem.exactly_searched()
+        return f"{words}; and {_any_plan(problem, others)}"
+    return words
 
 
 def _any_plan(problem: Problem, schedules: tuple[str, ...]) -> str:
     names = ", ".join(schedules[:-1]) + " and " + schedules[-1] if len(schedules) > 1 else schedules[0]
-    what = "any cuts, numbers of stages and of replicas, with or without recomputation"
-    order = "" if problem.gpus == 1 else ", on any devices in any order"
+    what = "any cuts and recomputation" if problem.gpus == 1 else "any cuts, replicas and recomputation"
+    order = "" if problem.gpus == 1 else ", any order of the devices"
     return f"all plans of {names} with {problem.micro_batches_in_words()}: {what}{order}"

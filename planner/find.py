@@ -87,7 +87,7 @@ def _opened_to(planner: str, problem: Problem) -> Problem:
     not in the running."""
     if planner != INTERLEAVED:
         return problem
-    return replace(problem, wishes=replace(problem.wishes, planner=planner))
+    return replace(problem, wishes=replace(problem.wishes, planner=planner, robust=False))
 
 
 def _running(problem: Problem, by_planner: Mapping[str, Candidate | str]) -> list[Candidate]:

@@ -367,18 +367,20 @@ class Problem:
         names = ", ".join(self.unsearched)
         return self.exactly_searched() + (f"; of {names} the proposed plans" if names else "")
 
-    def exactly_searched(self) -> str:
-        """The searched space in words."""
+    def exactly_searched(self, *, relaxed: bool = False) -> str:
+        """The searched space in words; `relaxed`: with what a large problem's proof has besides, every number
+        of stages and of replicas and any order of the devices."""
         most = self.stage_counts[-1]
         exactly = [name for name in self.schedules if name in SEARCHED]
         modes = {setting.recompute for setting in self.settings if setting.schedule in exactly or not exactly}
+        stages = "1 stage" if most == 1 else f"1 to {most} stages"
         parts = [
-            f"pipelines of {'1 stage' if most == 1 else f'1 to {most} stages'}",
-            self._replicas_in_words(),
-            " and ".join(exactly),
-            f"recompute {', '.join(_in_words(mode) for mode in MODES if mode in modes)}",
+            "any number of stages" if relaxed and self.may_be_deeper else stages,
+            self._replicas_in_words(any_count=relaxed and self.any_count),
+            " or ".join(exactly),
+            f"recompute {' or '.join(_in_words(mode) for mode in MODES if mode in modes)}",
             self.micro_batches_in_words(),
-            self._order_in_words() if exactly else "",
+            self._order_in_words(any_order=relaxed) if exactly else "",
         ]
         if self.wishes.use_all:
             parts.append("on all devices")
@@ -389,14 +391,19 @@ class Problem:
     def micro_batches_in_words(self) -> str:
         """How many there may be."""
         counts = sorted({setting.micro_batches for setting in self.settings})
+        between = [count for count in _divisors(self.mini_batch) if counts[0] <= count <= counts[-1]]
+        if len(counts) > 2 and counts == between:
+            return f"{counts[0]} to {counts[-1]} equal micro-batches"
         return "1 micro-batch" if counts == [1] else f"{some(counts)} micro-batches"
 
-    def _order_in_words(self) -> str:
+    def _order_in_words(self, *, any_order: bool) -> str:
         """Which devices the stages take; nothing where there is no choice."""
         if self.gpus == 1:
             return ""
+        if any_order:
+            return "any order of the devices"
         orders = " or ".join(dict.fromkeys(placement.in_words for placement in self.placements))
-        return f"stages on consecutive devices {orders}"
+        return f"consecutive devices {orders}"
 
     def _cuts_in_words(self) -> str:
         """The options given that say where stages end."""
@@ -408,15 +415,17 @@ class Problem:
         }
         return " and ".join(option for option, value in given.items() if value)
 
-    def _replicas_in_words(self) -> str:
+    def _replicas_in_words(self, *, any_count: bool) -> str:
         runtime = self.runtime
         if self.gpus == 1 or (runtime is not None and runtime.replicas == "none"):
             return ""
+        if any_count:
+            return "any number of replicas"
         if runtime is not None:
-            return "the same number of replicas on every stage"
+            return "equal replicas"
         counts = self._replicas[0]
         most = counts[-1]
-        return f"1 to {most} replicas a stage" if len(counts) == most else f"{some(counts)} replicas a stage"
+        return f"1 to {most} replicas each" if len(counts) == most else f"{some(counts)} replicas each"
 
 
 def _divisors(number: int) -> list[int]:
@@ -432,7 +441,7 @@ def _is_three_halves(count: int) -> bool:
 
 
 def _in_words(mode: Mode) -> str:
-    return "where a stage must" if mode == "by_stage" else mode.replace("_", " ")
+    return "if out of memory" if mode == "by_stage" else mode.replace("_", " ")
 
 
 def _check_counts(chain: Chain, gpus: int, wishes: Wishes) -> None:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import OPTIMIZERS
-from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, known_word
+from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, known_word
 from ..cost_models.runtime import runtime_named
 from ..cost_models.schedules import SCHEDULES
-from ..cost_models.training import ZERO_STAGES
 from .setting import MODES, MOST_MICRO_BATCHES
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
@@ -44,7 +43,7 @@ class Wishes:
     pins: tuple[tuple[str, int], ...] = ()
     memory_limit: float | None = None
     time_limit: float = 30.0
-    """About so many seconds of one core for the search; counted as work, so that answers do not vary."""
+    """Seconds of processor time for the whole answer. Work is counted, so that answers seldom vary."""
     robust: bool = False
     """Of plans near the fastest, the one whose step at the 90th percentile is the best."""
     seconds_of: str | None = None

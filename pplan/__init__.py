@@ -126,8 +126,8 @@ def solve(
     add their gradients up in `gradient_dtype`: fp32, bf16 or fp16. `zero`: what the replicas of a stage
     spread over them, 1 the optimizer's states, 2 the gradients too, 3 the weights too.
 
-    `planner`: "best", the joint search, or a known tool's way. `time_limit`: about so many seconds for the
-    search. `use_all`: no device may stay free. `cut_after`: layers after which a stage must end;
+    `planner`: "best", the joint search, or a known tool's way. `time_limit`: seconds of processor time for
+    the whole answer. `use_all`: no device may stay free. `cut_after`: layers after which a stage must end;
     `keep_together`: patterns of layers between which none may; `pins`: layers and their stages, from 0.
     `memory_limit`: bytes that no device may exceed, besides what it has. `robust`: of plans near the fastest,
     the one with the best step at the 90th percentile, as the layers' seconds vary in the profile.

@@ -53,7 +53,8 @@ def _seconds(check: Check, subject: Subject) -> None:
 def _memory(check: Check, subject: Subject) -> None:
     plan, figures = subject.plan, subject.figures(check)
     wished = plan.wishes.optional_number("memory_limit")
-    lacking = plan.was_given and any(note.startswith("it does not fit") for note in plan.notes)
+    told = (*plan.warnings, *plan.notes)
+    lacking = plan.was_given and any(each.startswith("it does not fit") for each in told)
     for device in range(figures.order.devices):
         ledger = figures.ledger(device, _weight_versions(plan.schedule, device, figures.order.devices))
         limit = figures.limit(device, wished)
@@ -123,7 +124,7 @@ def _check_prediction(sheet: Sheet, subject: Subject) -> None:
             "root_bound_seconds, above the bound", root is None or root <= bound * (1 + 1e-9), root, bound
         )
         if plan.was_given:
-            check.near("the bound of a given partition, its own step", bound, step)
+            check.holds("exact, of a partition that was given", not said.flag("exact"), step, bound)
     with sheet.line("gap", "step_seconds / lower_bound_seconds - 1; exact only where it is 0") as check:
         gap = said.number("gap", least=-1, most=1e300)
         check.holds("a bound of no seconds", bound > 0, bound)

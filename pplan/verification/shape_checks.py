@@ -48,6 +48,8 @@ def _check_files(sheet: Sheet, subject: Subject) -> None:
                 check.same(key, stated.text(key, default), profile.text(key, default))
             name = profile.text("device_name", "") or profile.text("device", "cpu")
             check.same("device_name", stated.text("device_name", name), name)
+            device = profile.text("device", "cpu")
+            check.same("device", stated.text("device", "") or device, device)
             check.same("estimated", stated.flag("estimated", False), profile.flag("estimated", False))
             check.same("model", subject.plan.whole.text("model"), profile.text("model"))
             said = stated.text("sha256", "")

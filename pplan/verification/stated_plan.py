@@ -52,6 +52,7 @@ class StatedPlan:
     wishes: Table
     searched: str
     notes: list[str]
+    warnings: list[str]
     layer_names: list[str]
     profile: Table
     whole: Table
@@ -96,6 +97,7 @@ def stated_plan(table: Table) -> StatedPlan:
         wishes=table.table("wishes", optional=True),
         searched=table.text("searched", ""),
         notes=table.texts("notes"),
+        warnings=table.texts("warnings"),
         layer_names=table.texts("layer_names"),
         profile=table.table("profile"),
         whole=table,

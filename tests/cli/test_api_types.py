@@ -67,6 +67,7 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         "simulate": {"plan": plan, "profile": profile},
         "explain": {"plan": plan, "profile": profile},
         "check": {"plan": plan, "profile": profile},
+        "verify": {"plan": plan, "profile": profile},
         "compare": {},
         "profile": {"model": "vgg11"},
         "import_profile": {"path": "a.csv"},

@@ -48,7 +48,7 @@ def test_data_parallelism_wins_where_weights_are_light(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     chain = with_parameters(make_chain(1, 6), 0.001)
-    plan = solved(chain, make_topology(3))
+    plan = solved(chain, make_topology(3), mini_batch=12)
     assert (plan.balance, plan.replicas, plan.stages[0].devices) == ([6], [3], [0, 1, 2])
     assert (plan.mini_batch, plan.micro_batches, plan.micro_batch_size) == (12, 1, 12)
     costs = chain.at(4)

@@ -107,5 +107,5 @@ def test_a_given_partition(make_profile: Callable[..., Any], solve_files: Callab
     made = solve_files(make_profile(5, 8, cuts=1.0), **ONE_LEVEL)
     plan = pplan.import_plan("3,5", made.folder / "toy.profile.json", gpus=2, memory_bytes=10_000_000)
     report = made.verified(json.loads(plan.to_json()))
-    assert any("does not fit" in note for note in plan.notes)
+    assert any("does not fit" in note for note in plan.warnings)
     assert report.agrees, report.differing

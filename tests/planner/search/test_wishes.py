@@ -92,9 +92,12 @@ def test_wishes_against_brute_force(
         assert answer.best is None
         return
     assert answer.best is not None
+    assert Wanted(wishes, chain, gpus)(answer.best.proposal.ends, answer.best.proposal.devices)
+    if answer.found.universal:  # on devices in an order that is not searched
+        assert answer.best.step_seconds < best.step_seconds * (1 - 1e-9)
+        return
     assert answer.found.exact
     assert answer.best.step_seconds == pytest.approx(best.step_seconds, rel=1e-9)
-    assert Wanted(wishes, chain, gpus)(answer.best.proposal.ends, answer.best.proposal.devices)
 
 
 @pytest.mark.parametrize("name", ["torchgpipe", "deepspeed", "torch", "megatron"])
