@@ -67,9 +67,11 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     names, places = space.chain.names, space.table(space.chain.sizes[0]).places
     first, last = names[places[tightest.start]], names[places[tightest.end] - 1]
     limit, missing = tightest.limit_bytes, tightest.memory_bytes - tightest.limit_bytes
+    searched = _of_searched(problem)
     if missing <= 0:
         return InfeasibleError(
-            f"no plan that the wishes leave fits into {format_bytes(limit)} a GPU; without them one does",
+            f"no plan{searched} that the wishes leave fits into {format_bytes(limit)} a GPU; without them "
+            "one does",
             f"Leave out {_one_of(_narrowing(problem.wishes))}.",
         )
     terms = ", ".join(
@@ -79,8 +81,8 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     )
     shared = f", {tightest.replicas} replicas" if tightest.replicas > 1 else ""
     what = (
-        f"no plan fits into {format_bytes(limit)} a GPU: at the least, stage {tightest.stage} of "
-        f"{tightest.stages} ({first} to {last}{shared}; {_in_words(tightest)}) needs "
+        f"no plan{searched} fits into {format_bytes(limit)} a GPU: at the least, stage {tightest.stage} "
+        f"of {tightest.stages} ({first} to {last}{shared}; {_in_words(tightest)}) needs "
         f"{format_bytes(tightest.memory_bytes)} ({terms}); {format_bytes(missing)} are missing"
     )
     changes = _changes(problem, tightest)
@@ -105,7 +107,15 @@ def _details(tightest: Tightest, first: str, last: str) -> dict[str, Any]:
     }
 
 
+def _of_searched(problem: Problem) -> str:
+    """Of the schedules that are not searched only some plans were looked at."""
+    searched = [name for name in problem.schedules if name in SEARCHED]
+    return f" of {' or '.join(searched)}" if problem.unsearched else ""
+
+
 def _none_left(problem: Problem) -> str:
+    if problem.unsearched and any(setting.schedule in SEARCHED for setting in problem.settings):
+        return f"no plan{_of_searched(problem)} is left by these wishes, whatever the memory"
     if any(setting.schedule in SEARCHED for setting in problem.settings):
         return "no plan is left by these wishes, whatever the memory"
     names = ", ".join(problem.schedules)

@@ -95,7 +95,10 @@ def _nothing_fits(problem: Problem, error: InfeasibleError, result: Result) -> N
     only said that none was found."""
     if problem.wishes.planner != "best" or " found " in error.what:
         return
-    every = Enumeration(problem, problem_schedules(problem), scope="orders")
+    names = problem_schedules(problem)
+    if error.what.startswith("no plan of "):
+        names = [name for name in names if name in SEARCHED]
+    every = Enumeration(problem, names, scope="orders")
     known = next(every.below(), None)
     result.plans += every.plans
     result.simulated += every.simulated

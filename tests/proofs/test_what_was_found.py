@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from attack import terms
+from attack.alone import made_up_runtimes
 from attack.attack import REFERENCE, attacked, quickly_solved
 from attack.problems import case_of
 from attack.results import Result
 
+from pplan.cost_models.errors import InfeasibleError
 from pplan.planner.solve import problem_of
 
 
@@ -26,3 +28,12 @@ def test_many_devices_for_layers_that_no_cut_may_part() -> None:
     result = attacked(case_of(10017, "many"), quickly_solved)
     assert result.checks["bound"] == 1
     assert not result.violations
+
+
+def test_nothing_of_the_searched_schedules_fits() -> None:
+    """Of interleaved, which the runtime runs, too, there is a plan that is not among those proposed."""
+    with made_up_runtimes():
+        case = case_of(41030, "runtimes")
+        problem = problem_of(case.chain, case.topology, case.wishes, REFERENCE, case.profiles)
+        with pytest.raises(InfeasibleError, match=r"^no plan of 1f1b or gpipe is left "):
+            quickly_solved(case, problem)
