@@ -429,8 +429,9 @@ class Problem:
 
 
 def _divisors(number: int) -> list[int]:
-    """Ascending."""
-    small = [count for count in range(1, isqrt(number) + 1) if number % count == 0]
+    """Those that go into it at most `MOST_MICRO_BATCHES` times, and maybe others; ascending."""
+    most = min(isqrt(number), MOST_MICRO_BATCHES)
+    small = [count for count in range(1, most + 1) if number % count == 0]
     return sorted({*small, *(number // count for count in small)})
 
 

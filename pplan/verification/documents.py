@@ -14,7 +14,7 @@ from ..cost_models.errors import FileError
 MIB = 2**20
 LARGEST_PLAN, LARGEST_PROFILE = 32 * MIB, 256 * MIB
 """Bytes of a file. A plan of 10,000 layers on 10,000 devices has some 3 MiB, their profile some 40."""
-LARGEST = 2**63 - 1
+LARGEST = 2**80
 """Any whole number of a file is at most so large."""
 MOST_SECONDS = 1e9
 LONGEST = 1_000_000

@@ -67,6 +67,7 @@ def test_a_1f1b_plan(make_plan: MakePlan) -> None:
         "gpus_per_node": 4,
         "recompute": ["always"] * 3,
         "granularity": "block",
+        "zero": 0,
     }
 
 
