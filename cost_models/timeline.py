@@ -64,16 +64,11 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
     return latest
 
 
-def computed(program: Program, costs: Costs, engine: Engine = "auto") -> Array:
-    """(devices, candidates): when each device has run its last action, of many candidates whose links each
-    serve one device."""
-    return run_many(lowered(order_of(program), costs), engine)
-
-
-def runs_in_order(program: Program, costs: Costs) -> bool:
-    """Whether every link serves one device, so that it is known beforehand in which order."""
-    order = order_of(program)
-    return statically_served(lowered(order, costs if costs.candidates is None else costs.candidate(0)))
+def computed(program: Program, costs: Costs, engine: Engine = "auto") -> Array | None:
+    """(devices, candidates): when each device has run its last action, of many candidates; None where a link
+    serves several devices, so that it is not known beforehand in which order."""
+    values = lowered(order_of(program), costs)
+    return run_many(values, engine) if statically_served(values) else None
 
 
 def runs_side_by_side(program: Program, costs: Costs) -> bool:
@@ -148,7 +143,6 @@ __all__ = [
     "Timeline",
     "Transfer",
     "computed",
-    "runs_in_order",
     "runs_side_by_side",
     "simulate",
     "step_seconds",

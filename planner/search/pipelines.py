@@ -14,7 +14,7 @@ from ...cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced,
 from ...cost_models.schedules import Program, schedule_named
 from ...cost_models.simulator.costs import Costs, PipelineCosts, transfers_named
 from ...cost_models.simulator.kept import kept_program
-from ...cost_models.timeline import computed, runs_in_order, step_seconds
+from ...cost_models.timeline import computed, step_seconds
 from ...cost_models.ways import Ranks
 from ..candidate import Proposal
 from ..replica_exchange import bytes_by_layer
@@ -99,8 +99,9 @@ class Pipelines:
         blocked = self.transfers != "overlapped" and (
             self.tail.any() or any(s.reduce_loads for s in sharings)
         )
-        if runs_in_order(self._program, costs) and not blocked:
-            return _reduced(computed(self._program, costs), self.tail, sharings)
+        ends = None if blocked else computed(self._program, costs)
+        if ends is not None:
+            return _reduced(ends, self.tail, sharings)
         # Ports only make steps longer: what is alike without them is a bound.
         steps = self.without_sharing().step_seconds()
         for row in np.argsort(steps, kind="stable").tolist():
