@@ -52,7 +52,7 @@ def build(
     Feed it mini-batches of the plan's size on `devices[0]` (a tensor, or the tuple of all tensors of the
     input); its output, the model's tensor or a tuple of its tensors, is on `devices[-1]`. Its parameters are
     the model's own. Drop the Pipe and call gc.collect() before the interpreter ends: its threads keep a
-    living one from exiting.
+    living one from exiting. Join them, too: one whose end meets the interpreter's may abort it.
 
     Raises UsageError, FileError; ExportError where the model is not the one of the plan, stages on several
     devices share parameters, or the plan is not for fairscale; ModelError as `pplan.sequential` does;

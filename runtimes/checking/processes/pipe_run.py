@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class PipeRun:
         samples = varied(subject.example.repeated(case.document.mini_batch))
         plain, reason = self._plain(subject, samples)
         self._begin("building the pipeline")
+        threads = threading.enumerate()
         pipe = _built(case, subject)
         devices = [torch.device(device) for device in pipe.devices]
         self._begin("measuring the stages alone")
@@ -46,8 +48,7 @@ class PipeRun:
         losses = self._compared(pipe, devices, subject, samples, plain, reason)
         ran = self._ran(pipe, devices, subject, samples)
         del pipe
-        # FairScale's threads keep the interpreter from ending while the Pipe lives.
-        gc.collect()
+        _end_threads(threads)
         return CaseResult(name=case.name, predicted=predicted, ran=ran, losses=losses)
 
     def _begin(self, doing: str) -> None:
@@ -182,6 +183,14 @@ def _parts(output: Any, count: int) -> list[Any]:
     if isinstance(output, Tensor):
         return list(output.chunk(count))
     return list(zip(*(tensor.chunk(count) for tensor in output), strict=True))
+
+
+def _end_threads(others: Iterable[threading.Thread]) -> None:
+    """Those of FairScale, whose Pipe is gone, are waited for: a living Pipe would keep the interpreter from
+    ending, and a thread whose end meets the interpreter's may abort it."""
+    gc.collect()
+    for thread in set(threading.enumerate()).difference(others):
+        thread.join(timeout=10)
 
 
 def _settle(devices: Sequence[torch.device]) -> None:
