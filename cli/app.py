@@ -56,6 +56,10 @@ def _report(error: Exception, given: Sequence[str], *, debug: bool) -> int:
     from .streams import printable
 
     known = _as_ours(error, given)
+    if known is not None:
+        from .field_names import as_options
+
+        known.what, known.hint = as_options(known.what), as_options(known.hint)
     if debug:
         import traceback
 

@@ -1,0 +1,31 @@
+"""Fields in messages, as options of the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from pplan.cli.field_names import as_options
+
+
+@pytest.mark.parametrize(
+    ("message", "printed"),
+    [
+        ("micro_batches=3: must divide 8", "--micro-batches 3: must divide 8"),
+        (
+            "recompute='except_last' with schedule='1f1b': no",
+            "--recompute except-last with --schedule 1f1b: no",
+        ),
+        ("Omit `robust`, or give `schedule='gpipe'`.", "Omit --robust, or give --schedule gpipe."),
+        ("memory_bytes=17179869184: too small", "--memory 16GiB: too small"),
+        ("memory_bytes=1000: too small", "--memory 1000: too small"),
+        ("pins=('features.1', 3): no such stage", "--pin features.1=stage3: no such stage"),
+        ("use_all=True: no plan", "--use-all: no plan"),
+        ("time_limit=0.5, say", "--time-limit 0.5, say"),
+        ("Use precision='mixed'.", "Use --precision mixed."),
+        # no fields of ours
+        ("the layer block.gpus=3 of /gpus=4", "the layer block.gpus=3 of /gpus=4"),
+        ("`features.0` and depth=24", "`features.0` and depth=24"),
+    ],
+)
+def test_fields_become_options(message: str, printed: str) -> None:
+    assert as_options(message) == printed
