@@ -1,7 +1,7 @@
 """Fields of options, as the library's messages name them, in the words of the command line.
 
-The library says `micro_batches=3: ...` and "omit `robust`"; a user of the command line typed --micro-batches 3.
-This is the one place that turns one into the other: in errors, and in the notes and warnings that are printed.
+The library says `micro_batches=3: ...` and "omit `robust`"; a user of the command line typed --micro-batches
+3. This is the one place that turns one into the other: in errors, and in notes and warnings that are printed.
 """
 
 from __future__ import annotations
@@ -10,15 +10,89 @@ import re
 
 FIELDS: dict[str, str] = {
     name: "--" + name.replace("_", "-")
-    for name in (
-        "accumulate backend bandwidth calibrate calibration channels_last compile config csv current cut_after data_parallel "
-        "device devices dtype emulate fail_above format force frontier gpu gpus gpus_per_node gradient_dtype "
-        "granularity jobs json keep_together latency layers link loss max_stages micro_batch_size micro_batches "
-        "mini_batch model module nodes objective optimizer output parallelism planner points precision price "
-        "profile profile_file recompute replicas resume robust runtime schedule script seconds_of sequence sizes "
-        "stages steps sweep tf32 time_limit timeout topology training trace use_all virtual_stages warm_up zero amp "
-        "budget repeats cache seed input inputs what_if memory_step"
-    ).split()
+    for name in [
+        "accumulate",
+        "backend",
+        "bandwidth",
+        "calibrate",
+        "calibration",
+        "channels_last",
+        "compile",
+        "config",
+        "csv",
+        "current",
+        "cut_after",
+        "data_parallel",
+        "device",
+        "devices",
+        "dtype",
+        "emulate",
+        "fail_above",
+        "format",
+        "force",
+        "frontier",
+        "gpu",
+        "gpus",
+        "gpus_per_node",
+        "gradient_dtype",
+        "granularity",
+        "jobs",
+        "json",
+        "keep_together",
+        "latency",
+        "layers",
+        "link",
+        "loss",
+        "max_stages",
+        "micro_batch_size",
+        "micro_batches",
+        "mini_batch",
+        "model",
+        "module",
+        "nodes",
+        "objective",
+        "optimizer",
+        "output",
+        "parallelism",
+        "planner",
+        "points",
+        "precision",
+        "price",
+        "profile",
+        "profile_file",
+        "recompute",
+        "replicas",
+        "resume",
+        "robust",
+        "runtime",
+        "schedule",
+        "script",
+        "seconds_of",
+        "sequence",
+        "sizes",
+        "stages",
+        "steps",
+        "sweep",
+        "tf32",
+        "time_limit",
+        "timeout",
+        "topology",
+        "training",
+        "trace",
+        "use_all",
+        "virtual_stages",
+        "warm_up",
+        "zero",
+        "amp",
+        "budget",
+        "repeats",
+        "cache",
+        "seed",
+        "input",
+        "inputs",
+        "what_if",
+        "memory_step",
+    ]
 } | {"memory_bytes": "--memory", "memory": "--memory", "pins": "--pin", "pin": "--pin", "settings": "--set"}
 """By the name of a field, the option that sets it."""
 

@@ -8,8 +8,8 @@
     ├── ExportError                 2  a plan that the runtime cannot run
     └── InfeasibleError             3  no plan fits
 
-A message names an option by its field, in Python's words: `micro_batches=3: must divide 8`, "omit `robust`". The
-command line turns fields into its options (`pplan.cli.field_names`); no other text names an option.
+A message names an option by its field, in Python's words: `micro_batches=3: must divide 8`, "omit `robust`".
+The command line turns fields into its options (`pplan.cli.field_names`); no other text names an option.
 
 Exit status 1 is kept for defects of pplan itself (`DefectError`, beside whatever else is raised unforeseen),
 130 for an interruption.

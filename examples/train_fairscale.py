@@ -17,13 +17,14 @@ pixels = int(sys.argv[2]) if len(sys.argv) > 2 else 224
 layers = pplan.sequential(torchvision.models.vgg19(), torch.randn(1, 3, pixels, pixels))
 model = Pipe(layers, **{name: plan[name] for name in ("balance", "devices", "chunks", "checkpoint")})
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-images = torch.randn(plan["mini_batch"], 3, pixels, pixels, device=model.devices[0])
+
 for step in range(3):
-    optimizer.zero_grad()
-    loss = model(images).square().mean()
+    loss = model(torch.randn(plan["mini_batch"], 3, pixels, pixels, device=model.devices[0])).square().mean()
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
     print(f"step {step}: loss {loss.item():.4f}")
 del model, loss
 gc.collect()  # a living Pipe would keep the interpreter from ending, and its last thread's end could abort it
-[thread.join() for thread in threading.enumerate()[1:]]
+for thread in threading.enumerate()[1:]:
+    thread.join()
