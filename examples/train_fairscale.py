@@ -17,7 +17,6 @@ pixels = int(sys.argv[2]) if len(sys.argv) > 2 else 224
 layers = pplan.sequential(torchvision.models.vgg19(), torch.randn(1, 3, pixels, pixels))
 model = Pipe(layers, **{name: plan[name] for name in ("balance", "devices", "chunks", "checkpoint")})
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
 for step in range(3):
     loss = model(torch.randn(plan["mini_batch"], 3, pixels, pixels, device=model.devices[0])).square().mean()
     loss.backward()
