@@ -115,6 +115,7 @@ print(len([name for name in sys.modules if name.startswith("pplan.")]))
 """
 
 
+@pytest.mark.slow
 def test_planner_and_cost_models_need_no_torch(without_torch: dict[str, str]) -> None:
     """Every module, and the tests that go through most of them."""
     imports = [sys.executable, "-c", IMPORTS_ALL]
@@ -152,6 +153,7 @@ def test_every_folder_is_packaged() -> None:
     assert not list(ROOT.rglob("profile.py")), "profile.py would shadow the standard library's"
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_everything(tmp_path: Path) -> None:
     """Built from a copy of the sources, unpacked elsewhere, and imported from there."""
     copy = tmp_path / "sources"

@@ -69,6 +69,7 @@ def test_continuous_integration_runs_its_test_command() -> None:
     assert blocks("sh")[1] in (ROOT / ".ci/run").read_text()
 
 
+@pytest.mark.slow
 def test_its_commands_print_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def resumed(zoo: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=zoo, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
+@pytest.mark.slow
 def test_killed_in_a_pass_it_goes_on_behind_the_pass_before(
     zoo: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +108,7 @@ def test_killed_in_a_pass_it_goes_on_behind_the_pass_before(
     assert [file.suffix for file in own_cache.iterdir()] == [".json"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_writes_what_there_is(zoo: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = stopped(zoo, monkeypatch)
     child.send_signal(signal.SIGINT)

@@ -9,6 +9,7 @@ import pytest
 from attack.problems import KINDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_plan_contradicts_what_is_proven(kind: str, bounded_run: Any) -> None:
     results = bounded_run.by_kind[kind]
@@ -17,6 +18,7 @@ def test_no_plan_contradicts_what_is_proven(kind: str, bounded_run: Any) -> None
     assert sum(result.plans for result in results) > 100
 
 
+@pytest.mark.slow
 def test_every_check_is_made(bounded_run: Any) -> None:
     made = Counter[str]()
     for results in bounded_run.by_kind.values():

@@ -16,6 +16,7 @@ def test_every_function_about_bounds_is_registered() -> None:
     assert found <= set(BOUNDS) | set(NOT_BOUNDS), "register it with the check that attacks it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDS)
 def test_the_attack_reaches_it(name: str, bounded_run: Any) -> None:
     assert name in bounded_run.reached

@@ -277,6 +277,7 @@ class Residual(torchvision.models.ResNet):  # type: ignore[misc]
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("make", [Unet, Encoder, Residual])
 def test_cuts_that_several_tensors_cross(
@@ -431,6 +432,7 @@ def vgg11() -> tuple[nn.Sequential, dict[str, Tensor], tuple[Tensor, Tensor], Tr
     return layers, start, batch, train(model, list(model.parameters()), batch)
 
 
+@pytest.mark.slow
 def test_torchvisions_vgg11(
     make_plan: MakePlan,
     tmp_path: Path,

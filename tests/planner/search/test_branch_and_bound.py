@@ -111,6 +111,7 @@ def a_space(
     return Space(chain, topology, str(rng.choice(["adam", "sgd"])), **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_best_of_all_plans(
     seed: int,
@@ -159,6 +160,7 @@ def trained(space: Space) -> Callable[..., bool]:
     return keep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torchgpipe", "deepspeed"])
 @pytest.mark.parametrize("seed", range(3))
 def test_best_that_a_runtime_runs(
@@ -194,6 +196,7 @@ def test_launches_of_one_process_count_where_nothing_else_takes_time(
         checked(space, families_of(space, [setting], (1,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_best_on_several_kinds_of_devices(
     seed: int,
@@ -216,6 +219,7 @@ def test_best_on_several_kinds_of_devices(
     assert min(seen.pipelines, seen.partly, seen.replicated) > 0, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_best_where_gradients_fill_several_buckets(
     seed: int,
@@ -235,6 +239,7 @@ def test_best_where_gradients_fill_several_buckets(
     assert min(seen.pipelines, seen.replicated) > 0, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_best_on_all_devices_and_of_few_stages(
     seed: int,
@@ -254,6 +259,7 @@ def test_best_on_all_devices_and_of_few_stages(
     assert min(seen.infeasible, seen.biting, seen.pipelines, seen.replicated) > 0, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("narrow", [(1, 0, 3e9), (1, 400_000, 0.0), (1, 400_000, 1e6)])
 def test_a_narrow_search_still_proves_its_bound(
     narrow: tuple[int, int, float],
@@ -314,6 +320,7 @@ def test_a_proposal_is_never_lost(
     assert fastest(tight, [best.proposal]) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])
 def test_one_heavy_layer_leaves_no_gap(
     micro_batches: int,
