@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from attack.problems import KINDS
+from attack.registry import BOUNDS
 
 
 @pytest.mark.slow
@@ -30,3 +31,9 @@ def test_every_check_is_made(bounded_run: Any) -> None:
         *("frontier's bound", "frontier's point", "frontier complete"),
         *("what-if", "second best", "other stages", "memory forbids"),
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOUNDS)
+def test_it_reaches_every_bound(name: str, bounded_run: Any) -> None:
+    assert name in bounded_run.reached
