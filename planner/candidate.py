@@ -63,7 +63,7 @@ class Planner(Protocol):
 
     @property
     def name(self) -> str:
-        """As `--planner` takes it."""
+        """As `planner` takes it."""
         ...
 
     def propose(self, problem: Problem) -> Iterable[Proposal]:

@@ -67,8 +67,8 @@ def given_plan(
     """
     if given.gpus > problem.gpus:
         raise UsageError(
-            f"--gpus {problem.gpus}: the partition takes {counted(given.gpus, 'GPU')}",
-            f"Give as many: --gpus {given.gpus}",
+            f"gpus={problem.gpus}: the partition takes {counted(given.gpus, 'GPU')}",
+            f"Give as many: gpus={given.gpus}",
         )
     _check_cuts(problem, given)
     proposals = _proposals(problem, given)
@@ -93,7 +93,7 @@ def _check_cuts(problem: Problem, given: Given) -> None:
             raise UsageError(
                 f"stage {stage} ends after layer {end - 1}, {chain.names[end - 1]}, where the profile allows "
                 "no cut",
-                "pplan show PROFILE says why; profile with another --granularity where the cut is real.",
+                "pplan show PROFILE says why; profile with another `granularity` where the cut is real.",
             )
 
 
@@ -113,7 +113,7 @@ def _proposals(problem: Problem, given: Given) -> list[Proposal]:
         return made
     raise refusal or UsageError(
         "the partition cannot be run: a stage has nothing to train, or its replicas have no sample each",
-        "Give more samples to a micro-batch (--micro-batches), or fewer --replicas.",
+        "Give more samples to a micro-batch (`micro_batches`), or fewer `replicas`.",
     )
 
 

@@ -123,24 +123,24 @@ def _none_left(problem: Problem) -> str:
 
 
 def _narrowing(wishes: Wishes) -> list[str]:
-    """The options given that leave plans out."""
+    """The fields given that leave plans out."""
     given = {
-        "--pin": wishes.pins,
-        "--cut-after": wishes.cut_after,
-        "--keep-together": wishes.keep_together,
-        "--max-stages": wishes.max_stages,
-        "--use-all": wishes.use_all,
-        "--runtime": wishes.runtime,
-        "--micro-batches": wishes.micro_batches,
-        "--schedule": wishes.schedule != "auto",
-        "--recompute": wishes.recompute != "auto",
-        "--planner": wishes.planner != BEST,
+        "pins": wishes.pins,
+        "cut_after": wishes.cut_after,
+        "keep_together": wishes.keep_together,
+        "max_stages": wishes.max_stages,
+        "use_all": wishes.use_all,
+        "runtime": wishes.runtime,
+        "micro_batches": wishes.micro_batches,
+        "schedule": wishes.schedule != "auto",
+        "recompute": wishes.recompute != "auto",
+        "planner": wishes.planner != BEST,
     }
-    return [option for option, value in given.items() if value]
+    return [f"`{field}`" for field, value in given.items() if value]
 
 
-def _one_of(options: list[str]) -> str:
-    return f"{', '.join(options[:-1])} or {options[-1]}" if len(options) > 1 else "".join(options)
+def _one_of(fields: list[str]) -> str:
+    return f"{', '.join(fields[:-1])} or {fields[-1]}" if len(fields) > 1 else "".join(fields)
 
 
 def _no_plan_of_planner(problem: Problem, others: Candidate | None) -> InfeasibleError:
@@ -149,8 +149,8 @@ def _no_plan_of_planner(problem: Problem, others: Candidate | None) -> Infeasibl
     why = planned_by(planner_named(named), problem)
     hint = "Nor is there any other plan: see to the wishes."
     if others is not None:
-        hint = f"Without --planner there is one: {run_in_words(others)}."
-    return InfeasibleError(f"--planner {named}: {why}", hint)
+        hint = f"Without `planner` there is one: {run_in_words(others)}."
+    return InfeasibleError(f"planner={named!r}: {why}", hint)
 
 
 def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
@@ -196,36 +196,36 @@ def _replicas(problem: Problem, setting: Setting, stages: int) -> list[int]:
 def _changes(problem: Problem, tightest: Tightest) -> list[str]:
     """Single changes with which a plan was found, the cheapest for the user first."""
     changes = _other_runs(problem)
-    changes += [f"--optimizer {name}" for name in _lighter_optimizers(problem)]
+    changes += [f"optimizer={name!r}" for name in _lighter_optimizers(problem)]
     more = _more_gpus(problem, tightest.limit_bytes)
     if more is not None:
         # Without a wish the mini-batch grows with the GPUs, and so may what a stage holds.
-        changes.append(f"--gpus {more} --mini-batch {problem.mini_batch}")
+        changes.append(f"gpus={more} mini_batch={problem.mini_batch}")
     enough = f"{tightest.memory_bytes / 2**30 + 0.005:.2f}"
     if not changes or _solved(_with_memory(problem, float(enough) * 2**30)):
-        changes.append(f"--memory {enough}GiB a GPU")
+        changes.append(f"memory='{enough}GiB' a GPU")
     return changes
 
 
 def _other_runs(problem: Problem) -> list[str]:
-    """Options that cost no more than time, the fastest first: one that is left to the search; where one is
+    """Fields that cost no more than time, the fastest first: one that is left to the search; where one is
     not enough, all of them."""
     wishes, ways = problem.wishes, list[tuple[float, str]]()
     single: list[tuple[str, Wishes]] = [
-        ("--recompute", replace(wishes, recompute="auto")),
-        ("--micro-batches", replace(wishes, mini_batch=problem.mini_batch, micro_batches=None)),
-        ("--schedule", replace(wishes, schedule="auto")),
+        ("recompute", replace(wishes, recompute="auto")),
+        ("micro_batches", replace(wishes, mini_batch=problem.mini_batch, micro_batches=None)),
+        ("schedule", replace(wishes, schedule="auto")),
     ]
-    for option, freed in single:
+    for field, freed in single:
         found = _solved_with(problem, freed)
         if found is not None:
-            ways.append((found.step_seconds, f"{option} auto ({run_in_words(found)})"))
+            ways.append((found.step_seconds, f"{field}='auto' ({run_in_words(found)})"))
     if ways:
         return [words for _, words in sorted(ways)]
     with suppress(UsageError):
         found = _solved_with(problem, problem.freest.wishes)
         if found is not None:
-            return [f"{run_in_words(found)} (leave --micro-batches, --schedule and --recompute at auto)"]
+            return [f"{run_in_words(found)} (leave `micro_batches`, `schedule` and `recompute` at auto)"]
     return []
 
 

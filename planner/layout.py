@@ -140,7 +140,7 @@ class Layout:
         raise UsageError(
             f"{self.schedule.name} with {self.program.places} parts: the layers are cut anew, and the plan's "
             f"replicas ({shown}) are those of its own stages",
-            "Say how many each stage is to have: --replicas 1, say.",
+            "Say how many each stage is to have: replicas=1, say.",
         )
 
     @cached_property
@@ -175,7 +175,7 @@ class Layout:
                 raise UsageError(
                     f"the plan has a stage end after layer {end - 1}, {self.chain.names[end - 1]}, where the "
                     "profile allows no cut",
-                    "Make the plan again with pplan solve, or cut anew with --stages.",
+                    "Make the plan again with pplan solve, or cut anew with `stages`.",
                 )
         return list(pairwise([0, *(places.index(end) for end in ends)]))
 

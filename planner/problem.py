@@ -310,7 +310,7 @@ class Problem:
         sizes = self._sizes_of(batch)
         if not sizes:
             raise UsageError(
-                f"--mini-batch {batch}: no micro-batch size that the profile reaches makes it, in at most "
+                f"mini_batch={batch}: no micro-batch size that the profile reaches makes it, in at most "
                 f"{MOST_MICRO_BATCHES} micro-batches (measured sizes: {some(measured)})",
                 f"Use a multiple of {measured[-1]}, or measure more sizes with pplan profile.",
             )
@@ -336,7 +336,7 @@ class Problem:
         if batch % micro_batches:
             fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
             raise UsageError(
-                f"--micro-batches {micro_batches}: a mini-batch of {batch} does not divide into so many",
+                f"micro_batches={micro_batches}: a mini-batch of {batch} does not divide into so many",
                 f"Use a divisor of {batch}: {some(fitting)}.",
             )
         if len(self.chain.sizes) == 1:
@@ -350,15 +350,15 @@ class Problem:
 
     def _no_setting(self) -> UsageError:
         wishes, runtime = self.wishes, self.runtime
-        asked = f"--schedule {wishes.schedule}, --recompute {wishes.recompute.replace('_', '-')}"
+        asked = f"schedule={wishes.schedule!r}, recompute={wishes.recompute!r}"
         if runtime is None:
             return UsageError(
                 f"{asked} with 1 micro-batch: there is no such plan",
-                "except-last needs two micro-batches or more: leave one of the options at auto.",
+                "except_last needs two micro-batches or more: leave one of the fields at auto.",
             )
         modes = ", ".join(sorted(mode.replace("_", "-") for mode in runtime.recompute))
         return UsageError(
-            f"--runtime {runtime.name} does not run {asked}",
+            f"runtime={runtime.name!r} does not run {asked}",
             f"{runtime.name} runs {', '.join(sorted(runtime.schedules))} with recompute {modes}.",
         )
 
@@ -406,14 +406,14 @@ class Problem:
         return f"consecutive devices {orders}"
 
     def _cuts_in_words(self) -> str:
-        """The options given that say where stages end."""
+        """The fields given that say where stages end."""
         wishes = self.wishes
         given = {
-            "--cut-after": wishes.cut_after,
-            "--keep-together": wishes.keep_together,
-            "--pin": wishes.pins,
+            "cut_after": wishes.cut_after,
+            "keep_together": wishes.keep_together,
+            "pins": wishes.pins,
         }
-        return " and ".join(option for option, value in given.items() if value)
+        return " and ".join(f"`{field}`" for field, value in given.items() if value)
 
     def _replicas_in_words(self, *, any_count: bool) -> str:
         runtime = self.runtime
@@ -448,7 +448,7 @@ def _in_words(mode: Mode) -> str:
 def _check_counts(chain: Chain, gpus: int, wishes: Wishes) -> None:
     if gpus > len(chain) and wishes.runtime is not None and runtime_named(wishes.runtime).replicas == "none":
         raise UsageError(
-            f"--gpus {gpus}: the model has {counted(len(chain), 'layer')}, and a stage needs at least one",
+            f"gpus={gpus}: the model has {counted(len(chain), 'layer')}, and a stage needs at least one",
             f"Use at most {counted(len(chain), 'GPU')} (its allowed cuts make "
             f"{counted(chain.max_stages, 'stage')}).",
         )

@@ -176,14 +176,14 @@ def warnings_of(problem: Problem) -> list[str]:
     said = []
     if problem.wishes.memory_limit is None:
         said += [
-            f"the memory of {kind.name} is not known: no plan is refused for what it holds; --memory gives it"
+            f"the memory of {kind.name} is not known: no plan is refused for what it holds; `memory` gives it"
             for kind in problem.topology.kinds
             if kind.memory_bytes is None
         ]
     if problem.budget.stopped:
         said.append(
             f"the time limit of {problem.wishes.time_limit:g} s ended the search: on another run or machine "
-            "the answer may be another; --time-limit gives more"
+            "the answer may be another; `time_limit` gives more"
         )
     return said
 

@@ -38,7 +38,7 @@ class Device:
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise UsageError(
-                f"--memory {self.memory_bytes}: must be at least one byte", "Give a size such as 16GiB."
+                f"memory_bytes={self.memory_bytes}: must be at least one byte", "Give a size such as 16GiB."
             )
         if not 0 < self.speed < math.inf:
             raise UsageError(
@@ -80,12 +80,12 @@ class Link:
     def __post_init__(self) -> None:
         if not self.bandwidth_bytes_per_second > 0:
             raise UsageError(
-                f"--bandwidth {self.bandwidth_bytes_per_second}: must be above 0 bytes per second",
+                f"bandwidth={self.bandwidth_bytes_per_second}: must be above 0 bytes per second",
                 "Give a bandwidth such as 25GB/s, or inf for transfers that take no time.",
             )
         if not 0 <= self.latency_seconds < math.inf:
             raise UsageError(
-                f"--latency {self.latency_seconds}: must be a duration from 0", "Give a latency such as 5us."
+                f"latency={self.latency_seconds}: must be a duration from 0", "Give a latency such as 5us."
             )
 
     def seconds(self, bytes: Amount) -> Amount:

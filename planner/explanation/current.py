@@ -86,8 +86,8 @@ def current_split(question: Question, current: Current) -> CurrentSplit:
     given = _given(own, current)
     if given.gpus > own.gpus:
         raise UsageError(
-            f"--current: the split takes {counted(given.gpus, 'GPU')}, the plan is for {own.gpus}",
-            f"Explain a plan for as many: pplan solve --gpus {given.gpus}",
+            f"`current`: the split takes {counted(given.gpus, 'GPU')}, the plan is for {own.gpus}",
+            f"Explain a plan for as many: pplan solve gpus={given.gpus}",
         )
     made = given_plan(own, given, model="", profile=ProfileReference(file="", sha256=""))
     split = candidate_of(own, made)
@@ -128,10 +128,10 @@ def _given(problem: Problem, current: Current) -> Given:
     if counted_layers != layers or min(current.balance, default=0) < 1:
         shown = ",".join(map(str, current.balance))
         raise UsageError(
-            f"--current {shown}: holds {counted(counted_layers, 'layer')}, the model has {layers}"
+            f"current='{shown}': holds {counted(counted_layers, 'layer')}, the model has {layers}"
             if counted_layers != layers
-            else f"--current {shown}: a stage has no layer",
-            "Give the number of layers of every stage, as in --current 12,34.",
+            else f"current='{shown}': a stage has no layer",
+            "Give the number of layers of every stage, as in current='12,34'.",
         )
     return Given(tuple(accumulate(current.balance)), 1, current.replicas)
 

@@ -54,12 +54,12 @@ def frontier_of(
     Raises UsageError, and InfeasibleError where nothing fits.
     """
     if points < 1:
-        raise UsageError(f"--points {points}: must be at least 1", "Give a count of 1 or more.")
+        raise UsageError(f"points={points}: must be at least 1", "Give a count of 1 or more.")
     if not 0 <= memory_step < 1:
-        raise UsageError(f"memory_step {memory_step:g}: must be from 0 to below 1", "Give a share: 0.02.")
+        raise UsageError(f"memory_step={memory_step:g}: must be from 0 to below 1", "Give a share: 0.02.")
     if problem.wishes.robust:
         raise UsageError(
-            "--robust with --frontier: it is of the steps by the medians", "Leave one of the two away."
+            "`robust` with `frontier`: it is of the steps by the medians", "Omit one of the two."
         )
     kept, complete, problem = list[Reached](), False, problem.timed()
     for reached in _stepping_down(problem, memory_step):

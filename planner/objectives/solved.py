@@ -32,8 +32,8 @@ def best_for(objective: Objective, problem: Problem) -> Outcome:
     """What the objective comes to. Raises UsageError."""
     if problem.wishes.robust and objective.name != STEP_TIME:
         raise UsageError(
-            f"--robust with --objective {objective.name}: it is of the step's time",
-            "Leave one of the two away.",
+            f"`robust` with objective={objective.name!r}: it is of the step's time",
+            "Omit one of the two.",
         )
     if objective.name == THROUGHPUT:
         return throughput(problem)

@@ -1,6 +1,6 @@
 """DeepSpeed's `type:REGEX`: about the same number of layers that match on every stage.
 
-`--planner deepspeed-type:REGEX` searches the regular expression in the layers' names, in any case, where
+`planner="deepspeed-type:REGEX"` searches the regular expression in the layers' names, in any case, where
 DeepSpeed searches it in the names of their classes. Without one, the first layers of the transformer blocks
 are counted, where the names tell them. The cuts are those that DeepSpeed 0.19.8 makes of weights of 1 and 0
 (`deepspeed_balance`): of equal ones the latest, so that what does not match stays with the matching layer
@@ -42,7 +42,7 @@ class DeepSpeedType:
             compiled(self.pattern or "")
         except ValueError as error:
             raise UsageError(
-                f"--planner {self.name[:_SHOWN]}: {error}",
+                f"planner='{self.name[:_SHOWN]}': {error}",
                 "Give one that matches names of layers, as in deepspeed-type:attention.",
             ) from None
 
@@ -59,7 +59,7 @@ class DeepSpeedType:
         counted = self.counted(chain)
         if self.pattern is not None and not counted.any():
             raise UsageError(
-                f"--planner {self.name}: no layer's name matches (the first is {chain.names[0]!r}, the last "
+                f"planner='{self.name}': no layer's name matches (the first is {chain.names[0]!r}, the last "
                 f"{chain.names[-1]!r})",
                 "pplan show PROFILE lists the names.",
             )
@@ -87,7 +87,7 @@ class DeepSpeedType:
                 return np.array(matching(self.pattern, chain.names), dtype=np.bool_)
             except ValueError as error:
                 raise UsageError(
-                    f"--planner {self.name[:_SHOWN]}: {error}",
+                    f"planner='{self.name[:_SHOWN]}': {error}",
                     "Give a simpler one, as in deepspeed-type:attention.",
                 ) from None
         counted = np.zeros(len(chain), dtype=np.bool_)

@@ -52,8 +52,8 @@ def check_known(problem: Problem) -> None:
     """Raises UsageError where the profile does not tell how the layers' seconds vary."""
     if not known(problem.space):
         raise UsageError(
-            "--robust: the profile does not tell how the layers' seconds vary (an estimate or an import)",
-            "Measure it on the machine itself (pplan profile MODEL), or leave --robust away.",
+            "`robust`: the profile does not tell how the layers' seconds vary (an estimate or an import)",
+            "Measure it on the machine itself (pplan profile MODEL), or omit `robust`.",
         )
 
 
