@@ -45,6 +45,7 @@ FIELDS: dict[str, str] = {
         "loss",
         "max_stages",
         "micro_batch_size",
+        "micro_batch_sizes",
         "micro_batches",
         "mini_batch",
         "model",

@@ -41,8 +41,9 @@ def check_devices(count: int, called: str = "") -> None:
     """Raises UsageError for more devices than are planned for. The count is `called` as a file does; else by
     the field `gpus`."""
     if count > MOST_DEVICES:
+        shown = f"{called} {count}" if called else f"gpus={count}"
         raise UsageError(
-            f"{called or 'gpus'}{' ' if called else '='}{count}: at most {MOST_DEVICES} devices are planned for",
+            f"{shown}: at most {MOST_DEVICES} devices are planned for",
             f"Give up to {MOST_DEVICES}: larger clusters run copies of a plan for fewer.",
         )
 
