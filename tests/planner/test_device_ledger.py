@@ -66,7 +66,7 @@ def test_the_context_counts_against_the_limit(chain: Chain) -> None:
     with pytest.raises(InfeasibleError, match=r"needs .*, context 426\.00 MiB\); .* are missing") as caught:
         _solved(chain, _machine("RTX 4090", needed), **PIPELINE)
     # What the error says would fit does, and a percent less does not.
-    said = float(caught.value.hint.split("--memory ")[1].split("GiB")[0]) * 2**30
+    said = float(caught.value.hint.split("memory='")[1].split("GiB")[0]) * 2**30
     plan = _solved(chain, _machine("RTX 4090", int(said)), **PIPELINE)
     assert max(stage.memory_bytes for stage in plan.stages) <= said
     with pytest.raises(InfeasibleError):

@@ -191,42 +191,43 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
         assert "are missing" in caught.value.what
         assert caught.value.exit_status == 3
         for way in caught.value.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
-            option, value = way.split()[:2]
-            seen.add(option)
-            if option == "--gpus":
-                assert way.split()[2:] == ["--mini-batch", "16"]
+            field, _, value = way.split()[0].partition("=")
+            value = value.strip("'")
+            seen.add(field)
+            if field == "gpus":
+                assert way.split()[1:] == ["mini_batch=16"]
                 assert solved(chain, make_topology(int(value), memory=memory), **fixed, optimizer="adam")
-            elif option == "--optimizer":
+            elif field == "optimizer":
                 assert solved(chain, make_topology(2, memory=memory), **fixed, optimizer=value)
-            elif option == "--memory":
+            elif field == "memory":
                 enough = math.ceil(float(value.removesuffix("GiB")) * 2**30)
                 assert solved(chain, make_topology(2, memory=enough), **fixed, optimizer="adam")
             else:
                 assert solved(chain, make_topology(2, memory=memory), mini_batch=16, optimizer="adam")
-    assert seen >= {"--gpus", "--memory", "--optimizer"}
+    assert seen >= {"gpus", "memory", "optimizer"}
 
 
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
-        ({"mini_batch": 0}, "--mini-batch 0: must be at least 1"),
-        ({"mini_batch": 64, "micro_batches": 0}, "--micro-batches 0: must be at least 1"),
-        ({"mini_batch": 64, "micro_batches": 5}, "--micro-batches 5: a mini-batch of 64 does not divide"),
+        ({"mini_batch": 0}, "mini_batch=0: must be at least 1"),
+        ({"mini_batch": 64, "micro_batches": 0}, "micro_batches=0: must be at least 1"),
+        ({"mini_batch": 64, "micro_batches": 5}, "micro_batches=5: a mini-batch of 64 does not divide"),
         ({"mini_batch": 10**20}, "in at most 16384 micro-batches"),
         ({"mini_batch": 10**20, "micro_batches": 7}, "does not divide into so many"),
         (
             {"mini_batch": 2**20, "micro_batches": 2**20},
-            "--micro-batches 1048576: at most 16384 are simulated",
+            "micro_batches=1048576: at most 16384 are simulated",
         ),
-        ({"schedule": "pipedream"}, "--schedule pipedream: it is asynchronous"),
-        ({"recompute": "sometimes"}, "--recompute 'sometimes': not known"),
-        ({"optimizer": "lion"}, "--optimizer 'lion': not known"),
+        ({"schedule": "pipedream"}, "schedule='pipedream': it is asynchronous"),
+        ({"recompute": "sometimes"}, "recompute='sometimes': not known"),
+        ({"optimizer": "lion"}, "optimizer='lion': not known"),
         ({"runtime": "gpipe"}, "unknown runtime 'gpipe'"),
-        ({"recompute": "except_last", "schedule": "1f1b"}, "--recompute except-last with --schedule 1f1b"),
-        ({"runtime": "torchgpipe", "schedule": "1f1b"}, "--runtime torchgpipe does not run --schedule 1f1b"),
+        ({"recompute": "except_last", "schedule": "1f1b"}, "recompute='except_last' with schedule='1f1b'"),
+        ({"runtime": "torchgpipe", "schedule": "1f1b"}, "runtime='torchgpipe' does not run schedule='1f1b'"),
         (
             {"runtime": "deepspeed", "recompute": "except_last"},
-            "does not run --schedule auto, --recompute except-last",
+            "does not run schedule='auto', recompute='except_last'",
         ),
         ({"recompute": "except_last", "mini_batch": 4, "micro_batches": 1}, "there is no such plan"),
     ],
@@ -241,14 +242,14 @@ def test_impossible_wishes(
 
 
 def test_more_gpus_than_layers(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    with pytest.raises(UsageError, match="--gpus 6: the model has 5 layers"):
+    with pytest.raises(UsageError, match="gpus=6: the model has 5 layers"):
         solved(make_chain(1, 5), make_topology(6), runtime="torchgpipe")
     assert sum(solved(make_chain(1, 5, traffic=0.0), make_topology(6)).replicas) <= 6
 
 
 def test_a_mini_batch_that_nothing_divides(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     with pytest.raises(
-        UsageError, match="--mini-batch 12: no micro-batch size that the profile reaches makes it"
+        UsageError, match="mini_batch=12: no micro-batch size that the profile reaches makes it"
     ):
         solved(make_chain(1, 5, sizes=(8,)), make_topology(2), mini_batch=12)
 

@@ -171,9 +171,9 @@ def test_refused_where_it_says_nothing(make_problem: MakeProblem) -> None:
     unknown = replace(wished, chain=replace(problem.chain, spread=None))
     with pytest.raises(UsageError, match="does not tell how the layers' seconds vary"):
         solved(unknown)
-    with pytest.raises(UsageError, match="--robust with --objective memory"):
+    with pytest.raises(UsageError, match="`robust` with objective='memory'"):
         solved(wished, Objective("memory"))
-    with pytest.raises(UsageError, match="--robust with --frontier"):
+    with pytest.raises(UsageError, match="`robust` with `frontier`"):
         frontier_of(wished, model="toy", profile=PROFILE)
-    with pytest.raises(UsageError, match="--robust with --planner gpipe"):
+    with pytest.raises(UsageError, match="`robust` with planner='gpipe'"):
         Wishes(planner="gpipe", robust=True)

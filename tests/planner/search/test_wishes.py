@@ -142,24 +142,24 @@ def test_runtimes_against_brute_force(
 @pytest.mark.parametrize(
     ("wishes", "what", "hint"),
     [
-        ({"pins": (("layer9", 0),)}, "--pin layer9: the model has no such layer", "Did you mean layer"),
-        ({"pins": (("layer3", -1),)}, "--pin layer3=stage-1: stages count from 0", "stage0"),
+        ({"pins": (("layer9", 0),)}, "pins='layer9': the model has no such layer", "Did you mean layer"),
+        ({"pins": (("layer3", -1),)}, "pins=('layer3', -1): stages count from 0", "stage0"),
         (
             {"pins": (("layer1", 1), ("layer4", 0))},
-            "--pin layer1=stage1: layer4 comes behind it and is pinned to stage0",
+            "pins=('layer1', 1): layer4 comes behind it and is pinned to stage0",
             "in their order",
         ),
-        ({"pins": (("layer1", 1), ("layer1", 0))}, "it is pinned to stage0, too", "Leave one"),
-        ({"cut_after": ("layer6",)}, "--cut-after layer6: it is the last layer", "the model ends there"),
-        ({"cut_after": ("layer2",)}, "--cut-after layer2: no stage may end there", "pplan show"),
-        ({"keep_together": ("conv*",)}, "--keep-together conv*: the model has no such layer", "layer0"),
+        ({"pins": (("layer1", 1), ("layer1", 0))}, "it is pinned to stage0, too", "Omit one"),
+        ({"cut_after": ("layer6",)}, "cut_after='layer6': it is the last layer", "the model ends there"),
+        ({"cut_after": ("layer2",)}, "cut_after='layer2': no stage may end there", "pplan show"),
+        ({"keep_together": ("conv*",)}, "keep_together='conv*': the model has no such layer", "layer0"),
         (
             {"keep_together": ("layer[0-4]",), "cut_after": ("layer3",)},
-            "--cut-after layer3: --keep-together keeps it with layer4",
-            "Leave one",
+            "cut_after='layer3': `keep_together` keeps it with layer4",
+            "Omit one",
         ),
-        ({"time_limit": 0.0}, "--time-limit 0: must be above 0", "30s"),
-        ({"max_stages": 0}, "--max-stages 0: must be at least 1", "1 or more"),
+        ({"time_limit": 0.0}, "time_limit=0: must be above 0", "30s"),
+        ({"max_stages": 0}, "max_stages=0: must be at least 1", "1 or more"),
     ],
 )
 def test_wishes_that_cannot_be(
