@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .collectives import all_reduce_loads
-from .machines.hardware import Port
+from .hardware import Port
 from .topology import Topology
 from .ways import Ranks, Ways
 

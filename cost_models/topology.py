@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
-from .machines.hardware import Amount, Device, Group, Level, Link, Port
+from .hardware import Amount, Device, Group, Level, Link, Port
 from .quantities import format_bytes
 
 __all__ = [

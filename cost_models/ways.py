@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .machines.hardware import Link, Port
+from .hardware import Link, Port
 from .topology import Topology
 
 Ranks = tuple[int, ...]

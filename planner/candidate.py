@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
 
 from ..cost_models.memory import Recompute
 from .setting import Setting
-
-if TYPE_CHECKING:
-    from .problem import Problem
 
 
 @dataclass(frozen=True)
@@ -56,20 +52,6 @@ class Candidate:
     def setting(self) -> Setting:
         """Schedule and micro-batches."""
         return self.proposal.setting
-
-
-class Planner(Protocol):
-    """A way to plan, by its name; see `planners`."""
-
-    @property
-    def name(self) -> str:
-        """As `planner` takes it."""
-        ...
-
-    def propose(self, problem: Problem) -> Iterable[Proposal]:
-        """The plans it would make of the problem, in any order: all are scored, and the fastest that fits
-        counts. None where it cannot make one."""
-        ...
 
 
 def straight(setting: Setting, ends: Sequence[int], first_device: int = 0) -> Proposal:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ..cost_models.errors import DefectError, UsageError
-from .candidate import Candidate, Planner, Proposal
+from .candidate import Candidate, Proposal
 from .coverage import as_searched, is_searched
 from .other_placements import along_other_orders, reassigned
 from .other_schedules import transplanted
 from .plan_file import TIE
-from .planners import PLANNERS, planner_named, refusal
+from .planners import PLANNERS, planner_named
+from .planners.base import Planner, refusal
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import Found, search

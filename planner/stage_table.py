@@ -14,8 +14,8 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from ..cost_models.hardware import Device
 from ..cost_models.layer import Chain, LayerCosts, joined
-from ..cost_models.machines.hardware import Device
 from ..cost_models.machines.presets import context_of
 from ..cost_models.memory import LedgerOptions, StageBytes, ledger, total
 from ..cost_models.optimizers import Precision

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..cost_models.hardware import Device
 from ..cost_models.layer import LayerCosts
-from ..cost_models.machines.hardware import Device
 from .assembly import part_seconds
 from .plan_file import TIE
 from .search.space import Space, share_of

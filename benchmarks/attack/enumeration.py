@@ -14,8 +14,8 @@ from pplan.cost_models.memory import Recompute
 from pplan.cost_models.schedules import Program, schedule_named
 from pplan.cost_models.timeline import step_seconds
 from pplan.planner.assembly import Assembly
+from pplan.planner.asynchronous import ASYNCHRONOUS, running, steady_seconds
 from pplan.planner.candidate import Proposal
-from pplan.planner.objectives.asynchronous import ASYNCHRONOUS, running, steady_seconds
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assembly_of
 from pplan.planner.setting import Mode, Setting

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import UsageError
+from ..hardware import Device
 from ..topology import Topology
-from .hardware import Device
 from .presets import is_gpu, preset_of
 from .topology_options import ProfiledDevice
 

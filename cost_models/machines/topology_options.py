@@ -9,9 +9,9 @@ from math import prod
 from pathlib import Path
 
 from ..errors import UsageError
+from ..hardware import Device, Group, Level, Link
 from ..topology import NODE, Topology, check_devices
 from .catalogue import Machine, find_machine, unknown_machine
-from .hardware import Device, Group, Level, Link
 from .presets import PRESETS, Preset, PresetLink, find_preset, match_device
 from .topology_file import Kind, TopologyFile, load_topology
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...cost_models.errors import UsageError
+from ..asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
 from ..candidate import Candidate
 from ..infeasible import no_plan_fits
 from ..mini_batch import default_of, smaller_defaults
@@ -13,7 +14,6 @@ from ..problem import Problem
 from ..scoring import assembly_of
 from ..search.branch_and_bound import Found
 from ..solve import bare_plan, plan_of, warnings_of
-from .asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
 from .cost import least_cost
 from .memory import least_memory
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective

@@ -31,13 +31,13 @@ import numpy.typing as npt
 from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.schedules import schedule_named
+from ..asynchronous import TWO_VERSIONS
 from ..candidate import Candidate, Proposal
 from ..search.pipelines import stage_modes
 from ..search.placements import Placement
 from ..search.space import Space, Team
 from ..setting import Setting
 from ..stage_table import Floats
-from .asynchronous import TWO_VERSIONS
 
 SAME = 1e-9
 """Share of the seconds that the bisection leaves open, and below which two are equal."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ...cost_models.errors import DefectError, InfeasibleError, UsageError
+from ..asynchronous import ASYNCHRONOUS, PIPEDREAM, TWO_VERSIONS, asynchronous_notes, steady_seconds
 from ..candidate import Candidate, Proposal
 from ..find import BEST, find
 from ..plan_file import TIE
@@ -24,7 +25,6 @@ from ..search.budget import OutOfTime
 from ..search.space import Space
 from ..setting import Mode, Setting
 from ..universal_bound import work_bound
-from .asynchronous import ASYNCHRONOUS, PIPEDREAM, TWO_VERSIONS, asynchronous_notes, steady_seconds
 from .outcome import Outcome
 from .steady_search import SteadySearch
 

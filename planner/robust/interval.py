@@ -8,8 +8,8 @@ import numpy as np
 
 from ...cost_models.timeline import runs_side_by_side
 from ..assembly import Assembly
+from ..asynchronous import running
 from ..candidate import Candidate
-from ..objectives.asynchronous import running
 from ..scoring import assembly_of
 from ..search.space import Space
 from ..stage_table import Floats

@@ -16,8 +16,8 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from ...cost_models.hardware import Device
 from ...cost_models.layer import MEASURED, LayerCosts
-from ...cost_models.machines.hardware import Device
 from ...cost_models.memory import LedgerOptions
 from ...cost_models.topology import Topology
 from ..stage_table import Floats, StageTable, ledger_options

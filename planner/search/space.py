@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from ...cost_models.collectives import alike, all_reduce_seconds
 from ...cost_models.errors import UsageError
+from ...cost_models.hardware import Device
 from ...cost_models.layer import Chain, LayerCosts
-from ...cost_models.machines.hardware import Device
 from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.optimizers import Precision
 from ...cost_models.port_sharing import PortSharings

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import DefectError
+from pplan.cost_models.hardware import Level
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.machines.hardware import Level
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner import find as finding
 from pplan.planner.candidate import Candidate, Proposal

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.machines.hardware import Device, Link
 from pplan.cost_models.topology import Topology, two_level_topology
 from pplan.planner.mini_batch import default_of
 from pplan.planner.objectives.objective import Objective

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
+from pplan.cost_models.hardware import Level
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.machines.hardware import Level
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.schedules import SCHEDULES, Program
 from pplan.cost_models.timeline import step_seconds

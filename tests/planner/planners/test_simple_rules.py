@@ -13,7 +13,8 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain, joined
 from pplan.cost_models.precision import training_precision
 from pplan.planner.candidate import Proposal
-from pplan.planner.planners import PLANNERS, planner_named, refusal
+from pplan.planner.planners import PLANNERS, planner_named
+from pplan.planner.planners.base import refusal
 from pplan.planner.planners.deepspeed_balance import DeepSpeedBalance, deepspeed_ends
 from pplan.planner.planners.deepspeed_type import DeepSpeedType
 from pplan.planner.planners.even import even_ends

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.memory import Recompute
+from pplan.planner.asynchronous import running, steady_seconds
 from pplan.planner.candidate import Candidate, Proposal
-from pplan.planner.objectives.asynchronous import running, steady_seconds
 from pplan.planner.problem import Problem
 from pplan.planner.robust import interval
 from pplan.planner.robust.draws import Draws, draws_of

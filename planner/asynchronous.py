@@ -12,16 +12,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...cost_models.memory import Recompute
-from ...cost_models.quantities import counted
-from ...cost_models.schedules import schedule_named
-from ...cost_models.simulator.steady import steady_state
-from ..assembly import Assembly
-from ..candidate import Candidate, Proposal
-from ..plan_file import PlannedStage
-from ..planned import staged
-from ..scoring import assembly_of
-from ..search.space import Space
+from ..cost_models.memory import Recompute
+from ..cost_models.quantities import counted
+from ..cost_models.schedules import schedule_named
+from ..cost_models.simulator.steady import steady_state
+from .assembly import Assembly
+from .candidate import Candidate, Proposal
+from .plan_file import PlannedStage
+from .planned import staged
+from .scoring import assembly_of
+from .search.space import Space
 
 PIPEDREAM, TWO_VERSIONS = "pipedream", "pipedream-2bw"
 ASYNCHRONOUS = (PIPEDREAM, TWO_VERSIONS)

@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UsageError
-from ..quantities import format_rate, format_seconds
+from .errors import UsageError
+from .quantities import format_rate, format_seconds
 
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 
