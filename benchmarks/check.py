@@ -24,7 +24,7 @@ from pplan import profile as measure
 from pplan.cli.check_cases import prepared
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.solve import bare_plan, problem_of
 from pplan.planner.wishes import Wishes

@@ -15,7 +15,7 @@ from ..cost_models.layer import Chain
 from ..cost_models.simulator.costs import Costs
 from ..cost_models.topology import Topology
 from ..planner.balance import balance
-from ..planner.given import Given, given_plan
+from ..planner.fixed_partition import Given, given_plan
 from ..planner.plan_file import Plan
 from ..planner.simulated import SimulatedPlan, simulate_plan
 from ..planner.solve import problem_of

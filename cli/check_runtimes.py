@@ -12,7 +12,7 @@ from ..cost_models.errors import ExportError, MachineError, UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.runtime import runtime_named
 from ..cost_models.topology import Topology
-from ..planner.given import Given, given_plan
+from ..planner.fixed_partition import Given, given_plan
 from ..planner.plan_file import Plan
 from ..planner.simulated import simulate_plan
 from ..planner.solve import problem_of

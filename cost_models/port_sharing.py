@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from .collectives import all_reduce_loads
 from .hardware import Port
+from .routes import Ranks, Routes
 from .topology import Topology
-from .ways import Ranks, Ways
 
 NONE = -1
 Loads = dict[tuple[int, int], float]
@@ -66,9 +66,9 @@ class PortSharing:
 class PortSharings:
     """Of the pipelines on a topology; what its ports carry is remembered."""
 
-    def __init__(self, topology: Topology, ways: Ways | None = None) -> None:
+    def __init__(self, topology: Topology, ways: Routes | None = None) -> None:
         self.topology = topology
-        self.ways = Ways(topology) if ways is None else ways
+        self.ways = Routes(topology) if ways is None else ways
         self._numbers: dict[Port, int] = {}
         self._exits: dict[tuple[Ranks, Ranks], int] = {}
         self._parts: dict[tuple[Ranks, Ranks], list[tuple[Port, float]]] = {}

@@ -18,7 +18,7 @@ from ..cost_models.layer import Chain, LayerCosts
 from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced
 from ..cost_models.precision import training_precision
-from ..cost_models.schedules import Place, Program, Schedule
+from ..cost_models.schedules import Program, Schedule, StageSlot
 from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
 from ..cost_models.stage_bytes import StageBytes
 from ..cost_models.timeline import Timeline
@@ -82,7 +82,7 @@ class Assembly:
     profiles: Mapping[str, Chain] = field(default_factory=dict)
 
     @cached_property
-    def part_of(self) -> dict[Place, int]:
+    def part_of(self) -> dict[StageSlot, int]:
         """The part of the layers that each place computes."""
         return parts_of(self.program)
 
@@ -249,12 +249,12 @@ class Assembly:
                 seconds[place] = self._reduced(place, part, ranks)
         return seconds if seconds.any() else None
 
-    def reduces_meanwhile(self, place: Place, ranks: Sequence[int]) -> bool:
+    def reduces_meanwhile(self, place: StageSlot, ranks: Sequence[int]) -> bool:
         """Whether a place's gradients are reduced over `ranks` while its backward goes on."""
         alone = list(ranks) == sorted(self.ranks[place.device])
         return alone and not self.zero and self.program.update_every is None
 
-    def _reduced(self, place: Place, part: int, ranks: list[int]) -> float:
+    def _reduced(self, place: StageSlot, part: int, ranks: list[int]) -> float:
         """Replicas of one stage reduce while they compute on, as DistributedDataParallel does."""
         table = self.table(place.device)
         i, j = self.bounds[part]
@@ -283,7 +283,7 @@ class Assembly:
             Training(
                 self.optimizer,
                 options["precision"],
-                len(self.ranks_of(self.part_of[Place(device)])),
+                len(self.ranks_of(self.part_of[StageSlot(device)])),
                 self.zero,
             ),
             recompute=recompute or self.recompute[device],
@@ -312,7 +312,7 @@ class Assembly:
         )
 
     def _chunk_bytes(self, device: int) -> list[StageBytes]:
-        parts = [self.part_of[Place(device, chunk)] for chunk in range(self.program.chunks)]
+        parts = [self.part_of[StageSlot(device, chunk)] for chunk in range(self.program.chunks)]
         return [self.table(device).bytes_of(*self.bounds[part], zero=self.zero) for part in parts]
 
     def outside(self) -> Iterator[str]:
@@ -327,7 +327,7 @@ class Assembly:
                 yield outside
 
 
-def parts_of(program: Program) -> dict[Place, int]:
+def parts_of(program: Program) -> dict[StageSlot, int]:
     """The part of the layers that each place of a program computes."""
     return {place: part for pipe in program.pipes for part, place in enumerate(pipe)}
 

@@ -17,9 +17,9 @@ from ..cost_models.quantities import counted
 from ..cost_models.schedules import schedule_named
 from ..cost_models.simulator.steady import steady_state
 from .assembly import Assembly
-from .candidate import Candidate, Proposal
+from .candidate import Proposal, ScoredPlan
 from .plan_file import PlannedStage
-from .planned import staged
+from .plan_stages import staged
 from .scoring import assembly_of
 from .search.space import Space
 
@@ -52,12 +52,12 @@ def steady_seconds(space: Space, proposal: Proposal, modes: Sequence[Recompute])
     return each * proposal.setting.micro_batches
 
 
-def steady_stages(space: Space, plan: Candidate) -> list[PlannedStage]:
+def steady_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
     """The stages of the plan, with the weight versions in their ledgers."""
     return staged(space, running(space, plan.proposal, plan.recompute), plan)
 
 
-def steady_bubble(space: Space, plan: Candidate) -> float:
+def steady_bubble(space: Space, plan: ScoredPlan) -> float:
     """Idle share of the stages' time in the steady state."""
     made = running(space, plan.proposal, plan.recompute)
     costs, stages = made.costs(), len(plan.proposal.ends)
@@ -67,7 +67,7 @@ def steady_bubble(space: Space, plan: Candidate) -> float:
     return 1 - busy / (stages * plan.step_seconds)
 
 
-def asynchronous_notes(plan: Candidate) -> list[str]:
+def asynchronous_notes(plan: ScoredPlan) -> list[str]:
     """What a user must know before training so."""
     name, stages = plan.setting.schedule, len(plan.proposal.ends)
     schedule, count = schedule_named(name), max(plan.setting.micro_batches, stages)

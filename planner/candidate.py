@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..cost_models.memory import Recompute
-from .setting import Setting
+from .pipeline_config import PipelineConfig
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Proposal:
     devices repeat.
     """
 
-    setting: Setting
+    setting: PipelineConfig
     ends: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
 
@@ -41,7 +41,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ScoredPlan:
     """A proposal that fits, with what each stage recomputes, and its simulated step."""
 
     proposal: Proposal
@@ -49,18 +49,18 @@ class Candidate:
     step_seconds: float
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> PipelineConfig:
         """Schedule and micro-batches."""
         return self.proposal.setting
 
 
-def straight(setting: Setting, ends: Sequence[int], first_device: int = 0) -> Proposal:
+def straight(setting: PipelineConfig, ends: Sequence[int], first_device: int = 0) -> Proposal:
     """A pipeline of one device a stage, stage s on device `first_device` + s."""
     devices = tuple((first_device + stage,) for stage in range(len(ends)))
     return Proposal(setting, tuple(int(end) for end in ends), devices)
 
 
-def replicated(setting: Setting, ends: Sequence[int], replicas: Sequence[int]) -> Proposal:
+def replicated(setting: PipelineConfig, ends: Sequence[int], replicas: Sequence[int]) -> Proposal:
     """A pipeline whose stages have so many replicas, on the devices from rank 0 on."""
     devices, first = [], 0
     for count in replicas:

@@ -19,14 +19,14 @@ from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
 from ..cost_models.schedules import schedule_named
 from .balance import balance_table
-from .candidate import Candidate
-from .find import BEST, find, planned_by
-from .planned import run_in_words
+from .candidate import ScoredPlan
+from .joint_search import BEST, find, planned_by
+from .pipeline_config import SEARCHED, PipelineConfig
+from .plan_stages import run_in_words
 from .planners import planner_named
 from .problem import Problem
 from .search.pipelines import stage_modes
-from .search.space import Space, Team
-from .setting import SEARCHED, Setting
+from .search.space import ReplicaGroupCosts, Space
 from .wishes import Wishes
 
 SECONDS = 1.0
@@ -38,7 +38,7 @@ class Tightest:
     """The stage that needs most, of the plan that needs least: places `start` to `end`, on `replicas`
     devices."""
 
-    setting: Setting
+    setting: PipelineConfig
     recompute: Recompute
     replicas: int
     stages: int
@@ -143,7 +143,7 @@ def _one_of(fields: list[str]) -> str:
     return f"{', '.join(fields[:-1])} or {fields[-1]}" if len(fields) > 1 else "".join(fields)
 
 
-def _no_plan_of_planner(problem: Problem, others: Candidate | None) -> InfeasibleError:
+def _no_plan_of_planner(problem: Problem, others: ScoredPlan | None) -> InfeasibleError:
     """Of a named planner, which may know why; others may have a plan."""
     named = problem.wishes.planner
     why = planned_by(planner_named(named), problem)
@@ -183,7 +183,7 @@ def least_memory(problem: Problem) -> Tightest | None:
     return min((plan for plan in plans if plan), key=lambda plan: plan.memory_bytes, default=None)
 
 
-def _replicas(problem: Problem, setting: Setting, stages: int) -> list[int]:
+def _replicas(problem: Problem, setting: PipelineConfig, stages: int) -> list[int]:
     """One of each stage, and as many as there are devices for."""
     runtime, most = problem.runtime, problem.reached // stages
     if runtime is not None and runtime.replicas == "none":
@@ -239,7 +239,7 @@ def _lighter_optimizers(problem: Problem) -> Iterator[str]:
             yield name
 
 
-def _solved_with(problem: Problem, wishes: Wishes) -> Candidate | None:
+def _solved_with(problem: Problem, wishes: Wishes) -> ScoredPlan | None:
     """The plan under other wishes, where there is one."""
     if wishes == problem.wishes:
         return None
@@ -249,7 +249,7 @@ def _solved_with(problem: Problem, wishes: Wishes) -> Candidate | None:
         return None  # there is nothing to search
 
 
-def _solved(problem: Problem) -> Candidate | None:
+def _solved(problem: Problem) -> ScoredPlan | None:
     """The plan that solving finds, in a short time."""
     short = replace(problem.wishes, time_limit=SECONDS)
     return find(replace(problem, wishes=short), planners=()).best
@@ -290,7 +290,7 @@ def _more_gpus(problem: Problem, limit: int) -> int | None:
     return None
 
 
-def _tightest(space: Space, setting: Setting, stages: int, replicas: int) -> Tightest | None:
+def _tightest(space: Space, setting: PipelineConfig, stages: int, replicas: int) -> Tightest | None:
     """The plan of so many stages that needs least; None where no such plan is allowed whatever the memory."""
     if replicas > setting.micro_batch_size or not space.fits_someone(setting.micro_batch_size, replicas):
         return None
@@ -322,5 +322,5 @@ def _tightest(space: Space, setting: Setting, stages: int, replicas: int) -> Tig
     )
 
 
-def _ledger(team: Team, start: int, end: int, held: float, mode: Recompute) -> dict[str, int]:
+def _ledger(team: ReplicaGroupCosts, start: int, end: int, held: float, mode: Recompute) -> dict[str, int]:
     return team.table.stage_ledger(start, end, held, mode, team.optimizer, team.replicas, **team.ledger)

@@ -13,11 +13,11 @@ from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain, joined
 from ..cost_models.machines.topology_file import TopologyFile, parse_topology
 from ..cost_models.runtime import runtime_named
-from ..cost_models.schedules import Place, Program, Schedule, schedule_named
+from ..cost_models.schedules import Program, Schedule, StageSlot, schedule_named
 from .assembly import parts_of
 from .balance import balance
+from .pipeline_config import MOST_MICRO_BATCHES, some
 from .plan_file import Plan
-from .setting import MOST_MICRO_BATCHES, some
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Layout:
         return [list(range(stage * each, (stage + 1) * each)) for stage in range(self.program.devices)]
 
     @cached_property
-    def part_of(self) -> dict[Place, int]:
+    def part_of(self) -> dict[StageSlot, int]:
         """The part of the layers that each place computes."""
         return parts_of(self.program)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import combinations, groupby, islice, permutations
 
 from ..cost_models.topology import Topology
-from .candidate import Candidate, Proposal
+from .candidate import Proposal, ScoredPlan
 from .problem import Problem
 from .search.branch_and_bound import search
 from .search.placements import REORDERED, placement_of
@@ -32,7 +32,7 @@ WORK = 5e8
 """Of the search along further orders, see `search.work.Work`; less of a time limit below a second."""
 
 
-def reassigned(problem: Problem, plans: Iterable[Candidate]) -> Iterator[Proposal]:
+def reassigned(problem: Problem, plans: Iterable[ScoredPlan]) -> Iterator[Proposal]:
     """The fastest of these plans on other devices; none where a runtime numbers the devices."""
     if problem.runtime is not None or _is_uniform(problem.topology):
         return
@@ -48,7 +48,7 @@ def reassigned(problem: Problem, plans: Iterable[Candidate]) -> Iterator[Proposa
                 yield changed
 
 
-def along_other_orders(problem: Problem, best: Candidate) -> Candidate | None:
+def along_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     """A faster plan of the best one's schedule, where a short search along other orders of few devices finds
     one."""
     topology = problem.topology

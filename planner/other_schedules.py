@@ -9,13 +9,13 @@ from dataclasses import replace
 from ..cost_models.errors import UsageError
 from ..cost_models.schedules import schedule_named
 from .balance import balance
-from .candidate import Candidate, Proposal, straight
+from .candidate import Proposal, ScoredPlan, straight
+from .pipeline_config import PipelineConfig
 from .planners.equal_pipelines import ends_of, work_seconds
 from .problem import Problem
-from .setting import Setting
 
 
-def transplanted(problem: Problem, schedules: Iterable[str], best: Candidate | None) -> Iterator[Proposal]:
+def transplanted(problem: Problem, schedules: Iterable[str], best: ScoredPlan | None) -> Iterator[Proposal]:
     """The shape of the best plan, and of balanced ones, under other schedules with one stage a device; and
     balanced ones with as many as a schedule is made for."""
     own = [setting for setting in problem.settings if setting.schedule in set(schedules)]
@@ -30,7 +30,7 @@ def transplanted(problem: Problem, schedules: Iterable[str], best: Candidate | N
         yield from filter(problem.allows, _in_parts(problem, setting))
 
 
-def _in_parts(problem: Problem, setting: Setting) -> Iterator[Proposal]:
+def _in_parts(problem: Problem, setting: PipelineConfig) -> Iterator[Proposal]:
     """Balanced pipelines with several parts of the layers on each device, where the schedule has them so."""
     space, schedule = problem.space, schedule_named(setting.schedule)
     parts = schedule.default_virtual_stages
@@ -47,7 +47,7 @@ def _in_parts(problem: Problem, setting: Setting) -> Iterator[Proposal]:
             yield Proposal(replace(setting, virtual_stages=parts), ends, devices)
 
 
-def _balanced(problem: Problem, size: int, best: Candidate | None) -> Iterator[Proposal]:
+def _balanced(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[Proposal]:
     """Of as many stages as the best plan has, of 1, 2, 4 and so on, and of the most."""
     space = problem.space
     if not space.fits_someone(size, 1):

@@ -16,11 +16,11 @@ from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .candidate import Proposal
 from .constrained import constrained
+from .pipeline_config import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, PipelineConfig, settings, some
 from .search.budget import SearchBudget
 from .search.placements import MOST_DEVICES, Placement, placements
 from .search.space import Space
 from .search.subproblem import Family
-from .setting import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, Setting, settings, some
 from .wishes import Wishes
 
 EVERY_COUNT = 16
@@ -178,7 +178,7 @@ class Problem:
         return tuple(name for name in self.proposable if name not in SEARCHED)
 
     @cached_property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[PipelineConfig]:
         """The settings that the wishes and the runtime leave."""
         return [
             setting

@@ -14,15 +14,15 @@ import numpy as np
 from ..cost_models.errors import UsageError
 from ..cost_models.memory import Recompute
 from ..cost_models.schedules import Program, schedule_named
-from ..cost_models.simulator.kept import kept_program
+from ..cost_models.simulator.program_cache import cached_program
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
-from .candidate import Candidate, Proposal
+from .candidate import Proposal, ScoredPlan
+from .pipeline_config import SEARCHED
 from .search import gpipe, one_f_one_b
 from .search.budget import SearchBudget
 from .search.pipelines import Pipelines, modes_of, pipelines_of, stage_modes
 from .search.space import Space, narrowed, share_of
-from .setting import SEARCHED
 from .stage_table import Floats
 
 WHOLE_BOUNDS: dict[str, Callable[[Pipelines], Floats]] = {
@@ -35,7 +35,7 @@ MOST_SCORED, MOST_TRIED = 6, 60
 
 def fastest(
     space: Space, proposals: Iterable[Proposal], limit: float = inf, budget: SearchBudget | None = None
-) -> Candidate | None:
+) -> ScoredPlan | None:
     """The fastest of the proposals that fit and take less than `limit` seconds; None where there is none.
 
     Among equals the one that is proposed first. Where the time of the `budget`, else of the space's, is over:
@@ -61,13 +61,13 @@ class _Trial:
     bound: float
     tight: bool
     """Whether the bound is close to the step: of the others only so many are scored."""
-    score: Callable[[float], Candidate | None]
+    score: Callable[[float], ScoredPlan | None]
 
 
-def _fastest_of(space: Space, trials: Iterable[_Trial], limit: float) -> Candidate | None:
+def _fastest_of(space: Space, trials: Iterable[_Trial], limit: float) -> ScoredPlan | None:
     """The fastest of them, which stand with the lowest bounds first; where the time is over, of those that
     were scored by then, one at least."""
-    best: Candidate | None = None
+    best: ScoredPlan | None = None
     loose = 0
     for trial in trials:
         if trial.bound >= limit or (best is not None and space.budget.over):
@@ -89,13 +89,13 @@ def _trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Trial]:
         yield from (trial for proposal in proposals if (trial := _trial(space, proposal)) is not None)
 
 
-def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) -> Candidate | None:
+def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) -> ScoredPlan | None:
     """Of pipelines of a long chain, whose tables of all stages are too large: those with the least work on
     their busiest stage, each by itself."""
     allowed = set(np.flatnonzero(space.chain.cut_after) + 1) | {len(space.chain)}
     own = [p for p in proposals if allowed.issuperset(p.ends) and reached(space, p)]
     works = [busiest_seconds(space, proposal) for proposal in own]
-    best: Candidate | None = None
+    best: ScoredPlan | None = None
     fitting = 0
     for index in np.argsort(works, kind="stable")[:MOST_TRIED].tolist():
         if works[index] >= limit or fitting == MOST_SCORED or (best is not None and space.budget.over):
@@ -127,9 +127,9 @@ def _straight_trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_T
 
 def _score_straight(
     pipelines: Pipelines, row: int, proposal: Proposal, modes: tuple[Recompute, ...], limit: float
-) -> Candidate | None:
+) -> ScoredPlan | None:
     step = float(pipelines.some(np.array([row])).step_seconds()[0])
-    return Candidate(proposal, modes, step) if step < limit else None
+    return ScoredPlan(proposal, modes, step) if step < limit else None
 
 
 def _trial(space: Space, proposal: Proposal) -> _Trial | None:
@@ -139,7 +139,7 @@ def _trial(space: Space, proposal: Proposal) -> _Trial | None:
     return _Trial(busiest_seconds(space, proposal), False, partial(_score_any, space, proposal))
 
 
-def _score_any(space: Space, proposal: Proposal, limit: float) -> Candidate | None:
+def _score_any(space: Space, proposal: Proposal, limit: float) -> ScoredPlan | None:
     try:
         whole: list[Recompute] = ["never" for _ in proposal.ends]
         made = assembly_of(space, proposal, whole)
@@ -150,7 +150,7 @@ def _score_any(space: Space, proposal: Proposal, limit: float) -> Candidate | No
         return None
     step = float(step_seconds(made.program, replace(made, recompute=modes).costs())[0])
     by_part = tuple(modes[place.device] for place in made.program.pipes[0])
-    return Candidate(proposal, by_part, step) if step < limit else None
+    return ScoredPlan(proposal, by_part, step) if step < limit else None
 
 
 def possible(space: Space, proposal: Proposal) -> bool:
@@ -172,7 +172,7 @@ def program_of(proposal: Proposal) -> Program:
     """What runs where. Raises UsageError for numbers that the schedule does not run."""
     setting, parts = proposal.setting, len(proposal.ends)
     if setting.schedule in SEARCHED:
-        return kept_program(setting.schedule, parts, setting.micro_batches)
+        return cached_program(setting.schedule, parts, setting.micro_batches)
     stages, left = divmod(parts, setting.virtual_stages)
     if left:
         raise UsageError(

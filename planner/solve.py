@@ -13,17 +13,17 @@ from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.quantities import counted
 from ..cost_models.topology import Topology
 from .alternatives import alternatives_of
-from .candidate import Candidate
+from .candidate import ScoredPlan
 from .comparison import baselines_of
 from .coverage import covered
-from .find import Answer, find
 from .infeasible import no_plan_fits
+from .joint_search import JointSearchResult, find
 from .mini_batch import default_of
 from .plan_file import TIE, Plan, Prediction, ProfileReference, Wished
-from .planned import bubble, plan_recompute, planned_stages
+from .plan_stages import bubble, plan_recompute, planned_stages
 from .problem import Problem
 from .robust.interval import interval_of
-from .search.branch_and_bound import Found
+from .search.branch_and_bound import SearchResult
 from .search.space import share_of
 from .simulated import of_same_layers
 from .wishes import Wishes
@@ -72,7 +72,7 @@ def problem_of(
 
 def plan_of(
     problem: Problem,
-    answer: Answer,
+    answer: JointSearchResult,
     *,
     model: str,
     profile: ProfileReference,
@@ -100,7 +100,7 @@ def plan_of(
 
 
 def bare_plan(
-    problem: Problem, best: Candidate, found: Found, *, model: str, profile: ProfileReference
+    problem: Problem, best: ScoredPlan, found: SearchResult, *, model: str, profile: ProfileReference
 ) -> Plan:
     """A candidate as a plan, without what it is compared with."""
     topology, setting = problem.topology, best.setting
@@ -139,11 +139,11 @@ def _device_kind(topology: Topology, profile: ProfileReference) -> Literal["GPU"
     return "CPU" if measured_on_cpu and not any(is_gpu(kind.name) for kind in topology.kinds) else "GPU"
 
 
-def _balance(best: Candidate) -> list[int]:
+def _balance(best: ScoredPlan) -> list[int]:
     return [end - first for first, end in best.proposal.bounds]
 
 
-def _prediction(problem: Problem, best: Candidate, found: Found) -> Prediction:
+def _prediction(problem: Problem, best: ScoredPlan, found: SearchResult) -> Prediction:
     step, bound = best.step_seconds, _bound(best, found.bound_seconds)
     sizes = {share_of(best.setting.micro_batch_size, count) for count in best.proposal.replicas}
     off = [problem.chain.uncertainty_at(size) for size in sizes]
@@ -164,7 +164,7 @@ def _prediction(problem: Problem, best: Candidate, found: Found) -> Prediction:
     )
 
 
-def _bound(best: Candidate, bound: float) -> float:
+def _bound(best: ScoredPlan, bound: float) -> float:
     """The bound, less what is rounding. Raises DefectError for one above the step."""
     if bound > best.step_seconds * (1 + TIE):
         raise DefectError(f"a bound of {bound!r} s for a plan ({best.setting}) of {best.step_seconds!r} s")
@@ -208,7 +208,7 @@ def _notes(problem: Problem) -> list[str]:
     return notes
 
 
-def _sizes(plan: Candidate) -> set[int]:
+def _sizes(plan: ScoredPlan) -> set[int]:
     """Samples of a micro-batch on a replica, by stage."""
     return {share_of(plan.setting.micro_batch_size, count) for count in plan.proposal.replicas}
 

@@ -10,7 +10,7 @@ from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, known_word
 from ..cost_models.runtime import runtime_named
 from ..cost_models.schedules import SCHEDULES
-from .setting import MODES, MOST_MICRO_BATCHES
+from .pipeline_config import MODES, MOST_MICRO_BATCHES
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
 

@@ -373,7 +373,7 @@ def explain(
     """
     from .cli import arguments
     from .cli.planned_machine import planned_machine
-    from .planner.explanation.current import Current
+    from .planner.explanation.current import CurrentSplit
     from .planner.explanation.explain import explain as explain_plan
 
     split = arguments.wholes("current", current)
@@ -382,7 +382,7 @@ def explain(
         arguments.optional_whole("micro_batches", micro_batches),
         arguments.optional_word("schedule", schedule),
     )
-    used = None if split is None else Current(split, *of_it)
+    used = None if split is None else CurrentSplit(split, *of_it)
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     plan = _plan(plan)
     measured, reference = _profile_and_origin(profile, "", "")

@@ -16,9 +16,9 @@ from pplan.cost_models.timeline import step_seconds
 from pplan.planner.assembly import Assembly
 from pplan.planner.asynchronous import ASYNCHRONOUS, running, steady_seconds
 from pplan.planner.candidate import Proposal
+from pplan.planner.pipeline_config import Mode, PipelineConfig
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assembly_of
-from pplan.planner.setting import Mode, Setting
 
 from .least_seconds import STRAIGHT, LeastSeconds
 from .orders import Ranks, Shape, in_any, in_orders
@@ -107,7 +107,7 @@ class Enumeration:
                             if plan is not None:
                                 yield plan
 
-    def _programs(self, name: str, count: int, size: int) -> Iterator[tuple[Setting, Program]]:
+    def _programs(self, name: str, count: int, size: int) -> Iterator[tuple[PipelineConfig, Program]]:
         for devices in range(1, self.rules.most_stages + 1):
             if self.stages is not None and devices not in self.stages:
                 continue
@@ -120,10 +120,10 @@ class Enumeration:
                     program = schedule_named(name).program(devices, count, parts)
                 except UsageError:
                     continue
-                yield Setting(name, "by_stage", count, size, parts), program
+                yield PipelineConfig(name, "by_stage", count, size, parts), program
 
     def _plans(
-        self, setting: Setting, program: Program
+        self, setting: PipelineConfig, program: Program
     ) -> Iterator[tuple[Proposal, tuple[Recompute, ...], float]]:
         """Plans, what their parts recompute, and seconds that they take at the least."""
         rules, size = self.rules, setting.micro_batch_size

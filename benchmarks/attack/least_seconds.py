@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
+from pplan.cost_models.routes import Routes
 from pplan.cost_models.schedules import Program
 from pplan.cost_models.topology import Device
-from pplan.cost_models.ways import Ways
 from pplan.planner.search.space import Space
 
 Ranks = tuple[int, ...]
@@ -131,7 +131,7 @@ class LeastSeconds:
             return 0.0
         key = here, there
         if key not in self._ways:
-            self._ways[key] = Ways(self.space.topology).way(here, there)
+            self._ways[key] = Routes(self.space.topology).way(here, there)
         latency, pace = self._ways[key]
         sent = max(self._crossing(-(-size // len(own)))[end - 1] for own in key)
         return latency + float(sent) * min(len(here), len(there)) * pace

@@ -14,10 +14,10 @@ import numpy as np
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS, busiest_seconds
 from pplan.planner.search import subproblem
-from pplan.planner.search.options import options_of
+from pplan.planner.search.device_ranges import Runs
 from pplan.planner.search.pipelines import pipelines_of
 from pplan.planner.search.relaxed_bound import RelaxedBound
-from pplan.planner.search.runs import Runs
+from pplan.planner.search.stage_choices import options_of
 from pplan.planner.search.subproblem import BOUNDS, Family
 
 from .enumeration import Enumeration, Scored

@@ -28,7 +28,7 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-class Place(NamedTuple):
+class StageSlot(NamedTuple):
     """Where a part of the layers is computed: a device and a chunk of it."""
 
     device: int
@@ -47,7 +47,7 @@ class Program:
     """
 
     actions: tuple[tuple[Action, ...], ...]
-    pipes: tuple[tuple[Place, ...], ...]
+    pipes: tuple[tuple[StageSlot, ...], ...]
     pipe_of: tuple[int, ...]
     shares: tuple[float, ...] | None = None
     update_every: int | None = None
@@ -110,7 +110,7 @@ def straight(actions: list[list[Action]], *, update_every: int | None = None) ->
     micro_batches = 1 + max((action.micro_batch for own in actions for action in own), default=-1)
     return Program(
         tuple(tuple(own) for own in actions),
-        (tuple(Place(device) for device in range(len(actions))),),
+        (tuple(StageSlot(device) for device in range(len(actions))),),
         (0,) * micro_batches,
         update_every=update_every,
     )

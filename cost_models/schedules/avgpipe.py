@@ -17,8 +17,8 @@ from the others' between averages.
 
 from __future__ import annotations
 
-from .action import Action, Place, Program, Schedule
-from .allowed import at_least, exactly, multiple
+from .action import Action, Program, Schedule, StageSlot
+from .checks import at_least, exactly, multiple
 from .one_f_one_b import alternating
 
 PIPELINES = 2
@@ -41,7 +41,7 @@ def program(
         )
         for stage in range(stages)
     )
-    pipes = tuple(tuple(Place(stage, pipe) for stage in range(stages)) for pipe in range(pipelines))
+    pipes = tuple(tuple(StageSlot(stage, pipe) for stage in range(stages)) for pipe in range(pipelines))
     return Program(actions, pipes, tuple(m % pipelines for m in range(micro_batches)))
 
 

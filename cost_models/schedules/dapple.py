@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Literal
 
 from .action import Program, Schedule, straight
-from .allowed import exactly
+from .checks import exactly
 from .one_f_one_b import alternating
 
 Policy = Literal["PA", "PB"]

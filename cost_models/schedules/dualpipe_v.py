@@ -20,8 +20,8 @@ and overlapped all-to-all to gain from it. At least 2p micro-batches. Weight ver
 from __future__ import annotations
 
 from .action import Action, Program, Schedule
-from .allowed import at_least, exactly
-from .folded import B0, B1, F0, F1, W1, Turn, folded, numbered
+from .checks import at_least, exactly
+from .v_shape import B0, B1, F0, F1, W1, Turn, folded, numbered
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Literal
 
 from .action import Action, Program, Schedule, straight
-from .allowed import exactly
+from .checks import exactly
 
 Backwards = Literal["last_to_first", "first_to_last"]
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .action import Action, Place, Program, Schedule
-from .allowed import at_least, multiple
+from .action import Action, Program, Schedule, StageSlot
+from .checks import at_least, multiple
 
 Turn = tuple[int, int]
 """A micro-batch and a chunk."""
@@ -53,9 +53,9 @@ def in_turn(forwards: list[Turn], backwards: list[Turn], ahead: int) -> list[Act
     return order + [Action("B", *turn) for turn in backwards[together:]]
 
 
-def looped(stages: int, virtual_stages: int) -> tuple[tuple[Place, ...], ...]:
+def looped(stages: int, virtual_stages: int) -> tuple[tuple[StageSlot, ...], ...]:
     """One pipe: all devices with their first chunk, then all with their second, and so on."""
-    return (tuple(Place(device, chunk) for chunk in range(virtual_stages) for device in range(stages)),)
+    return (tuple(StageSlot(device, chunk) for chunk in range(virtual_stages) for device in range(stages)),)
 
 
 SCHEDULE = Schedule(

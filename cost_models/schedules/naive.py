@@ -11,7 +11,7 @@ Needs of the runtime: nothing but layers on several devices. Weight versions: 1.
 from __future__ import annotations
 
 from .action import Action, Program, Schedule, straight
-from .allowed import exactly
+from .checks import exactly
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:

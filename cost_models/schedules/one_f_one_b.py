@@ -13,7 +13,7 @@ Needs of the runtime: a process or a queue for each stage. Weight versions: 1. S
 from __future__ import annotations
 
 from .action import Action, Program, Schedule, straight
-from .allowed import exactly
+from .checks import exactly
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:

@@ -15,7 +15,7 @@ p - 1 - i.
 from __future__ import annotations
 
 from .action import Program, Schedule, straight
-from .allowed import exactly
+from .checks import exactly
 from .one_f_one_b import in_flight, lists
 
 

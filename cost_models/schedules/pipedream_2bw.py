@@ -18,7 +18,7 @@ Staleness: 1, on all stages.
 from __future__ import annotations
 
 from .action import Program, Schedule, everywhere, straight
-from .allowed import at_least, exactly
+from .checks import at_least, exactly
 from .one_f_one_b import in_flight, lists
 
 

@@ -17,7 +17,7 @@ versions: 1. Staleness: ceil((p - 1 - i) / T) updates on stage i, which the pred
 from __future__ import annotations
 
 from .action import Program, Schedule, straight
-from .allowed import at_least, exactly
+from .checks import at_least, exactly
 from .one_f_one_b import in_flight, lists
 
 

@@ -13,7 +13,7 @@ Needs of the runtime: input and weight gradients computed apart. Weight versions
 from __future__ import annotations
 
 from .action import Action, Program, Schedule, straight
-from .allowed import exactly
+from .checks import exactly
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:

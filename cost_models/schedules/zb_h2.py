@@ -15,7 +15,7 @@ stage (checked and rolled back afterwards, section 4). Weight versions: 1. Stale
 from __future__ import annotations
 
 from .action import Program, Schedule, straight
-from .allowed import exactly
+from .checks import exactly
 from .zb_h1 import split
 
 

@@ -17,8 +17,8 @@ Staleness: 0.
 from __future__ import annotations
 
 from .action import Program, Schedule
-from .allowed import exactly
-from .folded import B0, B1, F0, F1, W0, W1, Turn, folded, numbered
+from .checks import exactly
+from .v_shape import B0, B1, F0, F1, W0, W1, Turn, folded, numbered
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:

@@ -32,11 +32,11 @@ from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.schedules import schedule_named
 from ..asynchronous import TWO_VERSIONS
-from ..candidate import Candidate, Proposal
+from ..candidate import Proposal, ScoredPlan
+from ..pipeline_config import PipelineConfig
 from ..search.pipelines import stage_modes
 from ..search.placements import Placement
-from ..search.space import Space, Team
-from ..setting import Setting
+from ..search.space import ReplicaGroupCosts, Space
 from ..stage_table import Floats
 
 SAME = 1e-9
@@ -51,7 +51,7 @@ Bools = npt.NDArray[np.bool_]
 class _Group:
     """Runs of devices whose stages cost the same, and where in the order they begin."""
 
-    team: Team
+    team: ReplicaGroupCosts
     positions: Indices
 
     @property
@@ -66,13 +66,13 @@ class SteadySearch:
     `micro_batches` of the setting are those of a mini-batch. `on_all`: no device may stay free."""
 
     space: Space
-    setting: Setting
+    setting: PipelineConfig
     placement: Placement
     replicas: tuple[int, ...]
     stage_counts: range
     on_all: bool = False
 
-    def fastest(self, limit: float) -> tuple[Candidate | None, float]:
+    def fastest(self, limit: float) -> tuple[ScoredPlan | None, float]:
         """The plan with the least seconds a mini-batch, where that is below `limit`, and a bound on all."""
         count = self.setting.micro_batches
         if not self.groups or not self.counts:
@@ -116,7 +116,7 @@ class SteadySearch:
     @cached_property
     def groups(self) -> tuple[_Group, ...]:
         """The runs of devices that cost the same."""
-        size, made = self.setting.micro_batch_size, dict[int, tuple[Team, list[int]]]()
+        size, made = self.setting.micro_batch_size, dict[int, tuple[ReplicaGroupCosts, list[int]]]()
         for count in self.replicas:
             if count > min(self.devices, size) or not self.space.fits_someone(size, count):
                 continue
@@ -166,7 +166,7 @@ class SteadySearch:
         ways = np.concatenate([latency + sent * each for latency, each in self._ways.values()])
         return 2 * (work + reduced + float(ways[np.isfinite(ways)].max(initial=0.0))) * self.devices + 1.0
 
-    def reaching(self, seconds: float) -> Candidate | None:
+    def reaching(self, seconds: float) -> ScoredPlan | None:
         """A pipeline whose micro-batches take at most so many seconds each; the fewest stages first."""
         rows: list[Row] = []
         for stages in range(1, self.counts[-1] + 1):
@@ -248,7 +248,7 @@ class SteadySearch:
             occupancy = np.maximum(self._crossing[replicas], self._crossing[other])[None] * each
         return np.where(occupancy <= seconds, 2 * (occupancy + latency), inf)
 
-    def _built(self, rows: Sequence[Row], start: tuple[int, int], seconds: float) -> Candidate:
+    def _built(self, rows: Sequence[Row], start: tuple[int, int], seconds: float) -> ScoredPlan:
         """The pipeline, from the table; `step_seconds`: of the formula of the module's docstring."""
         (replicas, position), place = start, 0
         ends, devices, modes = list[int](), list[tuple[int, ...]](), list[Recompute]()
@@ -265,7 +265,7 @@ class SteadySearch:
             place = end
         proposal = Proposal(self.setting, tuple(ends), tuple(devices))
         each = pace(self.space, proposal, modes)
-        return Candidate(proposal, tuple(modes), each * self.setting.micro_batches)
+        return ScoredPlan(proposal, tuple(modes), each * self.setting.micro_batches)
 
     def _next(self, replicas: int, end: int, place: int, following: Row, seconds: float) -> tuple[int, int]:
         """Replicas and the position of the best stage that follows."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.ways import Ways
+from ...cost_models.routes import Routes
 from ..candidate import Proposal
 from ..search.space import Space
 from ..stage_table import Floats
@@ -82,7 +82,7 @@ class Dapple:
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """The plan of least estimated latency for the most promising micro-batch sizes."""
         space, gpus = thinned(problem.space, BLOCKS), problem.reached
-        coarse, ways = thinned(space, GLANCE_BLOCKS), Ways(space.topology)
+        coarse, ways = thinned(space, GLANCE_BLOCKS), Routes(space.topology)
         whole = Whole(problem.stage_counts[-1], problem.wishes.use_all)
         glances = []
         for trial in trials(problem.settings):
@@ -107,13 +107,13 @@ def plan(
     whole: Whole = ANY,
     *,
     effort: Effort = FULL,
-    ways: Ways | None = None,
+    ways: Routes | None = None,
 ) -> DapplePlan | None:
     """The plan found for one micro-batch size on the first `gpus` devices; None where none fits. `ways` are
     remembered from one call to the next."""
     groups = gpus if replicas_of(space) == "none" else effort.groups
     machines = machines_of(gpus, min(gpus, space.topology.gpus_per_node), groups)
-    ways = ways or Ways(space.topology)
+    ways = ways or Routes(space.topology)
     best: DapplePlan | None = None
     for counts in count_rules(space, machines):
         found = _Search(Moves(space, trial, machines, ways, counts), whole, effort).run(best)

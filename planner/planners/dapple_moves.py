@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.collectives import all_reduce_seconds
-from ...cost_models.ways import Ways
+from ...cost_models.routes import Routes
 from ..search.space import Space
 from ..stage_table import Floats
 from .dapple_placement import POLICIES, Counts, ranks_of
@@ -62,7 +62,7 @@ class Moves:
     space: Space
     trial: Trial
     machines: Machines
-    ways: Ways
+    ways: Routes
     counts: tuple[int, ...] | None = None
     _states: dict[Counts, int] = field(default_factory=dict)
     _used: list[Counts] = field(default_factory=list)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ...cost_models.schedules import schedule_named
 from ..candidate import Proposal, replicated
-from ..setting import Setting
+from ..pipeline_config import PipelineConfig
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -39,7 +39,7 @@ def stage_counts(problem: Problem, parts: int = 1) -> list[int]:
     return counts
 
 
-def straight_settings(problem: Problem) -> list[Setting]:
+def straight_settings(problem: Problem) -> list[PipelineConfig]:
     """The settings whose devices have one part of the layers each."""
     return [
         setting
@@ -63,7 +63,9 @@ def replicated_shapes(problem: Problem) -> Iterator[tuple[int, int]]:
             yield stages, replicas
 
 
-def shared_settings(problem: Problem, settings: Iterable[Setting], replicas: int) -> list[Setting]:
+def shared_settings(
+    problem: Problem, settings: Iterable[PipelineConfig], replicas: int
+) -> list[PipelineConfig]:
     """The settings whose micro-batches so many replicas share equally, at a size that can be costed."""
     return [
         setting
@@ -74,7 +76,7 @@ def shared_settings(problem: Problem, settings: Iterable[Setting], replicas: int
 
 
 def straight_pipelines(
-    problem: Problem, settings: Sequence[Setting], rule: Rule, *, of_a_node: bool = False
+    problem: Problem, settings: Sequence[PipelineConfig], rule: Rule, *, of_a_node: bool = False
 ) -> Iterator[Proposal]:
     """A device a stage, in each number of stages that the rule makes; of no more than a node's devices where
     one process drives them all."""
@@ -84,7 +86,7 @@ def straight_pipelines(
             yield from equal_pipelines(problem, settings, rule, stages, 1)
 
 
-def all_pipelines(problem: Problem, settings: Sequence[Setting], rule: Rule) -> Iterator[Proposal]:
+def all_pipelines(problem: Problem, settings: Sequence[PipelineConfig], rule: Rule) -> Iterator[Proposal]:
     """A device a stage, and the same number of replicas of every stage on all devices; of two stages or more
     where there can be: one stage is one GPU, or data parallelism."""
     straight = [(stages, 1) for stages in stage_counts(problem)]
@@ -94,7 +96,7 @@ def all_pipelines(problem: Problem, settings: Sequence[Setting], rule: Rule) -> 
 
 
 def equal_pipelines(
-    problem: Problem, settings: Iterable[Setting], rule: Rule, stages: int, replicas: int
+    problem: Problem, settings: Iterable[PipelineConfig], rule: Rule, stages: int, replicas: int
 ) -> Iterator[Proposal]:
     """The rule's pipelines of these stages, each on so many devices of consecutive ranks."""
     by_share = dict[int, Ends | None]()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..balance import balance
 from ..candidate import Proposal
-from ..setting import Setting
+from ..pipeline_config import PipelineConfig
 from .equal_pipelines import Ends, ends_of, straight_pipelines, straight_settings
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class GPipe:
         yield from straight_pipelines(problem, settings, ends)
 
 
-def recomputing(settings: Iterator[Setting]) -> list[Setting]:
+def recomputing(settings: Iterator[PipelineConfig]) -> list[PipelineConfig]:
     """Those that recompute, wholly where it was left open; as they are where none may."""
     given = list(settings)
     whole = [replace(s, recompute="always") if s.recompute == "by_stage" else s for s in given]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ...cost_models.schedules import schedule_named
 from ..balance import balance
 from ..candidate import Proposal
-from ..setting import Setting
+from ..pipeline_config import PipelineConfig
 from .equal_pipelines import Ends, ends_of, shared_settings, stage_counts, work_seconds
 from .megatron import block_ends
 from .repeated_blocks import repeated_blocks
@@ -43,7 +43,7 @@ class Interleaved:
                         yield Proposal(setting, ends, placed(stages, chunks))
 
 
-def interleaved_settings(problem: Problem) -> list[Setting]:
+def interleaved_settings(problem: Problem) -> list[PipelineConfig]:
     """Those of the problem; where schedule and runtime were left open, those of 1F1B. Each with several parts
     a device."""
     runtime = problem.runtime

@@ -26,8 +26,8 @@ from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.quantities import counted, format_bytes
 from ...cost_models.schedules import schedule_named
 from ..candidate import Proposal
+from ..pipeline_config import PipelineConfig
 from ..search.space import Space, share_of
-from ..setting import Setting
 from ..stage_table import StageTable, ledger_options
 from .pipedream_devices import devices_of, tiers_of
 from .pipedream_search import WORK, Solution, fastest
@@ -105,7 +105,7 @@ def plan_asynchronous(
     gpus = space.topology.gpus
     if not any(space.fits_someone(mini_batch, replicas) for replicas in range(1, gpus + 1)):
         space.table(share_of(mini_batch, gpus))  # which says so
-    setting = Setting(schedule, recompute, ENDLESS, mini_batch)
+    setting = PipelineConfig(schedule, recompute, ENDLESS, mini_batch)
     stages = _Stages(space, setting, recurrence, use_all, most_replicas)
     found = stages.fastest(work)
     if found is None:
@@ -169,7 +169,7 @@ def _within_reach(space: Space) -> Space:
     return replace(space, topology=space.topology.with_gpus(of_node))
 
 
-def _wanted(settings: Sequence[Setting]) -> list[Setting]:
+def _wanted(settings: Sequence[PipelineConfig]) -> list[PipelineConfig]:
     """Of one schedule; where each stage may recompute or not, only so."""
     known = {setting.schedule for setting in settings}
     schedule = next((name for name in SCHEDULES if name in known), None)
@@ -183,7 +183,7 @@ class _Stages:
     """What stages cost and need under a setting, and their programme."""
 
     given: Space
-    setting: Setting
+    setting: PipelineConfig
     recurrence: Recurrence
     use_all: bool = False
     most_replicas: int | None = None

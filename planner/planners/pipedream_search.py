@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .pipedream_programme import Found, Programme
+from .pipedream_programme import Programme, Step
 from .pipedream_table import Instance, Part
 
 WORK = 4e9
@@ -58,7 +58,7 @@ def fastest(instance: Instance, work: float = WORK) -> Solution | None:
     return best
 
 
-def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Found | None, int, float]:
+def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Step | None, int, float]:
     """The plan, with the depth that it took and what was compared.
 
     Memory is looked at only as deep as it bites: with the stages behind counted up to a depth (-1: memory is

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..search.space import Space, Team, with_cuts
-from ..setting import Mode, Setting
+from ..pipeline_config import Mode, PipelineConfig
+from ..search.space import ReplicaGroupCosts, Space, with_cuts
 from ..stage_table import Floats
 
 SCHEDULES = ("1f1b", "dapple", "gpipe")
@@ -30,14 +30,14 @@ class Trial:
         """Micro-batches in flight on a stage, where so many stages go from it to the last, both counted."""
         return self.micro_batches if self.schedule == "gpipe" else min(self.micro_batches, to_last)
 
-    def setting(self, recomputes: bool) -> Setting:
+    def setting(self, recomputes: bool) -> PipelineConfig:
         """For a plan in which some stage recomputes, or none."""
         wanted: tuple[Mode, ...] = ("by_stage", *(("always", "except_last") if recomputes else ("never",)))
         mode = next(mode for mode in (*wanted, *self.modes) if mode in self.modes)
-        return Setting(self.schedule, mode, self.micro_batches, self.size)
+        return PipelineConfig(self.schedule, mode, self.micro_batches, self.size)
 
 
-def trials(settings: Sequence[Setting]) -> list[Trial]:
+def trials(settings: Sequence[PipelineConfig]) -> list[Trial]:
     """One for every micro-batch size of the settings, with the first of `SCHEDULES` that they have."""
     known = {setting.schedule for setting in settings}
     schedule = next((name for name in SCHEDULES if name in known), None)
@@ -74,7 +74,7 @@ class TeamCosts:
         return made
 
 
-def team_costs(space: Space, team: Team, modes: Sequence[Mode], all_reduce: Floats) -> TeamCosts:
+def team_costs(space: Space, team: ReplicaGroupCosts, modes: Sequence[Mode], all_reduce: Floats) -> TeamCosts:
     """What the modes leave of a team."""
     nothing = np.full(team.forward.shape, -np.inf)
     never = team.most_held("never") if {"never", "by_stage"} & set(modes) else nothing

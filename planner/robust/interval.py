@@ -9,7 +9,7 @@ import numpy as np
 from ...cost_models.timeline import runs_side_by_side
 from ..assembly import Assembly
 from ..asynchronous import running
-from ..candidate import Candidate
+from ..candidate import ScoredPlan
 from ..scoring import assembly_of
 from ..search.space import Space
 from ..stage_table import Floats
@@ -34,7 +34,7 @@ class Interval:
     high_seconds: float
 
 
-def interval_of(space: Space, plan: Candidate, draws: Draws | None = None) -> Interval | None:
+def interval_of(space: Space, plan: ScoredPlan, draws: Draws | None = None) -> Interval | None:
     """Of the plan's step; None where the profile does not tell the spread of its layers."""
     if not known(space):
         return None

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..setting import Setting
+from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .one_f_one_b import RoundTripBound
-from .options import Group, Options
 from .partial import Expansion, Known
 from .pipelines import Pipelines
+from .stage_choices import GroupChoices, StageChoices
 
 NAMES = ("forward", "usual", "plain", "cuts", "most_forward", "most_backward", "most_both", "tail")
 
@@ -49,7 +49,7 @@ class _Sums:
 class GPipeBound:
     """The bounds of the module's docstring."""
 
-    def __init__(self, options: Options, limit: float = np.inf) -> None:
+    def __init__(self, options: StageChoices, limit: float = np.inf) -> None:
         self.options, self._limit = options, limit
         self._round_trips = RoundTripBound(options, limit)
         self._setting = options.setting
@@ -142,7 +142,7 @@ class GPipeBound:
         return _Sums(*(self.options.runs.reached(values) for values in rows.values()))
 
     def _fill(
-        self, rows: dict[str, Floats], group: Group, reachable: npt.NDArray[np.bool_], remaining: int
+        self, rows: dict[str, Floats], group: GroupChoices, reachable: npt.NDArray[np.bool_], remaining: int
     ) -> None:
         stages = group.before(reachable)
         if stages is None:
@@ -197,7 +197,7 @@ def whole_bound(plans: Pipelines) -> Floats:
     return _total(setting, sums, plain[:, -1])
 
 
-def _total(setting: Setting, sums: _Sums, last: Floats | float) -> Floats:
+def _total(setting: PipelineConfig, sums: _Sums, last: Floats | float) -> Floats:
     """The bound from the sums and the largest of all stages; `last`: b' of the last stage, at the least."""
     followers = setting.micro_batches - 1
     forwards = sums.forward + sums.cuts + _times(followers, sums.most_forward)

@@ -35,16 +35,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..stage_table import Floats
-from .options import Group, Options
 from .partial import Expansion, Known
 from .pipelines import Pipelines
+from .stage_choices import GroupChoices, StageChoices
 
 
 class RoundTripBound:
     """The bounds of the module's docstring, for plans below `limit`: all others may be told to be there, or
     not to be (inf). Of GPipe they hold, too, with all micro-batches held."""
 
-    def __init__(self, options: Options, limit: float = np.inf) -> None:
+    def __init__(self, options: StageChoices, limit: float = np.inf) -> None:
         self.options, self._limit = options, limit
         self._rows = [self._after_last()]
 
@@ -103,7 +103,7 @@ class RoundTripBound:
         return tuple(np.where(dead, np.inf, values) for values in made)  # type: ignore[return-value]
 
     def _fill(
-        self, rows: tuple[Floats, ...], group: Group, reachable: npt.NDArray[np.bool_], remaining: int
+        self, rows: tuple[Floats, ...], group: GroupChoices, reachable: npt.NDArray[np.bool_], remaining: int
     ) -> None:
         """Adds a group's stages before those that are `reachable` from them."""
         stages = group.before(reachable)
@@ -125,7 +125,7 @@ class RoundTripBound:
         for seconds, values in zip((inward, whole, f + b + trip), rows, strict=True):
             stages.least_into(values, np.where(too_slow, np.inf, seconds))
 
-    def _least_backward(self, group: Group, remaining: int) -> Floats:
+    def _least_backward(self, group: GroupChoices, remaining: int) -> Floats:
         """Of any micro-batch: under except_last the last one's, without what is run again."""
         b = group.backward(self.options.held(remaining))[0]
         last_differs = self.options.setting.recompute == "except_last"

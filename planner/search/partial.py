@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..stage_table import Floats
-from .options import Group, Indices, Options
+from .stage_choices import GroupChoices, Indices, StageChoices
 
 Known = dict[str, Floats]
 """What a bound knows of unfinished plans, by name: one entry a plan."""
@@ -21,8 +21,8 @@ class Expansion:
     `position`. It is the `remaining`-th stage from the end. Seconds as of `Pipelines`; `cut`: of the transfer
     from the stage before; `least_cut`, `least_occupancy`: the least that the one to the next can take."""
 
-    options: Options
-    group: Group
+    options: StageChoices
+    group: GroupChoices
     group_index: int
     remaining: int
     parent: Indices

@@ -11,20 +11,20 @@ import numpy.typing as npt
 
 from ...cost_models.memory import Recompute
 from ...cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced, ends_reduced
+from ...cost_models.routes import Ranks
 from ...cost_models.schedules import Program, schedule_named
 from ...cost_models.simulator.costs import Costs, PipelineCosts, transfers_named
-from ...cost_models.simulator.kept import kept_program
+from ...cost_models.simulator.program_cache import cached_program
 from ...cost_models.timeline import computed, step_seconds
-from ...cost_models.ways import Ranks
 from ..candidate import Proposal
+from ..pipeline_config import PipelineConfig
 from ..replica_exchange import bytes_by_layer
-from ..setting import Setting
 from ..stage_table import Floats
-from .space import Space, Team
+from .space import ReplicaGroupCosts, Space
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
+class PipelineRoutes:
     """Where pipelines run: by pipeline, the devices of each stage; (pipelines, stages) each, the bytes that
     the replicas of a stage exchange after the last backward, and before it, see `replica_exchange`."""
 
@@ -33,10 +33,10 @@ class Routes:
     at_end: Floats
     before: Floats
 
-    def some(self, chosen: npt.NDArray[np.int64]) -> Routes:
+    def some(self, chosen: npt.NDArray[np.int64]) -> PipelineRoutes:
         """Of a part of them."""
         devices = [self.devices[row] for row in chosen]
-        return Routes(self.ports, devices, self.at_end[chosen], self.before[chosen])
+        return PipelineRoutes(self.ports, devices, self.at_end[chosen], self.before[chosen])
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Pipelines:
     process drives all stages. `routes`: for the ports that stages share; None: there are none.
     """
 
-    setting: Setting
+    setting: PipelineConfig
     forward: Floats
     backward: Floats
     plain: Floats
@@ -59,7 +59,7 @@ class Pipelines:
     forward_launch: Floats | None = None
     backward_launch: Floats | None = None
     transfers: str = "overlapped"
-    routes: Routes | None = None
+    routes: PipelineRoutes | None = None
 
     def __len__(self) -> int:
         return len(self.forward)
@@ -117,7 +117,7 @@ class Pipelines:
         """The same where every transfer and every all-reduce has ports of its own."""
         return replace(self, routes=None)
 
-    def _sharings(self, routes: Routes) -> list[PortSharing]:
+    def _sharings(self, routes: PipelineRoutes) -> list[PortSharing]:
         """What the stages of each share."""
         count, made = self.setting.micro_batches, []
         rows = zip(
@@ -144,7 +144,7 @@ class Pipelines:
 
     @property
     def _program(self) -> Program:
-        return kept_program(self.setting.schedule, self.stages, self.setting.micro_batches)
+        return cached_program(self.setting.schedule, self.stages, self.setting.micro_batches)
 
     def _general(self) -> Costs:
         return replace(self.costs().general(), transfers=transfers_named(self.transfers))
@@ -191,12 +191,14 @@ def _reduced(computed: Floats, tail: Floats, sharings: Sequence[PortSharing]) ->
     return latest
 
 
-def stage_modes(setting: Setting) -> tuple[Recompute, ...]:
+def stage_modes(setting: PipelineConfig) -> tuple[Recompute, ...]:
     """The ways in which a stage may recompute, the cheapest first."""
     return ("never", "always") if setting.recompute == "by_stage" else (setting.recompute,)
 
 
-def cheapest_mode(team: Team, setting: Setting, i: int, j: int, held: float) -> Recompute | None:
+def cheapest_mode(
+    team: ReplicaGroupCosts, setting: PipelineConfig, i: int, j: int, held: float
+) -> Recompute | None:
     """How a stage between two places recomputes so that it fits; None where it does not."""
     for mode in stage_modes(setting):
         if held <= team.most_held(mode)[i, j]:
@@ -226,18 +228,18 @@ def modes_of(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
 
 def routes_of(
     space: Space,
-    setting: Setting,
+    setting: PipelineConfig,
     devices: Sequence[tuple[Ranks, ...]],
     starts: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
-) -> Routes:
+) -> PipelineRoutes:
     """Of pipelines whose stages are on these devices, between places (pipelines, stages)."""
     held, precision = space.table(space.chain.sizes[0]).stage_bytes, space.number_bytes
     trainable = np.asarray(held.trainable)[starts, ends]
     parameters = np.asarray(held.parameters)[starts, ends]
     at_end = space.bytes_at_end(trainable)
     by_layer = bytes_by_layer(trainable, parameters, precision, space.zero)
-    return Routes(space.ports, devices, at_end, by_layer * setting.micro_batches)
+    return PipelineRoutes(space.ports, devices, at_end, by_layer * setting.micro_batches)
 
 
 def pipelines_of(

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.schedules import schedule_named
-from ..setting import Setting
+from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .pipelines import stage_modes
 from .relaxed_stages import RelaxedStages
@@ -85,7 +85,7 @@ class Priced:
 class RelaxedProblem:
     """The pipelines of a setting with 1 to `most_stages` stages."""
 
-    setting: Setting
+    setting: PipelineConfig
     stages: RelaxedStages
     most_stages: int
     _entries: dict[tuple[float, float], _Entries] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from ...cost_models.memory import LedgerOptions
 from ...cost_models.topology import Topology
 from ..stage_table import Floats, StageTable, ledger_options
 from .pipelines import stage_modes
-from .space import Space, Team, share_of, with_cuts
+from .space import ReplicaGroupCosts, Space, share_of, with_cuts
 from .subproblem import Family, bounded_counts
 
 MOST_PLACES = 97
@@ -122,7 +122,9 @@ def _grouped(own: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
     return [own[start:end] for start, end in pairwise(bounds.tolist())]
 
 
-def _choice(space: Space, kind: Device, kinds: Sequence[Device], counts: Replicas, size: int) -> Team:
+def _choice(
+    space: Space, kind: Device, kinds: Sequence[Device], counts: Replicas, size: int
+) -> ReplicaGroupCosts:
     """As a team of that kind; its replicas are the most, of which each needs the least memory."""
     timed = [_least(space.timed(kind, share).costs for share in counts.shares)]
     profiled = timed if kind.profile is None else [_least(space.table(s).costs for s in counts.shares)]
@@ -138,7 +140,7 @@ def _choice(space: Space, kind: Device, kinds: Sequence[Device], counts: Replica
     )
     exchanged = space.bytes_at_end(np.asarray(table.stage_bytes.trainable))
     sent = exchanged * all_reduce_pace(space.topology, counts.fewest)
-    return Team(
+    return ReplicaGroupCosts(
         table=table,
         replicas=counts.most,
         share=counts.shares[-1],

@@ -19,14 +19,14 @@ from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.optimizers import Precision
 from ...cost_models.port_sharing import PortSharings
 from ...cost_models.precision import training_precision
+from ...cost_models.routes import Routes
 from ...cost_models.runtime import Runtime
 from ...cost_models.topology import Topology
-from ...cost_models.ways import Ways
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
 from ..stage_table import Floats, StageTable, ledger_options
 from ..wishes import Limits
+from .allreduce_overlap import Buckets, buckets_of
 from .budget import SearchBudget
-from .exposed import Buckets, buckets_of
 
 MOST_BLOCKS = 220
 """Between allowed cuts: of so many, tables of all stages are made."""
@@ -65,7 +65,7 @@ class Space:
     budget: SearchBudget = field(default_factory=SearchBudget)
     """What everything that is done with the space may take."""
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
-    _teams: dict[object, Team] = field(default_factory=dict, init=False)
+    _teams: dict[object, ReplicaGroupCosts] = field(default_factory=dict, init=False)
     _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
 
     def within(self, budget: SearchBudget) -> Space:
@@ -141,9 +141,9 @@ class Space:
         return self.runtime is not None and self.runtime.one_process
 
     @cached_property
-    def ways(self) -> Ways:
+    def ways(self) -> Routes:
         """The ways from stages to stages."""
-        return Ways(self.topology)
+        return Routes(self.topology)
 
     @cached_property
     def ports(self) -> PortSharings:
@@ -190,7 +190,7 @@ class Space:
         works = [n * self.least_work(share_of(size, n), again=again) for n in fitting]
         return np.minimum.reduce(works) if works else None
 
-    def team(self, size: int, devices: Sequence[int]) -> Team:
+    def team(self, size: int, devices: Sequence[int]) -> ReplicaGroupCosts:
         """What stages cost on these devices, which share micro-batches of `size` samples."""
         devices = tuple(devices)
         run = self._run(devices)
@@ -218,7 +218,7 @@ class Space:
             return self.topology.kinds
         return tuple(dict.fromkeys(self.topology.device(rank) for rank in devices))
 
-    def _team(self, size: int, devices: tuple[int, ...]) -> Team:
+    def _team(self, size: int, devices: tuple[int, ...]) -> ReplicaGroupCosts:
         kinds = self._kinds(devices)
         share = share_of(size, len(devices))
         timed = [(self.timed(kind, share), kind.seconds_scale) for kind in kinds]
@@ -244,7 +244,7 @@ class Space:
             slowest = np.argmax(backward, axis=0)
             tail = np.take_along_axis(np.array(tails), slowest[None], axis=0)[0]
         least = min(kinds, key=lambda kind: inf if kind.memory_bytes is None else kind.memory_bytes)
-        return Team(
+        return ReplicaGroupCosts(
             table=self.table(share),
             replicas=len(devices),
             share=share,
@@ -269,7 +269,7 @@ class Space:
 
 
 @dataclass(frozen=True, eq=False)
-class Team:
+class ReplicaGroupCosts:
     """What all stages cost on so many devices of these kinds, so joined. Tables as of `StageTable`.
 
     Seconds are those of the slowest replica; `tail`: of the all-reduce that follows the last backward.

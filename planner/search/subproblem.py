@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...cost_models.memory import Recompute
-from ..candidate import Candidate, Proposal
+from ..candidate import Proposal, ScoredPlan
+from ..pipeline_config import PipelineConfig
 from ..plan_file import TIE
-from ..setting import Setting
 from ..stage_table import Floats
 from .budget import SearchBudget
+from .device_ranges import DeviceRanges
 from .gpipe import GPipeBound
 from .one_f_one_b import RoundTripBound
-from .options import Group, Indices, Options, options_of
 from .partial import Expansion, Known, Partial, extended, joined, nothing
 from .pipelines import Pipelines, routes_of
 from .placements import Placement
-from .runs import Runs
 from .space import Space, share_of
+from .stage_choices import GroupChoices, Indices, StageChoices, options_of
 
 BEAM = 32
 CHUNK = 1_024
@@ -39,7 +39,7 @@ class Family:
     """The pipelines of a setting on an order of the devices, whose stages have these numbers of replicas;
     `on_all`: only those that leave no device free."""
 
-    setting: Setting
+    setting: PipelineConfig
     placement: Placement
     replicas: tuple[int, ...]
     on_all: bool = False
@@ -68,13 +68,13 @@ class Subproblem:
     """The plans of one family, by number of stages."""
 
     def __init__(
-        self, space: Space, family: Family, counts: Sequence[int], runs: Runs, work: SearchBudget
+        self, space: Space, family: Family, counts: Sequence[int], runs: DeviceRanges, work: SearchBudget
     ) -> None:
         self.space, self.family, self.counts, self.runs, self.work = space, family, counts, runs, work
         self.quick_bound = quick_bound(space, family)
         self.roots: dict[int, float] = {}
         """By number of stages, the bound before searching, once it was needed."""
-        self._made: tuple[Options, Bound] | None = None
+        self._made: tuple[StageChoices, Bound] | None = None
 
     @property
     def root(self) -> float:
@@ -100,16 +100,16 @@ class Subproblem:
             self._made = None
         return is_open
 
-    def _bound(self, limit: float) -> tuple[Options, Bound]:
+    def _bound(self, limit: float) -> tuple[StageChoices, Bound]:
         """The options and the bound for plans below `limit`."""
         if self._made is None:
             options = options_of(self.space, self.family.setting, self.runs, _within(limit))
             self._made = options, BOUNDS[self.family.setting.schedule](options, _within(limit))
         return self._made
 
-    def seed(self, limit: float) -> Candidate | None:
+    def seed(self, limit: float) -> ScoredPlan | None:
         """A good plan that is faster than `limit`, where there may be one: the best of a narrow beam."""
-        best: Candidate | None = None
+        best: ScoredPlan | None = None
         if self.opened(limit):
             for stages in sorted(self.counts, key=lambda count: self.roots[count]):
                 if self.roots[stages] >= limit:
@@ -119,7 +119,7 @@ class Subproblem:
                     best, limit = found, found.step_seconds
         return best
 
-    def beam(self, stages: int, limit: float) -> Candidate | None:
+    def beam(self, stages: int, limit: float) -> ScoredPlan | None:
         """The best plan of so many stages that is faster than `limit`, of those that a narrow beam keeps."""
         chunk: Chunk | None = self.start(stages, limit)
         while chunk is not None and chunk.remaining:
@@ -155,7 +155,7 @@ class Subproblem:
             lowest = np.maximum(lowest, bound.finished(self._pipelines(options, plans)))
         return list(_chunks(plans, lowest, chunk.stages, remaining - 1, limit, width))
 
-    def scored(self, chunk: Chunk, limit: float) -> tuple[Candidate | None, Chunk | None]:
+    def scored(self, chunk: Chunk, limit: float) -> tuple[ScoredPlan | None, Chunk | None]:
         """The fastest of the first whole plans of a chunk, where it is faster than `limit`, and the rest."""
         options, _ = self._bound(limit)
         order = np.arange(len(chunk))
@@ -172,7 +172,7 @@ class Subproblem:
         plans = joined([chunk.plans], later)
         return best, Chunk(plans, chunk.bounds[later], chunk.stages, 0, batch)
 
-    def _pipelines(self, options: Options, plans: Partial) -> Pipelines:
+    def _pipelines(self, options: StageChoices, plans: Partial) -> Pipelines:
         runtime, columns = self.space.runtime, dict(plans.columns)
         table = options.groups[0].team.table
         starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
@@ -186,20 +186,20 @@ class Subproblem:
         routes = routes_of(self.space, self.family.setting, devices, starts, plans.ends)
         return Pipelines(self.family.setting, **columns, transfers=transfers, routes=routes)
 
-    def _devices(self, options: Options, plans: Partial, row: int) -> tuple[tuple[int, ...], ...]:
+    def _devices(self, options: StageChoices, plans: Partial, row: int) -> tuple[tuple[int, ...], ...]:
         """Of the stages of a whole plan."""
         ranks, groups = self.family.placement.ranks, options.groups
         runs = zip(plans.begins[row].tolist(), plans.groups[row].tolist(), strict=True)
         return tuple(ranks[begin : begin + groups[group].replicas] for begin, group in runs)
 
-    def _candidate(self, options: Options, plans: Partial, row: int, step: float) -> Candidate:
+    def _candidate(self, options: StageChoices, plans: Partial, row: int, step: float) -> ScoredPlan:
         places, mode = options.groups[0].team.table.places, self.family.setting.recompute
         modes: list[Recompute] = [
             ("always" if again else "never") if mode == "by_stage" else mode for again in plans.again[row]
         ]
         ends = tuple(places[end] for end in plans.ends[row])
         devices = self._devices(options, plans, row)
-        return Candidate(Proposal(self.family.setting, ends, devices), tuple(modes), float(step))
+        return ScoredPlan(Proposal(self.family.setting, ends, devices), tuple(modes), float(step))
 
 
 def _chunks(
@@ -218,7 +218,7 @@ def _within(limit: float) -> float:
     return limit * (1 + 2 * TIE)
 
 
-def expansions(options: Options, plans: Partial, remaining: int) -> Iterator[Expansion]:
+def expansions(options: StageChoices, plans: Partial, remaining: int) -> Iterator[Expansion]:
     """Every further stage of the plans, which leaves a device and a block for each that is to follow."""
     starts = options.runs.starts
     pairs = [(row, begin) for row, end in enumerate(plans.position.tolist()) for begin in starts[end]]
@@ -244,7 +244,7 @@ def expansions(options: Options, plans: Partial, remaining: int) -> Iterator[Exp
 
 
 def _cut(
-    options: Options, plans: Partial, group: Group, parent: Indices, position: Indices
+    options: StageChoices, plans: Partial, group: GroupChoices, parent: Indices, position: Indices
 ) -> tuple[Floats, Floats]:
     """Latency of the transfer from the stage before, and the seconds for which it takes its links: the larger
     part of both sides."""

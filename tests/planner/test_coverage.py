@@ -15,18 +15,18 @@ from pplan.cost_models.errors import DefectError
 from pplan.cost_models.hardware import Level
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Link, Topology
-from pplan.planner import find as finding
-from pplan.planner.candidate import Candidate, Proposal
+from pplan.planner import joint_search as finding
+from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.coverage import as_searched, is_searched
-from pplan.planner.find import find, joint_search, planned_by, searched, with_bound
+from pplan.planner.joint_search import find, joint_search, planned_by, searched, with_bound
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solved import solve_for
+from pplan.planner.pipeline_config import SEARCHED
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
-from pplan.planner.search.branch_and_bound import Found
-from pplan.planner.setting import SEARCHED
+from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.solve import solve
 from pplan.planner.wishes import Wishes
 
@@ -153,13 +153,13 @@ class TestAPlannersOtherPlacement:
     ) -> None:
         problem = self.made(seed, make_chain)
         space, dapple = searched(problem), planned_by(PLANNERS["dapple"], problem)
-        assert isinstance(dapple, Candidate)
+        assert isinstance(dapple, ScoredPlan)
         assert space.exact
         assert dapple.step_seconds < 0.98 * space.bound_seconds
         for small in (1_000, 0):  # also where costly planners are asked after the search
             monkeypatch.setattr(finding, "SMALL", small)
             answer = find(problem)
-            assert isinstance(answer.by_planner["dapple"], Candidate)
+            assert isinstance(answer.by_planner["dapple"], ScoredPlan)
             assert answer.best is not None
             assert answer.best.step_seconds <= dapple.step_seconds * (1 + 1e-9)
             assert answer.found.universal
@@ -223,7 +223,7 @@ def test_no_bound_is_lowered_to_a_step(make_chain: MakeChain) -> None:
     problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), Wishes(mini_batch=4))
     found = searched(problem)
     assert found.best is not None
-    wrong = Found(found.best, 2 * found.bound_seconds, found.bound_seconds, exact=True)
+    wrong = SearchResult(found.best, 2 * found.bound_seconds, found.bound_seconds, exact=True)
     with pytest.raises(DefectError, match="is below its bound"):
         with_bound(problem, found.best, wrong)
 

@@ -17,8 +17,8 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
-from pplan.planner.candidate import Candidate
-from pplan.planner.find import find
+from pplan.planner.candidate import ScoredPlan
+from pplan.planner.joint_search import find
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.wishes import Wishes
@@ -125,7 +125,7 @@ def test_never_worse_than_any_planner(
     answer = find(made)
     assert set(answer.by_planner) == set(PLANNERS)
     assert answer.best is not None
-    plans = {name: plan for name, plan in answer.by_planner.items() if isinstance(plan, Candidate)}
+    plans = {name: plan for name, plan in answer.by_planner.items() if isinstance(plan, ScoredPlan)}
     assert len(plans) > 1
     assert answer.best.setting.schedule in made.proposable
     for name, plan in plans.items():

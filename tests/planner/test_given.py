@@ -11,7 +11,7 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.given import Given, given_plan
+from pplan.planner.fixed_partition import FixedPartition, given_plan
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.problem import Problem
 from pplan.planner.simulated import simulate_plan
@@ -23,7 +23,7 @@ MakeTopology = Callable[..., Topology]
 PROFILE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
-def plan_of(chain: Chain, topology: Topology, given: Given, **wishes: object) -> Plan:
+def plan_of(chain: Chain, topology: Topology, given: FixedPartition, **wishes: object) -> Plan:
     problem = Problem(chain, topology, Wishes(**{"mini_batch": 16, **wishes}))  # type: ignore[arg-type]
     return given_plan(problem, given, model="toy", profile=PROFILE)
 
@@ -44,7 +44,7 @@ def test_the_step_is_the_simulators(
     make_chain: MakeChain, make_topology: MakeTopology, schedule: str, virtual: int, replicas: int
 ) -> None:
     chain, topology = make_chain(1, 9, cuts=1.0), make_topology(8)
-    given = Given((2, 3, 7, 9), virtual, replicas)
+    given = FixedPartition((2, 3, 7, 9), virtual, replicas)
     plan = plan_of(chain, topology, given, schedule=schedule, micro_batches=8, recompute="never")
     assert [stage.layers for stage in plan.stages] == plan.balance == [2, 1, 4, 2]
     assert (plan.schedule, plan.virtual_stages, plan.replicas) == (schedule, virtual, [replicas] * 4)
@@ -61,7 +61,7 @@ def test_the_step_is_the_simulators(
 def test_what_is_left_open_is_the_best(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """Over every schedule and number of micro-batches asked for one by one."""
     chain, topology = make_chain(2, 8, cuts=1.0), make_topology(4)
-    given = Given((3, 5, 8))
+    given = FixedPartition((3, 5, 8))
     each = [
         plan_of(chain, topology, given, schedule=schedule, micro_batches=count).prediction.step_seconds
         for schedule in ("1f1b", "gpipe")
@@ -78,7 +78,7 @@ def test_the_partition_that_solve_finds_takes_what_solve_says(
     found = solve(chain, topology, Wishes(mini_batch=16, schedule="1f1b"), model="toy", profile=PROFILE)
     if len(set(found.replicas)) > 1:
         pytest.fail("choose a seed whose best plan has as many replicas everywhere")
-    given = Given(tuple(np.cumsum(found.balance).tolist()), 1, found.replicas[0])
+    given = FixedPartition(tuple(np.cumsum(found.balance).tolist()), 1, found.replicas[0])
     again = plan_of(chain, topology, given, schedule="1f1b", micro_batches=found.micro_batches)
     assert again.prediction.step_seconds == pytest.approx(found.prediction.step_seconds, rel=1e-9)
 
@@ -86,7 +86,7 @@ def test_the_partition_that_solve_finds_takes_what_solve_says(
 def test_recomputation_where_it_does_not_fit_without(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
-    chain, given = make_chain(4, 6, cuts=1.0), Given((3, 6))
+    chain, given = make_chain(4, 6, cuts=1.0), FixedPartition((3, 6))
     asked = {"schedule": "gpipe", "micro_batches": 8}
     needs = {
         mode: max(
@@ -105,7 +105,7 @@ def test_recomputation_where_it_does_not_fit_without(
 
 
 def test_what_does_not_fit_is_a_plan_that_says_so(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    chain, given = make_chain(4, 6, cuts=1.0), Given((3, 6))
+    chain, given = make_chain(4, 6, cuts=1.0), FixedPartition((3, 6))
     plan = plan_of(chain, make_topology(2, memory=10), given, schedule="1f1b", micro_batches=8)
     assert plan.warnings[0][:18] == "it does not fit: d"
     assert "of 10 B" in plan.warnings[0]
@@ -115,11 +115,11 @@ def test_what_does_not_fit_is_a_plan_that_says_so(make_chain: MakeChain, make_to
 def test_what_cannot_be(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain, topology = make_chain(5, 6, cuts=1.0), make_topology(2)
     with pytest.raises(UsageError, match="gpus=2: the partition takes 3 GPUs"):
-        plan_of(chain, topology, Given((2, 4, 6)))
+        plan_of(chain, topology, FixedPartition((2, 4, 6)))
     forbidden = replace(chain, cut_after=np.array([True, False, True, True, True, False]))
     with pytest.raises(UsageError, match="stage 0 ends after layer 1, layer1, where the profile"):
-        plan_of(forbidden, topology, Given((2, 6)))
+        plan_of(forbidden, topology, FixedPartition((2, 6)))
     with pytest.raises(UsageError, match="interleaved"):
-        plan_of(chain, topology, Given((1, 2, 4, 6), 2), schedule="interleaved", micro_batches=1)
+        plan_of(chain, topology, FixedPartition((1, 2, 4, 6), 2), schedule="interleaved", micro_batches=1)
     with pytest.raises(UsageError, match="replicas have no sample each"):
-        plan_of(chain, make_topology(8), Given((2, 6), 1, 4), micro_batches=8)
+        plan_of(chain, make_topology(8), FixedPartition((2, 6), 1, 4), micro_batches=8)

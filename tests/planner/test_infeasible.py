@@ -12,8 +12,8 @@ import pytest
 from pplan.cost_models.errors import InfeasibleError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.find import find
 from pplan.planner.infeasible import no_plan_fits
+from pplan.planner.joint_search import find
 from pplan.planner.problem import Problem
 from pplan.planner.wishes import Wishes
 

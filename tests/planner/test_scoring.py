@@ -11,15 +11,15 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.schedules import SCHEDULES, schedule_named
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Candidate, Proposal, replicated
-from pplan.planner.find import find
+from pplan.planner.candidate import Proposal, ScoredPlan, replicated
+from pplan.planner.joint_search import find
+from pplan.planner.pipeline_config import SEARCHED, PipelineConfig
 from pplan.planner.plan_file import Plan, ProfileReference
-from pplan.planner.planned import planned_stages
+from pplan.planner.plan_stages import planned_stages
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import busiest_seconds, fastest
-from pplan.planner.search.branch_and_bound import Found
+from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.search.space import Space
-from pplan.planner.setting import SEARCHED, Setting
 from pplan.planner.simulated import simulate_plan
 from pplan.planner.solve import bare_plan
 from pplan.planner.wishes import ASYNCHRONOUS, Wishes
@@ -82,14 +82,14 @@ def test_replicas_and_stages_that_recompute(
     seen = [plan for plan in any_plans(problem, rng) if plan is not None]
     assert len(seen) > 4
     for plan in seen:
-        found = Found(plan, 0.1, 0.1, exact=False)
+        found = SearchResult(plan, 0.1, 0.1, exact=False)
         made = bare_plan(problem, plan, found, model="toy", profile=REFERENCE)
         is_what_it_says(made, chain, topology)
     assert any(max(plan.proposal.replicas) > 1 for plan in seen)
     assert any(len(set(plan.recompute)) > 1 for plan in seen) or seed % 2
 
 
-def any_plans(problem: Problem, rng: np.random.Generator) -> Iterator[Candidate | None]:
+def any_plans(problem: Problem, rng: np.random.Generator) -> Iterator[ScoredPlan | None]:
     for _ in range(80):
         stages = int(rng.integers(1, 5))
         ends = (*sorted(rng.choice(np.arange(1, 9), stages - 1, replace=False).tolist()), 9)
@@ -97,7 +97,7 @@ def any_plans(problem: Problem, rng: np.random.Generator) -> Iterator[Candidate 
         size = int(rng.choice([1, 2, 4]))
         schedule = str(rng.choice(SEARCHED))
         if sum(replicas) <= 6:
-            setting = Setting(schedule, "by_stage", 8 // size, size)
+            setting = PipelineConfig(schedule, "by_stage", 8 // size, size)
             yield fastest(problem.space, [replicated(setting, ends, replicas)])
 
 
@@ -108,7 +108,7 @@ def test_ledgers_are_those_that_the_search_takes(
     """What a planned stage needs is what its team's table says, at the micro-batches that it holds."""
     space = Space(make_chain(4, 8, cuts=1.1), make_topology(5), optimizer)
     for schedule in SEARCHED:
-        setting = Setting(schedule, "by_stage", 4, 4)
+        setting = PipelineConfig(schedule, "by_stage", 4, 4)
         proposal = Proposal(setting, (2, 5, 8), ((0,), (1, 2), (3, 4)))
         plan = fastest(space, [proposal])
         assert plan is not None

@@ -15,12 +15,12 @@ from pplan.cost_models.timeline import simulate
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.assembly import Assembly
 from pplan.planner.candidate import Proposal
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
+from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assembly_of
 from pplan.planner.search.pipelines import pipelines_of
 from pplan.planner.search.space import Space
-from pplan.planner.setting import Setting
 from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
@@ -39,7 +39,7 @@ def random_proposals(
     """Straight pipelines of as many stages on any devices."""
     places = [*(np.flatnonzero(chain.cut_after) + 1).tolist()]
     stages = int(rng.integers(2, min(5, len(places) + 2)))
-    setting = Setting(str(rng.choice(["1f1b", "gpipe"])), "never", int(rng.choice([1, 3, 6])), 4)
+    setting = PipelineConfig(str(rng.choice(["1f1b", "gpipe"])), "never", int(rng.choice([1, 3, 6])), 4)
     made = []
     for _ in range(count):
         ends = (*sorted(rng.choice(places, stages - 1, replace=False).tolist()), len(chain))
@@ -131,7 +131,7 @@ def test_the_step_holds_what_a_nodes_port_must_carry(make_chain: MakeChain) -> N
     space = Space(chain=chain, topology=topology, optimizer="sgd")
     devices = tuple((stage, stage + 8) for stage in range(8))
     ends = tuple(2 * stage + 2 for stage in range(8))
-    made = assembly_of(space, Proposal(Setting("1f1b", "never", 8, 2), ends, devices), ["never"] * 8)
+    made = assembly_of(space, Proposal(PipelineConfig("1f1b", "never", 8, 2), ends, devices), ["never"] * 8)
     card = float(chain.trainable_bytes.sum()) / 20.0
     step = simulate(made.program, made.costs()).step_seconds
     assert step >= card

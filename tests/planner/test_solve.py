@@ -15,14 +15,14 @@ from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.alternatives import alternatives_of
-from pplan.planner.candidate import Candidate, straight
-from pplan.planner.find import Answer, planned_by
+from pplan.planner.candidate import ScoredPlan, straight
+from pplan.planner.joint_search import JointSearchResult, planned_by
+from pplan.planner.pipeline_config import SEARCHED
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
-from pplan.planner.search.branch_and_bound import Found
-from pplan.planner.setting import SEARCHED
+from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.solve import solve
 from pplan.planner.wishes import Wishes
 
@@ -113,9 +113,11 @@ def test_alternatives_where_an_interleaved_plan_is_the_best(
     chain, topology = make_chain(2, 8, cuts=1.1), make_topology(2)
     own = problem(chain, topology, mini_batch=8, schedule="interleaved")
     best = planned_by(PLANNERS["interleaved"], own)
-    assert isinstance(best, Candidate)
-    found = Found(best, best.step_seconds, best.step_seconds, exact=True)
-    made = alternatives_of(problem(chain, topology, mini_batch=8), Answer(found, {"interleaved": best}))
+    assert isinstance(best, ScoredPlan)
+    found = SearchResult(best, best.step_seconds, best.step_seconds, exact=True)
+    made = alternatives_of(
+        problem(chain, topology, mini_batch=8), JointSearchResult(found, {"interleaved": best})
+    )
     assert {"deepspeed", "torch"} <= {name for other in made for name in other.runtimes}
     *searched, proposed = made
     assert {other.schedule for other in searched} <= set(SEARCHED)

@@ -11,7 +11,7 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
 from pplan.cost_models.topology import MOST_DEVICES, Device, Link, Topology, two_level_topology
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
 from pplan.planner.objectives.throughput import throughput
 from pplan.planner.plan_file import ProfileReference
 from pplan.planner.problem import Problem

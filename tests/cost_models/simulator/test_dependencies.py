@@ -10,11 +10,11 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.schedules import schedule_named
-from pplan.cost_models.schedules.action import Action, Place, Program, straight
+from pplan.cost_models.schedules.action import Action, Program, StageSlot, straight
 from pplan.cost_models.simulator.dependencies import order_of
 
 F0, B0, W0, F1, B1 = Action("F", 0), Action("B", 0), Action("W", 0), Action("F", 1), Action("B", 1)
-LOOP = (tuple(Place(device, chunk) for chunk in range(2) for device in range(2)),)
+LOOP = (tuple(StageSlot(device, chunk) for chunk in range(2) for device in range(2)),)
 """Two devices of two chunks."""
 
 
@@ -77,9 +77,12 @@ def test_an_order_is_kept_as_long_as_its_program() -> None:
         (looped("F0 F0.1 B0.1 B0", "F0 F0.1 B0"), "stage 1: B0.1 is missing"),
         (replace(looped("F0", "F0"), pipes=(LOOP[0][:2],)), None),
         (replace(looped("F0", "F0"), pipes=(LOOP[0], LOOP[0][:2])), "pipes of \\[4, 2\\] places"),
-        (replace(looped("F0", "F0"), pipes=((Place(2),),)), "pipe 0 goes through stage 2 chunk 0"),
-        (replace(looped("F0", "F0"), pipes=((Place(0), Place(0)),)), "stage 0 chunk 0 is part 0 and part 1"),
-        (replace(looped("F0", "F0"), pipes=((Place(0),),)), "F0 of stage 1 stands where its micro-batch"),
+        (replace(looped("F0", "F0"), pipes=((StageSlot(2),),)), "pipe 0 goes through stage 2 chunk 0"),
+        (
+            replace(looped("F0", "F0"), pipes=((StageSlot(0), StageSlot(0)),)),
+            "stage 0 chunk 0 is part 0 and part 1",
+        ),
+        (replace(looped("F0", "F0"), pipes=((StageSlot(0),),)), "F0 of stage 1 stands where its micro-batch"),
         (replace(looped("F0", "F0"), pipe_of=(1,)), "micro-batches of pipe 1"),
         (replace(looped("F0", "F0"), shares=(0.5, 0.5)), "2 shares for 1 micro-batches"),
     ],

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import MachineError, UsageError
-from pplan.cost_models.schedules.action import Action, Place, Program, straight
+from pplan.cost_models.schedules.action import Action, Program, StageSlot, straight
 from pplan.cost_models.simulator import accelerated
 from pplan.cost_models.simulator.costs import TRANSFERS, Costs, Transfers
 from pplan.cost_models.simulator.dependencies import order_of
@@ -53,8 +53,8 @@ def random_program(rng: np.random.Generator) -> Program:
     )
 
 
-def random_pipe(rng: np.random.Generator, devices: int, places: int, first_chunk: int) -> list[Place]:
-    return [Place(int(rng.integers(devices)), first_chunk + p) for p in range(places)]
+def random_pipe(rng: np.random.Generator, devices: int, places: int, first_chunk: int) -> list[StageSlot]:
+    return [StageSlot(int(rng.integers(devices)), first_chunk + p) for p in range(places)]
 
 
 def needs(node: Node, places: int) -> list[Node]:
@@ -103,7 +103,9 @@ class Described:
         self.device = {node: device for device, own in enumerate(self.lists) for node in own}
 
     def _position(self, device: int, action: Action) -> int:
-        return self.program.pipes[self.program.pipe_of[action.micro_batch]].index(Place(device, action.chunk))
+        return self.program.pipes[self.program.pipe_of[action.micro_batch]].index(
+            StageSlot(device, action.chunk)
+        )
 
     def _chunk(self, node: Node) -> tuple[int, int, int]:
         place = self.program.pipes[self.program.pipe_of[node[1]]][node[2]]

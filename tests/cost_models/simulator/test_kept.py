@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pplan.cost_models.simulator.kept import Kept
+from pplan.cost_models.simulator.program_cache import ProgramCache
 
 
 def test_the_last_used_stay() -> None:
     """12 actions each, 30 in all."""
-    kept = Kept(30)
+    kept = ProgramCache(30)
     first = kept.program("gpipe", 2, 3)
     kept.program("1f1b", 2, 3)
     assert kept.program("gpipe", 2, 3) is first
@@ -17,6 +17,6 @@ def test_the_last_used_stay() -> None:
 
 
 def test_what_is_too_large_is_not_kept() -> None:
-    kept = Kept(30)
+    kept = ProgramCache(30)
     assert kept.program("1f1b", 4, 8).devices == 4
     assert (len(kept.programs), kept.actions) == (0, 0)

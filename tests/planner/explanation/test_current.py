@@ -12,7 +12,7 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.explanation.current import Current, CurrentSplit, current_split
+from pplan.planner.explanation.compare_split import CurrentSplit, SplitComparison, compare_split
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -30,7 +30,7 @@ def made(make_chain: MakeChain, make_topology: MakeTopology, solved: Solve) -> A
     return found
 
 
-def total(split: CurrentSplit) -> tuple[float, float]:
+def total(split: SplitComparison) -> tuple[float, float]:
     return (
         sum(cause.current_seconds for cause in split.causes),
         sum(cause.plan_seconds for cause in split.causes),
@@ -38,7 +38,7 @@ def total(split: CurrentSplit) -> tuple[float, float]:
 
 
 def test_the_plans_own_split_is_as_fast(made: Any) -> None:
-    split = current_split(made.question, Current(tuple(made.plan.balance)))
+    split = compare_split(made.question, CurrentSplit(tuple(made.plan.balance)))
     assert split.current.plan == split.plan.plan
     assert split.slower == pytest.approx(0, abs=1e-12)
     assert all(cause.more_seconds == pytest.approx(0, abs=1e-12) for cause in split.causes)
@@ -49,7 +49,7 @@ def test_the_plans_own_split_is_as_fast(made: Any) -> None:
 
 def test_a_lopsided_split_is_slower_by_its_busiest_stage(made: Any) -> None:
     balance = (7, 1, 1)
-    split = current_split(made.question, Current(balance, micro_batches=made.plan.micro_batches))
+    split = compare_split(made.question, CurrentSplit(balance, micro_batches=made.plan.micro_batches))
     assert split.current.plan.balance == list(balance)
     assert split.slower > 0.1
     assert total(split) == pytest.approx((split.current.plan.step_seconds, split.plan.plan.step_seconds))
@@ -61,7 +61,7 @@ def test_a_lopsided_split_is_slower_by_its_busiest_stage(made: Any) -> None:
 
 def test_few_micro_batches_are_told_from_the_cuts(made: Any) -> None:
     balance = tuple(made.plan.balance)
-    split = current_split(made.question, Current(balance, micro_batches=2))
+    split = compare_split(made.question, CurrentSplit(balance, micro_batches=2))
     assert split.current.plan.micro_batches == 2
     assert split.best_setting is not None
     assert split.best_setting.step_seconds == pytest.approx(made.plan.prediction.step_seconds)
@@ -69,7 +69,7 @@ def test_few_micro_batches_are_told_from_the_cuts(made: Any) -> None:
 
 
 def test_another_schedule_and_replicas(made: Any) -> None:
-    split = current_split(made.question, Current((9,), replicas=3, schedule="gpipe"))
+    split = compare_split(made.question, CurrentSplit((9,), replicas=3, schedule="gpipe"))
     assert split.current.plan.schedule == "gpipe"
     assert split.current.plan.replicas == [3]
     names = [cause.name for cause in split.causes]
@@ -80,7 +80,7 @@ def test_another_schedule_and_replicas(made: Any) -> None:
 def test_what_is_run_again_is_told(made: Any, solved: Solve) -> None:
     """Of the busiest stage, the forward of every micro-batch."""
     again = solved(made.chain, made.topology, mini_batch=8, schedule="1f1b", recompute="always")
-    split = current_split(again.question, Current((7, 1, 1)))
+    split = compare_split(again.question, CurrentSplit((7, 1, 1)))
     cause = next(cause for cause in split.causes if cause.name == "recompute")
     for side, seconds in ((split.current, cause.current_seconds), (split.plan, cause.plan_seconds)):
         forward = side.stages[side.busiest.stage].forward_seconds
@@ -93,20 +93,20 @@ def test_a_split_that_does_not_fit_says_so(made: Any, solved: Solve) -> None:
     device = replace(made.topology.groups[0].device, memory_bytes=needed)
     topology = replace(made.topology, groups=(made.topology.groups[0]._replace(device=device),))
     tight = solved(made.chain, topology, mini_batch=8, schedule="1f1b")
-    split = current_split(tight.question, Current((7, 1, 1)))
+    split = compare_split(tight.question, CurrentSplit((7, 1, 1)))
     assert any(note.startswith("it does not fit: device 0 needs") for note in split.notes)
 
 
 @pytest.mark.parametrize(
     ("current", "message"),
     [
-        (Current((3, 3)), "holds 6 layers, the model has 9"),
-        (Current((3, 0, 6)), "a stage has no layer"),
-        (Current((1,) * 9), "takes 9 GPUs"),
-        (Current((5, 4), micro_batches=3), "does not divide"),
-        (Current((5, 4), schedule="chimera", micro_batches=1), "chimera"),
+        (CurrentSplit((3, 3)), "holds 6 layers, the model has 9"),
+        (CurrentSplit((3, 0, 6)), "a stage has no layer"),
+        (CurrentSplit((1,) * 9), "takes 9 GPUs"),
+        (CurrentSplit((5, 4), micro_batches=3), "does not divide"),
+        (CurrentSplit((5, 4), schedule="chimera", micro_batches=1), "chimera"),
     ],
 )
-def test_a_split_that_cannot_be(made: Any, current: Current, message: str) -> None:
+def test_a_split_that_cannot_be(made: Any, current: CurrentSplit, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        current_split(made.question, current)
+        compare_split(made.question, current)

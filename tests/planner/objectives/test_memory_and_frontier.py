@@ -14,7 +14,7 @@ from pplan.planner.objectives.frontier import frontier_of
 from pplan.planner.objectives.frontier_file import Frontier
 from pplan.planner.objectives.memory import least_memory
 from pplan.planner.objectives.objective import Objective
-from pplan.planner.objectives.outcome import peak_bytes
+from pplan.planner.objectives.objective_result import peak_bytes
 from pplan.planner.objectives.solved import solve_for
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.problem import Problem

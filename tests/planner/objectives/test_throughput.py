@@ -15,8 +15,8 @@ from pplan.planner.asynchronous import running, steady_seconds
 from pplan.planner.candidate import Proposal
 from pplan.planner.objectives.steady_search import pace
 from pplan.planner.objectives.throughput import fastest_asynchronous, throughput
+from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
-from pplan.planner.setting import Setting
 
 MakeProblem = Callable[..., Problem]
 Shapes = Callable[[Problem, int], list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]]
@@ -31,7 +31,7 @@ def asynchronous(problem: Problem, shapes: Shapes) -> Iterator[tuple[Proposal, t
             if len(ends) < 2 or 1 < count < len(ends):
                 continue
             schedule = "pipedream" if count == 1 else "pipedream-2bw"
-            proposal = Proposal(Setting(schedule, "by_stage", count, size), ends, devices)
+            proposal = Proposal(PipelineConfig(schedule, "by_stage", count, size), ends, devices)
             for modes in product(MODES, repeat=len(ends)):
                 made = running(problem.space, proposal, modes)
                 held = [sum(made.ledger(device).values()) for device in range(len(ends))]
@@ -93,7 +93,7 @@ def test_the_formula_is_the_simulators_steady_state(
 def test_memory_counts_weight_versions(make_problem: MakeProblem) -> None:
     """Three equal stages: PipeDream keeps 3, 2 and 1 versions; what is held falls from stage to stage."""
     problem = make_problem(1, 3, 3)
-    proposal = Proposal(Setting("pipedream", "never", 1, 4), (1, 2, 3), ((0,), (1,), (2,)))
+    proposal = Proposal(PipelineConfig("pipedream", "never", 1, 4), (1, 2, 3), ((0,), (1,), (2,)))
     made = running(problem.space, proposal, ("never",) * 3)
     ledgers = [made.ledger(device) for device in range(3)]
     for stage, ledger in enumerate(ledgers):

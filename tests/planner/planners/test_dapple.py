@@ -16,13 +16,13 @@ from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
+from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.planners.dapple import ANY, PLANNER, Effort, Whole, plan
 from pplan.planner.planners.dapple_moves import machines_of
 from pplan.planner.planners.dapple_placement import POLICIES
 from pplan.planner.planners.replicated import Trial
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
-from pplan.planner.setting import Setting
 from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
@@ -236,7 +236,9 @@ def test_weights_at_the_end_stay_on_one_device(make_chain: MakeChain) -> None:
     assert best is not None
     assert [len(own) for own in best.devices] == [7, 1]
     assert best.ends == (6, 7)
-    assert Proposal(Setting("1f1b", "by_stage", 8, 28), best.ends, best.devices) in PLANNER.propose(problem)
+    assert Proposal(PipelineConfig("1f1b", "by_stage", 8, 28), best.ends, best.devices) in PLANNER.propose(
+        problem
+    )
 
 
 def test_many_devices_and_layers(make_chain: MakeChain, make_problem: Callable[..., Problem]) -> None:

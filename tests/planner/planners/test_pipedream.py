@@ -15,12 +15,12 @@ from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.runtime import runtime_named
 from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.pipeline_config import PipelineConfig, settings
 from pplan.planner.planners import pipedream, pipedream_published
 from pplan.planner.planners.pipedream import plan_asynchronous
 from pplan.planner.planners.pipedream_devices import devices_of, tiers_of
 from pplan.planner.planners.pipedream_table import Part
 from pplan.planner.search.space import Space
-from pplan.planner.setting import Setting, settings
 
 if TYPE_CHECKING:
     from pplan.planner.problem import Problem
@@ -188,7 +188,7 @@ class TestProposals:
         chain = make_chain(4, 9, traffic=0.05)
         proposals = list(planner.propose(self.problem(Space(chain, make_topology(6, per_node=3), "sgd"))))
         assert [p.setting for p in proposals] == [
-            Setting("1f1b", "by_stage", count, size) for count, size in ((2, 4), (4, 2), (8, 1))
+            PipelineConfig("1f1b", "by_stage", count, size) for count, size in ((2, 4), (4, 2), (8, 1))
         ]
         for proposal in proposals:
             assert proposal.ends[-1] == 9

@@ -10,9 +10,9 @@ import pytest
 
 from pplan.cost_models.layer import Chain, joined
 from pplan.cost_models.topology import Topology
+from pplan.planner.pipeline_config import PipelineConfig, settings
 from pplan.planner.planners.replicated import Trial, team_costs, thinned, trials
 from pplan.planner.search.space import Space
-from pplan.planner.setting import Setting, settings
 from pplan.planner.wishes import Limits
 
 
@@ -46,7 +46,7 @@ def test_micro_batches_held() -> None:
 )
 def test_the_setting_says_what_recomputes(modes: tuple[str, ...], recomputes: bool, mode: str) -> None:
     trial = Trial("gpipe", 4, 2, modes)  # type: ignore[arg-type]
-    assert trial.setting(recomputes) == Setting("gpipe", mode, 4, 2)  # type: ignore[arg-type]
+    assert trial.setting(recomputes) == PipelineConfig("gpipe", mode, 4, 2)  # type: ignore[arg-type]
 
 
 def test_a_stage_recomputes_where_it_must(

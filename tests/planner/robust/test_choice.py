@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.planner.candidate import Proposal
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
 from pplan.planner.objectives.frontier import frontier_of
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solved import solve_for

@@ -20,10 +20,10 @@ from pplan.cost_models.schedules import schedule_named
 from pplan.cost_models.timeline import PipelineCosts, step_seconds
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner.candidate import Proposal
+from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.search.placements import Placement, placements
 from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family
-from pplan.planner.setting import Setting
 
 Floats = npt.NDArray[np.float64]
 Stage = tuple[int, int, tuple[int, ...]]
@@ -78,7 +78,7 @@ class BruteForce:
             for row in np.flatnonzero(fits):
                 yield _proposal(setting, plans[row]), modes, float(steps[row])
 
-    def _groups(self) -> Iterator[tuple[Setting, list[tuple[Stage, ...]], tuple[str, ...]]]:
+    def _groups(self) -> Iterator[tuple[PipelineConfig, list[tuple[Stage, ...]], tuple[str, ...]]]:
         """Plans of one setting, number of stages and recomputation."""
         cuts = [int(i) + 1 for i in np.flatnonzero(self.space.chain.cut_after)]
         for family in self.families:
@@ -99,13 +99,13 @@ class BruteForce:
     def _wanted(self, ends: tuple[int, ...], devices: tuple[tuple[int, ...], ...]) -> bool:
         return self.keep is None or self.keep(ends, devices)
 
-    def _shares(self, setting: Setting, count: int) -> bool:
+    def _shares(self, setting: PipelineConfig, count: int) -> bool:
         size = setting.micro_batch_size
         share = -(-size // count)
         return count <= size and self.space.chain.reaches(share, past_largest=self.space.past_largest)
 
     def _steps(
-        self, setting: Setting, plans: list[tuple[Stage, ...]], modes: tuple[str, ...]
+        self, setting: PipelineConfig, plans: list[tuple[Stage, ...]], modes: tuple[str, ...]
     ) -> tuple[Floats, npt.NDArray[np.bool_]]:
         """Of each plan its step, and whether it fits."""
         count, stages = setting.micro_batches, len(modes)
@@ -136,7 +136,7 @@ class BruteForce:
         return steps, self._fit(setting, list(names), ids, modes)
 
     def _fit(
-        self, setting: Setting, stages: list[Stage], ids: npt.NDArray[np.int64], modes: Sequence[str]
+        self, setting: PipelineConfig, stages: list[Stage], ids: npt.NDArray[np.int64], modes: Sequence[str]
     ) -> npt.NDArray[np.bool_]:
         schedule, count = schedule_named(setting.schedule), setting.micro_batches
         fits = np.ones(ids.shape[1], dtype=np.bool_)
@@ -150,7 +150,7 @@ class BruteForce:
         own = [self.space.topology.device(rank).memory_bytes for rank in stage[2]]
         return min((limit for limit in (*own, self.space.memory_limit) if limit is not None), default=inf)
 
-    def seconds(self, setting: Setting, stage: Stage) -> dict[str, float]:
+    def seconds(self, setting: PipelineConfig, stage: Stage) -> dict[str, float]:
         """Of a micro-batch on the slowest replica, and of the all-reduce that follows the last backward."""
         size = setting.micro_batch_size
         if (size, stage) not in self._seconds:
@@ -180,7 +180,7 @@ class BruteForce:
             return self.space.chain.at(share, past_largest=self.space.past_largest)
         return self.space.profiles[kind.profile].at(share, past_largest=True)
 
-    def needs(self, setting: Setting, stage: Stage, held: float, mode: str) -> float:
+    def needs(self, setting: PipelineConfig, stage: Stage, held: float, mode: str) -> float:
         """Bytes of a stage on one replica with so many micro-batches in flight."""
         key = setting.micro_batch_size, stage, held, mode
         if key not in self._needs:
@@ -206,7 +206,7 @@ class BruteForce:
         terms = ledger(own, in_flight=held, recompute=mode, optimizer=optimizer, replicas=len(devices))
         return float(total(terms))
 
-    def _cuts(self, setting: Setting, plan: tuple[Stage, ...]) -> list[tuple[float, float]]:
+    def _cuts(self, setting: PipelineConfig, plan: tuple[Stage, ...]) -> list[tuple[float, float]]:
         """Occupancy and latency of every transfer: the samples of the smaller side's replica."""
         made = []
         for (_, end, here), (_, _, there) in pairwise(plan):
@@ -272,7 +272,7 @@ def runs(
     return further(0, stages)
 
 
-def _proposal(setting: Setting, plan: tuple[Stage, ...]) -> Proposal:
+def _proposal(setting: PipelineConfig, plan: tuple[Stage, ...]) -> Proposal:
     return Proposal(setting, tuple(end for _, end, _ in plan), tuple(devices for _, _, devices in plan))
 
 
@@ -287,7 +287,7 @@ def families_of() -> Callable[..., list[Family]]:
     """A function of (space, settings, replicas): with every placement; `equal`: as many on every stage."""
 
     def make(
-        space: Space, settings: Sequence[Setting], replicas: Sequence[int], *, equal: bool = False
+        space: Space, settings: Sequence[PipelineConfig], replicas: Sequence[int], *, equal: bool = False
     ) -> list[Family]:
         own = [(count,) for count in replicas] if equal else [tuple(replicas)]
         return [

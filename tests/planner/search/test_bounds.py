@@ -14,14 +14,14 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal, straight
+from pplan.planner.pipeline_config import PipelineConfig, settings
 from pplan.planner.scoring import WHOLE_BOUNDS
-from pplan.planner.search.options import Options, options_of
+from pplan.planner.search.device_ranges import DeviceRanges
 from pplan.planner.search.partial import extended, nothing
 from pplan.planner.search.pipelines import Pipelines, modes_of, pipelines_of
-from pplan.planner.search.runs import Runs
 from pplan.planner.search.space import Space
+from pplan.planner.search.stage_choices import StageChoices, options_of
 from pplan.planner.search.subproblem import BOUNDS, Family, expansions, quick_bound
-from pplan.planner.setting import Setting, settings
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -32,7 +32,7 @@ EVERY = settings(4, ("1f1b", "gpipe"), ("by_stage", "except_last", "always"), [1
 SLACK = 1 + 1e-12
 
 
-def bounds_of(options: Options, proposal: Proposal) -> list[float]:
+def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
     """The bound before the first stage, with each further one, and of the whole plan."""
     bound = BOUNDS[proposal.setting.schedule](options)
     places, ranks = options.groups[0].team.table.places, options.runs.placement.ranks
@@ -78,7 +78,9 @@ def test_unfinished_plans(
         for proposal, modes, step in brute_force(space, [family]).plans()
         if modes == modes_of(space, proposal)
     ]
-    options = options_of(space, family.setting, Runs(space, family.placement, family.replicas), np.inf)
+    options = options_of(
+        space, family.setting, DeviceRanges(space, family.placement, family.replicas), np.inf
+    )
     for index in rng.choice(len(plans), min(15, len(plans)), replace=False) if plans else []:
         proposal, step = plans[index]
         assert quick_bound(space, family) <= step * SLACK
@@ -94,7 +96,7 @@ def pipelines(space: Space, proposals: list[Proposal]) -> Pipelines:
     return pipelines_of(space, proposals, [own for own in modes if own is not None])
 
 
-def every_cut(space: Space, setting: Setting, stages: int) -> list[Proposal]:
+def every_cut(space: Space, setting: PipelineConfig, stages: int) -> list[Proposal]:
     cuts = np.flatnonzero(space.chain.cut_after) + 1
     layers = len(space.chain)
     return [straight(setting, (*chosen, layers)) for chosen in combinations(cuts.tolist(), stages - 1)]
@@ -104,7 +106,7 @@ def test_gpipe_bound_is_the_step_where_backwards_are_alike(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     space = Space(make_chain(5, 7, cuts=1.1), make_topology(4, latency=0.1), "sgd")
-    for setting in (Setting("gpipe", "never", 4, 2), Setting("gpipe", "always", 8, 1)):
+    for setting in (PipelineConfig("gpipe", "never", 4, 2), PipelineConfig("gpipe", "always", 8, 1)):
         plans = pipelines(space, every_cut(space, setting, 3))
         assert len(plans) == 15
         assert WHOLE_BOUNDS["gpipe"](plans) == pytest.approx(plans.step_seconds(), rel=1e-12)
@@ -115,7 +117,7 @@ def test_busiest_stage_and_round_trips_are_in_the_bound(
 ) -> None:
     """The two bounds that hold for any plan: the work of every stage, and chained round trips."""
     space = Space(make_chain(11, 8, cuts=1.1), make_topology(4, latency=1.0), "sgd")
-    plans = pipelines(space, every_cut(space, Setting("1f1b", "never", 8, 1), 4))
+    plans = pipelines(space, every_cut(space, PipelineConfig("1f1b", "never", 8, 1), 4))
     bounds = WHOLE_BOUNDS["1f1b"](plans)
     work, cuts = plans.forward + plans.backward, plans.occupancy + plans.latency
     for stage in range(4):
@@ -131,7 +133,7 @@ def test_the_bound_counts_all_reduces(make_chain: MakeChain, make_topology: Make
     heavy = np.full(5, 1e4)
     space = Space(replace(chain, parameter_bytes=heavy, trainable_bytes=heavy), make_topology(4), "sgd")
     for schedule in ("1f1b", "gpipe"):
-        plans = pipelines(space, [Proposal(Setting(schedule, "never", 2, 4), (5,), ((0, 1, 2, 3),))])
+        plans = pipelines(space, [Proposal(PipelineConfig(schedule, "never", 2, 4), (5,), ((0, 1, 2, 3),))])
         (bound,), (step,) = WHOLE_BOUNDS[schedule](plans), plans.step_seconds()
         assert bound == pytest.approx(step)
         assert step > 1000

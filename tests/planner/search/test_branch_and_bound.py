@@ -12,12 +12,12 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Candidate, Proposal
+from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.pipeline_config import PipelineConfig, settings
 from pplan.planner.scoring import fastest
-from pplan.planner.search.branch_and_bound import Found, search
+from pplan.planner.search.branch_and_bound import SearchResult, search
 from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family
-from pplan.planner.setting import Setting, settings
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -55,7 +55,9 @@ class Seen:
 def checked(brute_force: BruteForce) -> Callable[..., Any]:
     """A function of (space, families, seen): the search's answer is held against every plan."""
 
-    def check(space: Space, families: Sequence[Family], seen: Seen | None = None, **options: Any) -> Found:
+    def check(
+        space: Space, families: Sequence[Family], seen: Seen | None = None, **options: Any
+    ) -> SearchResult:
         counts = range(1, min(space.topology.gpus, options.get("most_stages") or 99) + 1)
         found = search(space, families, counts)
         best = brute_force(space, families, **options).fastest()
@@ -78,7 +80,9 @@ def checked(brute_force: BruteForce) -> Callable[..., Any]:
     return check
 
 
-def some_settings(rng: np.random.Generator, given: Sequence[Setting], count: int) -> list[Setting]:
+def some_settings(
+    rng: np.random.Generator, given: Sequence[PipelineConfig], count: int
+) -> list[PipelineConfig]:
     chosen = rng.choice(len(given), min(count, len(given)), replace=False)
     return [given[index] for index in sorted(chosen)]
 
@@ -281,7 +285,7 @@ def searched_twice(
     make_topology: MakeTopology,
     families_of: FamiliesOf,
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[tuple[Any, Found]]:
+) -> Iterator[tuple[Any, SearchResult]]:
     """Found with all the room, and with a beam, the plans that are kept and the work of `narrow`."""
     module = "pplan.planner.search"
     for seed in range(25):
@@ -301,7 +305,7 @@ def test_a_proposal_is_never_lost(
 ) -> None:
     """A seed that is not of the families is the answer where it is faster."""
     space = Space(make_chain(3, 8, cuts=1.1, traffic=0.01), make_topology(4, memory=1500), "sgd")
-    setting = Setting("1f1b", "by_stage", 4, 1)
+    setting = PipelineConfig("1f1b", "by_stage", 4, 1)
     best = search(space, families_of(space, [setting], (1, 2, 3)), range(1, 5)).best
     assert best is not None
     assert len(best.proposal.ends) > 1
@@ -340,8 +344,8 @@ def test_ties_take_the_fewest_stages_and_the_first_setting(
     space = Space(free, make_topology(3), "sgd")
     every = settings(8, ("1f1b", "gpipe"), ("never", "always"), [1, 2, 4])
     found = search(space, families_of(space, every, (1,)), range(1, 4))
-    proposal = Proposal(Setting("1f1b", "never", 2, 4), (4,), ((0,),))
-    assert found.best == Candidate(proposal, ("never",), 16.0)
+    proposal = Proposal(PipelineConfig("1f1b", "never", 2, 4), (4,), ((0,),))
+    assert found.best == ScoredPlan(proposal, ("never",), 16.0)
 
 
 def test_same_input_same_answer(

@@ -10,7 +10,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import replicated
-from pplan.planner.find import searched
+from pplan.planner.joint_search import searched
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 from pplan.planner.wishes import Wishes

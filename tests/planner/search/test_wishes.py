@@ -16,13 +16,13 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import replicated
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
+from pplan.planner.pipeline_config import settings
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 from pplan.planner.search.placements import placements
 from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family
-from pplan.planner.setting import settings
 from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]

@@ -16,16 +16,16 @@ from itertools import islice
 import numpy as np
 
 from ...cost_models.document import Record
-from ..candidate import Candidate, Proposal, replicated
+from ..candidate import Proposal, ScoredPlan, replicated
+from ..pipeline_config import SEARCHED
 from ..plan_file import TIE
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.placements import Placement
 from ..search.space import with_cuts
-from ..setting import SEARCHED
-from .again import SECONDS, searched
-from .outline import Outline, outline_of
-from .question import Question
+from .explain_context import ExplainContext
+from .plan_summary import PlanSummary, summarize
+from .resolve import SECONDS, searched
 
 MOST_CUTS = 8
 """Cuts that are forbidden in turn, those next to the busiest stage first."""
@@ -41,38 +41,38 @@ Shape = tuple[tuple[int, ...], ...]
 """By stage, the ranks of its replicas."""
 
 
-class Rival(Record):
+class RunnerUp(Record):
     """The best other plan that was found, of those that are not as fast. `proven`: no other of the searched
     space is faster. `plan` is None where none fits."""
 
     differs: str
     """How, in words."""
-    plan: Outline | None
+    plan: PlanSummary | None
     slower: float | None
     """Its step over the plan's, less 1: negative where it is faster."""
     proven: bool
 
 
 @dataclass(frozen=True)
-class Rivals:
+class RunnersUp:
     """The best plan of each kind, one that is as fast (None: none was found), and all that were found."""
 
-    second_best: Rival
-    other_stages: Rival
-    as_fast: Candidate | None
-    plans: tuple[Candidate, ...]
+    second_best: RunnerUp
+    other_stages: RunnerUp
+    as_fast: ScoredPlan | None
+    plans: tuple[ScoredPlan, ...]
 
 
 @dataclass(frozen=True)
 class _Best:
     """What was found, beside the `ties`: plans as fast as that in question."""
 
-    plan: Candidate | None
+    plan: ScoredPlan | None
     proven: bool
-    ties: tuple[Candidate, ...] = ()
+    ties: tuple[ScoredPlan, ...] = ()
 
 
-def rivals_of(question: Question, seeds: Sequence[Candidate], busiest: int) -> Rivals:
+def runners_up(question: ExplainContext, seeds: Sequence[ScoredPlan], busiest: int) -> RunnersUp:
     """The second-best plans. `busiest`: the stage whose cuts matter most."""
     stages = _other_stage_counts(question, seeds)
     cuts = [_without_cut(question, seeds, end) for end in _cuts(question.present.proposal, busiest)]
@@ -84,7 +84,7 @@ def rivals_of(question: Question, seeds: Sequence[Candidate], busiest: int) -> R
         ties.append(stages.plan)
         slower.remove(stages.plan)
     proven = every and not ties and all(best.proven for best in found)
-    return Rivals(
+    return RunnersUp(
         _rival(question, _Best(_fastest(slower), proven), "cuts, replicas or devices"),
         _rival(question, stages, "number of stages"),
         ties[0] if ties else None,
@@ -92,21 +92,21 @@ def rivals_of(question: Question, seeds: Sequence[Candidate], busiest: int) -> R
     )
 
 
-def _as_fast(plan: Candidate, present: Candidate) -> bool:
+def _as_fast(plan: ScoredPlan, present: ScoredPlan) -> bool:
     return abs(plan.step_seconds - present.step_seconds) <= 10 * TIE * present.step_seconds
 
 
-def _rival(question: Question, best: _Best, differs: str) -> Rival:
+def _rival(question: ExplainContext, best: _Best, differs: str) -> RunnerUp:
     plan, own = best.plan, question.present.step_seconds
-    return Rival(
+    return RunnerUp(
         differs=differs,
-        plan=None if plan is None else outline_of(plan),
+        plan=None if plan is None else summarize(plan),
         slower=None if plan is None else plan.step_seconds / own - 1,
         proven=best.proven,
     )
 
 
-def _fastest(plans: Iterable[Candidate | None]) -> Candidate | None:
+def _fastest(plans: Iterable[ScoredPlan | None]) -> ScoredPlan | None:
     known = [plan for plan in plans if plan is not None]
     return min(known, key=lambda plan: plan.step_seconds, default=None)
 
@@ -115,7 +115,7 @@ def _counts(proposal: Proposal) -> int:
     return len(proposal.ends) // proposal.setting.virtual_stages
 
 
-def _other_stage_counts(question: Question, seeds: Sequence[Candidate]) -> _Best:
+def _other_stage_counts(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> _Best:
     problem, own = question.problem, _counts(question.present.proposal)
     counts = [count for count in problem.stage_counts if count != own]
     others = [seed.proposal for seed in seeds if _counts(seed.proposal) != own]
@@ -142,11 +142,11 @@ def _cuts(proposal: Proposal, busiest: int) -> list[int]:
     return [proposal.ends[cut] for cut in sorted(nearest)]
 
 
-def _without_cut(question: Question, seeds: Sequence[Candidate], end: int) -> _Best:
+def _without_cut(question: ExplainContext, seeds: Sequence[ScoredPlan], end: int) -> _Best:
     """The best plan of as many stages without a cut before layer `end`, and those as fast."""
     present, must_cut = question.present, question.problem.space.limits.must_cut
     index, forbidden = present.proposal.ends.index(end), [end]
-    ties: list[Candidate] = []
+    ties: list[ScoredPlan] = []
     while len(ties) < TIES and forbidden[-1] - 1 not in must_cut:
         best = _without(question, seeds, forbidden)
         if best.plan is None or not _as_fast(best.plan, present):
@@ -156,7 +156,7 @@ def _without_cut(question: Question, seeds: Sequence[Candidate], end: int) -> _B
     return _Best(None, proven=not ties, ties=tuple(ties))
 
 
-def _without(question: Question, seeds: Sequence[Candidate], forbidden: Sequence[int]) -> _Best:
+def _without(question: ExplainContext, seeds: Sequence[ScoredPlan], forbidden: Sequence[int]) -> _Best:
     """The best plan of as many stages without cuts before these layers, the first of which is one of the
     plan's own."""
     problem, present = question.problem, question.present
@@ -190,14 +190,14 @@ def _moved(problem: Problem, proposal: Proposal, end: int) -> Iterator[Proposal]
                 yield changed
 
 
-def _other_devices(question: Question) -> _Best:
+def _other_devices(question: ExplainContext) -> _Best:
     """The best with the plan's cuts and other replicas, or devices that make a difference."""
     problem, present = question.problem, question.present
     if present.setting.virtual_stages > 1 or present.setting.schedule not in SEARCHED:
         return _Best(None, proven=False)
     shapes, every = _shapes(problem, present.proposal)
     chosen = [devices for devices in shapes if _differs(question, devices)]
-    ties: list[Candidate] = []
+    ties: list[ScoredPlan] = []
     while True:
         proposals = [
             proposal
@@ -212,7 +212,7 @@ def _other_devices(question: Question) -> _Best:
         chosen.remove(best.proposal.devices)
 
 
-def _differs(question: Question, devices: Shape) -> bool:
+def _differs(question: ExplainContext, devices: Shape) -> bool:
     """Whether these devices make another plan: more or fewer, or joined in another way, which shows in the
     step of the same setting."""
     present = question.present

@@ -12,20 +12,20 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ..cost_models.errors import DefectError, UsageError
-from .candidate import Candidate, Proposal
+from .candidate import Proposal, ScoredPlan
 from .coverage import as_searched, is_searched
 from .other_placements import along_other_orders, reassigned
 from .other_schedules import transplanted
+from .pipeline_config import SEARCHED
 from .plan_file import TIE
 from .planners import PLANNERS, planner_named
 from .planners.base import Planner, refusal
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
-from .search.branch_and_bound import Found, search
+from .search.branch_and_bound import SearchResult, search
 from .search.budget import WORK_A_SECOND, OutOfTime
-from .search.large import is_large, search_large
+from .search.coarse import is_large, search_large
 from .search.space import Space
-from .setting import SEARCHED
 from .universal_bound import universal_bound
 
 SEARCH_SHARE = 0.6
@@ -43,19 +43,19 @@ SMALL = 1_000
 
 
 @dataclass(frozen=True)
-class Answer:
+class JointSearchResult:
     """The best plan and what was proven; `by_planner`: what each named planner came to, or why to nothing."""
 
-    found: Found
-    by_planner: Mapping[str, Candidate | str]
+    found: SearchResult
+    by_planner: Mapping[str, ScoredPlan | str]
 
     @property
-    def best(self) -> Candidate | None:
+    def best(self) -> ScoredPlan | None:
         """The plan, where one fits."""
         return self.found.best
 
 
-def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
+def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSearchResult:
     """The best plan of the problem, or of the planner that it names, and the bound on all plans.
 
     No plan of `planners` is faster, of the schedules that are in the running. Raises UsageError for an
@@ -65,8 +65,8 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
     if named != BEST:
         plan = planned_by(planner_named(named), problem)
         own = {named: plan}
-        best = plan if isinstance(plan, Candidate) else None
-        return Answer(with_bound(problem, best, searched(problem, _plans(own))), own)
+        best = plan if isinstance(plan, ScoredPlan) else None
+        return JointSearchResult(with_bound(problem, best, searched(problem, _plans(own))), own)
     quick = is_small(problem)
     large = is_large(problem.space, problem.families)
     first = [name for name in planners if quick or (name in SIMPLE if large else name not in COSTLY)]
@@ -80,7 +80,7 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
         found = _with(problem, found, _on_fewer(problem))
     if found.best is not None and (other := along_other_orders(problem, found.best)) is not None:
         found = _with(problem, found, [other])
-    return Answer(found, by_planner)
+    return JointSearchResult(found, by_planner)
 
 
 def _opened_to(planner: str, problem: Problem) -> Problem:
@@ -91,12 +91,12 @@ def _opened_to(planner: str, problem: Problem) -> Problem:
     return replace(problem, wishes=replace(problem.wishes, planner=planner, robust=False))
 
 
-def _running(problem: Problem, by_planner: Mapping[str, Candidate | str]) -> list[Candidate]:
+def _running(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
     """The plans that may be the answer."""
     return [plan for plan in _plans(by_planner) if plan.setting.schedule in problem.proposable]
 
 
-def _on_fewer(problem: Problem) -> list[Candidate]:
+def _on_fewer(problem: Problem) -> list[ScoredPlan]:
     """The best plan on the largest power of two of devices below all of them: more devices may not make the
     answer worse, also where it is not proven."""
     if problem.gpus == 1 or problem.wishes.use_all or is_large(problem.space, problem.families):
@@ -121,11 +121,11 @@ def is_small(problem: Problem) -> bool:
     return problem.gpus * problem.space.chain.max_stages <= SMALL
 
 
-def _plans(by_planner: Mapping[str, Candidate | str]) -> list[Candidate]:
-    return [plan for plan in by_planner.values() if isinstance(plan, Candidate)]
+def _plans(by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
+    return [plan for plan in by_planner.values() if isinstance(plan, ScoredPlan)]
 
 
-def _with(problem: Problem, found: Found, plans: Iterable[Candidate]) -> Found:
+def _with(problem: Problem, found: SearchResult, plans: Iterable[ScoredPlan]) -> SearchResult:
     """The answer, unless one of the plans is faster: then that, with the bound that holds for it."""
     best = min(plans, key=lambda plan: plan.step_seconds, default=None)
     if best is None or (found.best is not None and found.best.step_seconds <= best.step_seconds):
@@ -133,7 +133,7 @@ def _with(problem: Problem, found: Found, plans: Iterable[Candidate]) -> Found:
     return with_bound(problem, best, found)
 
 
-def planned_by(planner: Planner, problem: Problem) -> Candidate | str:
+def planned_by(planner: Planner, problem: Problem) -> ScoredPlan | str:
     """The planner's best plan under the problem's costs and limits, or why there is none. Where the time is
     over only the simple ones still make one, so that there is a plan."""
     if problem.budget.over and planner.name not in SIMPLE:
@@ -160,7 +160,7 @@ def _unfit(space: Space) -> str:
     return "does not fit"
 
 
-def joint_search(problem: Problem, seeds: Iterable[Candidate] = ()) -> Found:
+def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchResult:
     """The joint search from these plans, and from them on other devices; of schedules that it does not
     search, plans that are made of its own. With a bound on all of them."""
     seeds = [_as_searched(problem, seed) for seed in seeds]
@@ -178,12 +178,12 @@ def joint_search(problem: Problem, seeds: Iterable[Candidate] = ()) -> Found:
     return with_bound(problem, best, found)
 
 
-def _as_searched(problem: Problem, plan: Candidate) -> Candidate:
+def _as_searched(problem: Problem, plan: ScoredPlan) -> ScoredPlan:
     """The plan on devices that the search looks at, where some are like its own."""
     return replace(plan, proposal=as_searched(problem, plan.proposal))
 
 
-def with_bound(problem: Problem, best: Candidate | None, found: Found) -> Found:
+def with_bound(problem: Problem, best: ScoredPlan | None, found: SearchResult) -> SearchResult:
     """This plan of the problem as the answer, with what holds for it of what a search `found`.
 
     Raises DefectError where the plan is below a bound that should hold for it.
@@ -205,12 +205,12 @@ def with_bound(problem: Problem, best: Candidate | None, found: Found) -> Found:
         )
     exact = bound >= step * (1 - TIE)
     root = min(bound, found.root_bound_seconds)
-    return Found(best, step if exact else bound, root, exact, universal)
+    return SearchResult(best, step if exact else bound, root, exact, universal)
 
 
 def searched(
-    problem: Problem, seeds: Iterable[Candidate] = (), work: float | None = None, *, whole: bool = True
-) -> Found:
+    problem: Problem, seeds: Iterable[ScoredPlan] = (), work: float | None = None, *, whole: bool = True
+) -> SearchResult:
     """The search of the schedules that it knows, from these plans; `work`: else as long as was wished. Not of
     the `whole` space: of plans near good ones, as of a problem that is too large."""
     work = SEARCH_SHARE * problem.wishes.time_limit * WORK_A_SECOND if work is None else work

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from ...cost_models.layer import Chain, Vector
 from ...cost_models.topology import Topology
-from ..candidate import Candidate, Proposal
-from ..find import joint_search
+from ..candidate import Proposal, ScoredPlan
+from ..joint_search import joint_search
+from ..pipeline_config import SEARCHED, PipelineConfig
 from ..problem import Problem
 from ..scoring import fastest
-from ..search.branch_and_bound import Found, search
+from ..search.branch_and_bound import SearchResult, search
 from ..search.budget import WORK_A_SECOND
-from ..search.large import is_large, search_large
+from ..search.coarse import is_large, search_large
 from ..search.space import Space
 from ..search.subproblem import Family
-from ..setting import SEARCHED, Setting
 
 SECONDS = 1.0
 """Of the search for each answer, as of `Wishes.time_limit`."""
@@ -24,7 +24,7 @@ MANY = 12
 """Devices beyond which solving again a score of times would take too long."""
 
 
-def solved_again(problem: Problem, seeds: Iterable[Candidate], seconds: float = SECONDS) -> Found:
+def solved_again(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECONDS) -> SearchResult:
     """The best plan, and what was proven; never slower than a seed that the problem allows. The seeds are
     scored anew. On many devices only plans with half to twice the stages of a seed, and half to twice the
     samples of a micro-batch, are searched, and nothing is proven."""
@@ -39,7 +39,7 @@ def solved_again(problem: Problem, seeds: Iterable[Candidate], seconds: float = 
     return joint_search(limited, _scored(limited.space, suited))
 
 
-def _is_near(setting: Setting, seeds: Iterable[Proposal]) -> bool:
+def _is_near(setting: PipelineConfig, seeds: Iterable[Proposal]) -> bool:
     """Whether the micro-batches are at most twice as large, or small, as those of a seed."""
     sizes = [seed.setting.micro_batch_size for seed in seeds]
     return any(size <= 2 * setting.micro_batch_size <= 4 * size for size in sizes)
@@ -51,7 +51,7 @@ def searched(
     stage_counts: Iterable[int],
     seeds: Iterable[Proposal],
     seconds: float = SECONDS,
-) -> Found:
+) -> SearchResult:
     """The best plan of a part of a problem's space, no slower than the seeds, which lie in it."""
     known, work = _scored(space, seeds), seconds * WORK_A_SECOND
     if is_large(space, families):
@@ -59,7 +59,7 @@ def searched(
     return search(space, families, stage_counts, known, work)
 
 
-def _scored(space: Space, seeds: Iterable[Proposal]) -> list[Candidate]:
+def _scored(space: Space, seeds: Iterable[Proposal]) -> list[ScoredPlan]:
     """The fastest of those of schedules that are searched, and of the others."""
     known = list(seeds)
     straight = [seed for seed in known if seed.setting.schedule in SEARCHED]
@@ -68,7 +68,7 @@ def _scored(space: Space, seeds: Iterable[Proposal]) -> list[Candidate]:
     return [plan for plan in best if plan is not None]
 
 
-def _suited(problem: Problem, seeds: Iterable[Candidate]) -> Iterator[Proposal]:
+def _suited(problem: Problem, seeds: Iterable[ScoredPlan]) -> Iterator[Proposal]:
     """The seeds as the problem lets them recompute."""
     for seed in seeds:
         setting = seed.setting

@@ -14,7 +14,7 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Ways:
+class Routes:
     """The ways from stages to stages of a topology, remembered."""
 
     topology: Topology

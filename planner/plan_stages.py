@@ -6,18 +6,18 @@ from math import inf
 
 from ..cost_models.timeline import simulate
 from .assembly import Assembly
-from .candidate import Candidate
+from .candidate import ScoredPlan
 from .plan_file import PlannedStage, Recompute
 from .scoring import assembly_of
 from .search.space import Space
 
 
-def planned_stages(space: Space, plan: Candidate) -> list[PlannedStage]:
+def planned_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
     """The parts of the layers in order. Where a device has several, the memory is that of all of them."""
     return staged(space, assembly_of(space, plan.proposal, plan.recompute), plan)
 
 
-def staged(space: Space, made: Assembly, plan: Candidate) -> list[PlannedStage]:
+def staged(space: Space, made: Assembly, plan: ScoredPlan) -> list[PlannedStage]:
     """The same of a plan that is made ready for the simulator."""
     forward, backward = made.by_place("forward"), made.by_place("backward")
     mixed = plan_recompute(plan) == "selective"
@@ -47,13 +47,13 @@ def _whole(limit: float) -> int | None:
     return None if limit == inf else int(limit)
 
 
-def plan_recompute(plan: Candidate) -> Recompute:
+def plan_recompute(plan: ScoredPlan) -> Recompute:
     """The plan's word: `selective` where the stages differ."""
     modes = set(plan.recompute)
     return modes.pop() if len(modes) == 1 else "selective"
 
 
-def run_in_words(plan: Candidate) -> str:
+def run_in_words(plan: ScoredPlan) -> str:
     """Its micro-batches, schedule and recomputation: `32 x 8, 1f1b, recompute never`."""
     setting = plan.setting
     virtual = f", {setting.virtual_stages} virtual stages" if setting.virtual_stages > 1 else ""
@@ -63,7 +63,7 @@ def run_in_words(plan: Candidate) -> str:
     )
 
 
-def bubble(space: Space, plan: Candidate) -> float:
+def bubble(space: Space, plan: ScoredPlan) -> float:
     """Idle share of the devices' time."""
     made = assembly_of(space, plan.proposal, plan.recompute)
     return simulate(made.program, made.costs()).bubble

@@ -13,22 +13,22 @@ from ...cost_models.simulator.result import Timeline
 from ...cost_models.timeline import simulate
 from ...cost_models.topology import Topology
 from ..assembly import Assembly
-from ..candidate import Candidate, Proposal
+from ..candidate import Proposal, ScoredPlan
 from ..layout import Layout, Overrides
+from ..pipeline_config import Mode, PipelineConfig
 from ..plan_file import Plan
 from ..problem import Problem
 from ..scoring import assembly_of, fastest
-from ..setting import Mode, Setting
 from ..simulated import of_same_layers
 from ..wishes import Wishes
 
 
 @dataclass(frozen=True)
-class Question:
+class ExplainContext:
     """A plan as it stands (`present`), and its problem, for the joint search. `fits`: into the memory."""
 
     problem: Problem
-    present: Candidate
+    present: ScoredPlan
     fits: bool
 
     @property
@@ -42,9 +42,9 @@ class Question:
         return timeline_of(self.problem, self.present)
 
 
-def question_of(
+def context_of(
     plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain] | None = None
-) -> Question:
+) -> ExplainContext:
     """The plan of this chain on this topology, under its own wishes.
 
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
@@ -59,7 +59,7 @@ def question_of(
     own = of_same_layers(chain, profiles or {})
     problem = Problem(chain, topology, wishes_of(plan), plan.profile.dtype, own, amp=plan.profile.amp)
     present = candidate_of(problem, plan)
-    return Question(problem, present, fastest(problem.space, [present.proposal]) is not None)
+    return ExplainContext(problem, present, fastest(problem.space, [present.proposal]) is not None)
 
 
 def wishes_of(plan: Plan) -> Wishes:
@@ -76,7 +76,7 @@ def wishes_of(plan: Plan) -> Wishes:
     )
 
 
-def candidate_of(problem: Problem, plan: Plan) -> Candidate:
+def candidate_of(problem: Problem, plan: Plan) -> ScoredPlan:
     """The plan, scored again. Raises UsageError for cuts that the chain or its wishes do not allow."""
     _check_cuts(problem, plan)
     layout = Layout(plan, problem.chain, Overrides())
@@ -89,7 +89,7 @@ def candidate_of(problem: Problem, plan: Plan) -> Candidate:
         found = fastest(problem.space, [proposal])
         if found is not None and found.recompute == modes:
             return found
-    made = Candidate(proposals[-1], modes, 0.0)
+    made = ScoredPlan(proposals[-1], modes, 0.0)
     return replace(made, step_seconds=timeline_of(problem, made).step_seconds)
 
 
@@ -106,7 +106,9 @@ def _check_cuts(problem: Problem, plan: Plan) -> None:
 
 
 def _proposal(plan: Plan, mode: Mode) -> Proposal:
-    setting = Setting(plan.schedule, mode, plan.micro_batches, plan.micro_batch_size, plan.virtual_stages)
+    setting = PipelineConfig(
+        plan.schedule, mode, plan.micro_batches, plan.micro_batch_size, plan.virtual_stages
+    )
     ends = tuple(stage.last_layer + 1 for stage in plan.stages)
     return Proposal(setting, ends, tuple(tuple(stage.devices) for stage in plan.stages))
 
@@ -118,12 +120,12 @@ def _modes(problem: Problem, plan: Plan) -> Iterator[Mode]:
     yield "by_stage" if plan.recompute == "selective" else plan.recompute
 
 
-def assembled(problem: Problem, plan: Candidate) -> Assembly:
+def assembled(problem: Problem, plan: ScoredPlan) -> Assembly:
     """A scored plan for the simulator."""
     return assembly_of(problem.space, plan.proposal, plan.recompute)
 
 
-def timeline_of(problem: Problem, plan: Candidate) -> Timeline:
+def timeline_of(problem: Problem, plan: ScoredPlan) -> Timeline:
     """The simulated step of a scored plan."""
     made = assembled(problem, plan)
     return simulate(made.program, made.costs())

@@ -10,19 +10,19 @@ from ..cost_models.quantities import counted, format_bytes
 from ..cost_models.schedules import schedule_named
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
-from .candidate import Candidate, Proposal
+from .candidate import Proposal, ScoredPlan
+from .pipeline_config import PipelineConfig
 from .plan_file import GIVEN, Plan, ProfileReference
 from .problem import Problem
 from .scoring import assembly_of, fastest, possible
-from .search.branch_and_bound import Found
+from .search.branch_and_bound import SearchResult
 from .search.pipelines import stage_modes
-from .setting import Setting
 from .solve import bare_plan, warnings_of
 from .universal_bound import universal_bound
 
 
 @dataclass(frozen=True)
-class Given:
+class FixedPartition:
     """The layers before each stage's end, `virtual_stages` of them on each device, in order, and replicas."""
 
     ends: tuple[int, ...]
@@ -34,7 +34,7 @@ class Given:
         """Devices that it takes."""
         return len(self.ends) // self.virtual_stages * self.replicas
 
-    def proposal(self, setting: Setting) -> Proposal:
+    def proposal(self, setting: PipelineConfig) -> Proposal:
         """With a schedule and micro-batches; the replicas of a stage are next to each other.
 
         Raises UsageError where the schedule does not run with these numbers.
@@ -51,7 +51,7 @@ class Given:
 
 def given_plan(
     problem: Problem,
-    given: Given,
+    given: FixedPartition,
     *,
     model: str,
     profile: ProfileReference,
@@ -78,7 +78,9 @@ def given_plan(
         best, lacking = _too_large(problem, proposals)
     schedules = dict.fromkeys((*problem.proposable, best.setting.schedule))
     bound = universal_bound(problem, schedules, best.step_seconds)
-    found = Found(best=best, bound_seconds=bound, root_bound_seconds=bound, exact=False, universal=True)
+    found = SearchResult(
+        best=best, bound_seconds=bound, root_bound_seconds=bound, exact=False, universal=True
+    )
     plan = bare_plan(problem, best, found, model=model, profile=profile)
     made = assembly_of(problem.space, best.proposal, best.recompute)
     said = dict.fromkeys([*lacking, *warnings, *warnings_of(problem), *made.outside()])
@@ -86,7 +88,7 @@ def given_plan(
     return plan.model_copy(update={"searched": GIVEN, "warnings": list(said), "notes": noted})
 
 
-def _check_cuts(problem: Problem, given: Given) -> None:
+def _check_cuts(problem: Problem, given: FixedPartition) -> None:
     chain = problem.chain
     for stage, end in enumerate(given.ends[:-1]):
         if not chain.cut_after[end - 1]:
@@ -97,7 +99,7 @@ def _check_cuts(problem: Problem, given: Given) -> None:
             )
 
 
-def _proposals(problem: Problem, given: Given) -> list[Proposal]:
+def _proposals(problem: Problem, given: FixedPartition) -> list[Proposal]:
     """With every setting that its schedule runs. Raises the UsageError of the last where none does."""
     made: list[Proposal] = []
     refusal: UsageError | None = None
@@ -117,7 +119,7 @@ def _proposals(problem: Problem, given: Given) -> list[Proposal]:
     )
 
 
-def _too_large(problem: Problem, proposals: Sequence[Proposal]) -> tuple[Candidate, list[str]]:
+def _too_large(problem: Problem, proposals: Sequence[Proposal]) -> tuple[ScoredPlan, list[str]]:
     """Where none fits: the one that lacks least, recomputing as much as it may, and what it lacks."""
     tried = [
         (proposal, modes[-1], assembly_of(problem.space, proposal, (modes[-1],) * len(proposal.ends)))
@@ -131,7 +133,7 @@ def _too_large(problem: Problem, proposals: Sequence[Proposal]) -> tuple[Candida
         f"it does not fit: device {made.ranks[device][0]} needs {format_bytes(round(needed))} of "
         f"{format_bytes(round(needed - bytes_short))}"
     )
-    return Candidate(proposal, (mode,) * len(proposal.ends), step), [note]
+    return ScoredPlan(proposal, (mode,) * len(proposal.ends), step), [note]
 
 
 def _most_lacking(problem: Problem, made: Assembly) -> tuple[float, int, float]:

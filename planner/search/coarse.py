@@ -15,9 +15,9 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from ..candidate import Candidate, Proposal
+from ..candidate import Proposal, ScoredPlan
 from ..plan_file import TIE
-from .branch_and_bound import WORK, Found, search
+from .branch_and_bound import WORK, SearchResult, search
 from .budget import OutOfTime, SearchBudget
 from .pipelines import modes_of, pipelines_of
 from .placements import MOST_DEVICES
@@ -52,11 +52,11 @@ def search_large(
     space: Space,
     families: Sequence[Family],
     stage_counts: Iterable[int],
-    seeds: Iterable[Candidate],
+    seeds: Iterable[ScoredPlan],
     work: float | None = None,
     *,
     deeper: bool = False,
-) -> Found:
+) -> SearchResult:
     """The best plan found of these families, no slower than the seeds; and a bound on all of them, with any
     of the devices. `deeper`: plans with more stages are allowed, too: they are only bounded."""
     budget = space.budget.part(WORK if work is None else work)
@@ -68,13 +68,13 @@ def search_large(
     _search_coarsely(scored, families, [count for count in counts if count <= MOST_STAGES], budget)
     bound = min(bound, scored.step)
     root = min([scored.step, *(quick_bound(space, family) for family in families)])
-    return Found(scored.best, bound, min(root, bound), bound >= scored.step * (1 - TIE))
+    return SearchResult(scored.best, bound, min(root, bound), bound >= scored.step * (1 - TIE))
 
 
 class _Scored:
     """The best plan so far. As a function: scores proposals, and gives the seconds of the best plan."""
 
-    def __init__(self, space: Space, budget: SearchBudget, best: Candidate | None) -> None:
+    def __init__(self, space: Space, budget: SearchBudget, best: ScoredPlan | None) -> None:
         self.space, self.budget, self.best = space, budget, best
         self._known: set[Proposal] = set()
 
@@ -102,7 +102,7 @@ class _Scored:
         step = float(pipelines_of(narrow, [proposal], [modes]).step_seconds()[0])
         self.budget.simulate(1, 2 * len(proposal.ends) * setting.micro_batches)
         if step < self.step:
-            self.best = Candidate(proposal, modes, step)
+            self.best = ScoredPlan(proposal, modes, step)
 
 
 def _search_coarsely(
@@ -127,12 +127,12 @@ def _search_coarsely(
 
 
 def _better(
-    best: Candidate | None,
+    best: ScoredPlan | None,
     space: Space,
     families: Sequence[Family],
     stage_counts: Sequence[int],
     work: float,
-) -> Candidate | None:
+) -> ScoredPlan | None:
     """The best plan of a smaller space, where it is faster than `best`; else `best`."""
     limit = inf if best is None else best.step_seconds
     return search(space, families, stage_counts, work=work, limit=limit).best or best
@@ -163,7 +163,7 @@ def _spread(space: Space, blocks: int) -> npt.NDArray[np.bool_]:
     return kept
 
 
-def _near(space: Space, best: Candidate) -> npt.NDArray[np.bool_]:
+def _near(space: Space, best: ScoredPlan) -> npt.NDArray[np.bool_]:
     """The allowed cuts near those of a plan."""
     allowed = np.flatnonzero(space.chain.cut_after)
     kept = np.zeros(len(space.chain), dtype=np.bool_)

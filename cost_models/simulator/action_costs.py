@@ -13,7 +13,7 @@ FREE = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Lowered:
+class ActionCosts:
     """Arrays of one entry an action; for many candidates, a second axis.
 
     `link`: what the action's transfer occupies, -1 nothing; `cut`: the row of its `occupancy` and `latency`.
@@ -32,13 +32,13 @@ class Lowered:
     launch_end: Array | None
 
 
-def lowered(order: Order, costs: Costs) -> Lowered:
+def lower_costs(order: Order, costs: Costs) -> ActionCosts:
     """The costs of a program. Raises UsageError for costs that cannot be."""
     costs.check(order.program)
     cut, occupancy, latency = _transfers(order, costs)
     link = _links(order, costs, cut, occupancy)
     launched, launch_end = _launches(order, costs)
-    return Lowered(
+    return ActionCosts(
         order=order,
         costs=costs,
         duration=_durations(order, costs),
@@ -183,7 +183,7 @@ def _before(ends: Array) -> Array:
     return np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])
 
 
-def statically_served(values: Lowered) -> bool:
+def statically_served(values: ActionCosts) -> bool:
     """Whether the order in which each link serves is known beforehand: that of the clock.
 
     So it is where all that a link carries comes from one device, whose actions end one after another. Not

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...cost_models.document import Record
-from ..candidate import Candidate
-from ..planned import plan_recompute
+from ..candidate import ScoredPlan
+from ..plan_stages import plan_recompute
 
 
-class Outline(Record):
+class PlanSummary(Record):
     """Where the layers are, how they run, and the predicted step. By part of the layers, in order:
     `balance`, `devices` and `stage_recompute`."""
 
@@ -34,10 +34,10 @@ class Outline(Record):
         return len({device for own in self.devices for device in own})
 
 
-def outline_of(plan: Candidate) -> Outline:
+def summarize(plan: ScoredPlan) -> PlanSummary:
     """The outline of a scored plan."""
     proposal, setting = plan.proposal, plan.setting
-    return Outline(
+    return PlanSummary(
         step_seconds=plan.step_seconds,
         samples_per_second=setting.mini_batch / plan.step_seconds,
         balance=[end - first for first, end in proposal.bounds],

@@ -17,7 +17,7 @@ MODES: tuple[Mode, ...] = ("by_stage", "never", "except_last", "always")
 
 
 @dataclass(frozen=True)
-class Setting:
+class PipelineConfig:
     """Schedule, recomputation and micro-batches of a pipeline; `virtual_stages` of each device."""
 
     schedule: str
@@ -39,7 +39,7 @@ class Setting:
 
 def settings(
     mini_batch: int, schedules: Sequence[str], modes: Sequence[Mode], sizes: Sequence[int]
-) -> list[Setting]:
+) -> list[PipelineConfig]:
     """Every setting for these micro-batch sizes, the preferred among equals first: schedules and modes in
     their order, few micro-batches before many.
 
@@ -47,7 +47,7 @@ def settings(
     micro-batch it is `never`.
     """
     return [
-        Setting(schedule, mode, mini_batch // size, size)
+        PipelineConfig(schedule, mode, mini_batch // size, size)
         for schedule in schedules
         for mode in modes
         for size in sorted(sizes, reverse=True)

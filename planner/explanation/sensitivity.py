@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...cost_models.document import Record
-from ..candidate import Candidate
+from ..candidate import ScoredPlan
 from ..problem import Problem
 from ..scoring import fastest
-from .again import MANY, SECONDS, solved_again, with_bandwidth, with_slower_layers, with_topology
-from .outline import Outline, outline_of
-from .question import Question
+from .explain_context import ExplainContext
+from .plan_summary import PlanSummary, summarize
+from .resolve import MANY, SECONDS, solved_again, with_bandwidth, with_slower_layers, with_topology
 
 WORTH = 1e-3
 """Share of the step by which another plan must be faster to count as better."""
@@ -37,10 +37,10 @@ class Turn(Record):
 
     factor: float
     plan_seconds: float
-    rival: Outline
+    rival: PlanSummary
 
 
-class Reach(Record):
+class Sensitivity(Record):
     """How far the answer holds when something is multiplied by a factor; `below` and `above` 1. None: to the
     end of the range (`least`, `most`) no better plan was found."""
 
@@ -67,7 +67,7 @@ class _Range:
     varied: Varied
 
 
-def reaches_of(question: Question, seeds: Sequence[Candidate], busiest: int) -> list[Reach]:
+def sensitivities(question: ExplainContext, seeds: Sequence[ScoredPlan], busiest: int) -> list[Sensitivity]:
     """Bandwidth of all links, of those between nodes, and seconds of the heaviest stage's layers. `busiest`:
     that stage."""
     first, end = _heaviest(question, busiest)
@@ -100,17 +100,17 @@ def _links(problem: Problem) -> Iterator[_Range]:
         )
 
 
-def _heaviest(question: Question, stage: int) -> tuple[int, int]:
+def _heaviest(question: ExplainContext, stage: int) -> tuple[int, int]:
     """The layers of a stage: of its first part where it has several."""
     made = question.assembly
     part = min(part for place, part in made.part_of.items() if place.device == stage)
     return question.present.proposal.bounds[part]
 
 
-def _reach(question: Question, seeds: Sequence[Candidate], range: _Range) -> Reach:
+def _reach(question: ExplainContext, seeds: Sequence[ScoredPlan], range: _Range) -> Sensitivity:
     contest = _Contest(question.present, range.varied, range.faster_above, list(seeds))
     widest = range.widest
-    return Reach(
+    return Sensitivity(
         what=range.what,
         least=1 / widest,
         most=widest,
@@ -124,10 +124,10 @@ class _Contest:
     """The plan against its rivals, as something varies: all plans become faster with a larger factor
     (`faster_above`), or slower. Problems are kept, with their tables of stages."""
 
-    present: Candidate
+    present: ScoredPlan
     varied: Varied
     faster_above: bool
-    rivals: list[Candidate]
+    rivals: list[ScoredPlan]
     _problems: dict[float, Problem] = field(default_factory=dict)
     _solved: set[float] = field(default_factory=set)
 
@@ -153,7 +153,7 @@ class _Contest:
         plan, rival = self._scores(factor)
         if plan is None or rival is None:
             return None
-        return Turn(factor=factor, plan_seconds=plan.step_seconds, rival=outline_of(rival))
+        return Turn(factor=factor, plan_seconds=plan.step_seconds, rival=summarize(rival))
 
     def _safe(self, end: float) -> bool:
         """Whether no plan can be better between 1 and `end`. All become slower on the way, or all faster: the
@@ -184,7 +184,7 @@ class _Contest:
         self.rivals.append(found)
         return found.step_seconds < plan.step_seconds * (1 - WORTH)
 
-    def _scores(self, factor: float) -> tuple[Candidate | None, Candidate | None]:
+    def _scores(self, factor: float) -> tuple[ScoredPlan | None, ScoredPlan | None]:
         """The plan and its best rival."""
         problem = self._problem(factor)
         allowed = [rival.proposal for rival in self.rivals if problem.allows(rival.proposal)]

@@ -11,7 +11,7 @@ KEPT_ACTIONS = 500_000
 """Of all kept programs together: some 300 bytes each."""
 
 
-class Kept:
+class ProgramCache:
     """The programs used last, of at most so many actions together."""
 
     def __init__(self, most: int) -> None:
@@ -36,4 +36,4 @@ def _actions(program: Program) -> int:
     return sum(len(own) for own in program.actions)
 
 
-kept_program = Kept(KEPT_ACTIONS).program
+cached_program = ProgramCache(KEPT_ACTIONS).program

@@ -16,7 +16,7 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class DeviceRanges:
     """The runs of `counts` devices (ascending) in an order. Stages begin at multiples of `unit` positions;
     `on_all`: no device may stay free."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from .action import Action, Kind, Place
+from .action import Action, Kind, StageSlot
 
 Turn = tuple[Kind, int]
 """What a device does next on which of its chunks; the micro-batch is the next for both."""
@@ -18,10 +18,10 @@ B1: Turn = ("B", 1)
 W1: Turn = ("W", 1)
 
 
-def folded(stages: int) -> tuple[tuple[Place, ...], ...]:
+def folded(stages: int) -> tuple[tuple[StageSlot, ...], ...]:
     """One pipe: down the devices with their first chunk, back up with their second."""
-    down = [Place(device, 0) for device in range(stages)]
-    up = [Place(device, 1) for device in reversed(range(stages))]
+    down = [StageSlot(device, 0) for device in range(stages)]
+    up = [StageSlot(device, 1) for device in reversed(range(stages))]
     return (tuple(down + up),)
 
 

@@ -11,23 +11,23 @@ from ...cost_models.errors import UsageError
 from ...cost_models.quantities import counted
 from ...cost_models.simulator.costs import Array
 from ...cost_models.simulator.result import Timeline
-from ..candidate import Candidate
-from ..given import Given, given_plan
+from ..candidate import ScoredPlan
+from ..fixed_partition import FixedPartition, given_plan
+from ..pipeline_config import SEARCHED
 from ..plan_file import PlannedStage, ProfileReference
-from ..planned import bubble, planned_stages
+from ..plan_stages import bubble, planned_stages
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.subproblem import Family
-from ..setting import SEARCHED
 from ..solve import warnings_of
-from .again import SECONDS, searched
+from .explain_context import ExplainContext, candidate_of, timeline_of
 from .limits import Busiest, busiest_of
-from .outline import Outline, outline_of
-from .question import Question, candidate_of, timeline_of
+from .plan_summary import PlanSummary, summarize
+from .resolve import SECONDS, searched
 
 
 @dataclass(frozen=True)
-class Current:
+class CurrentSplit:
     """The split in use: layers of each stage; None: the best for it, as far as the plan's wishes leave it."""
 
     balance: tuple[int, ...]
@@ -39,7 +39,7 @@ class Current:
 class Side(Record):
     """One of the two plans that are compared."""
 
-    plan: Outline
+    plan: PlanSummary
     bubble: float
     busiest: Busiest
     stages: list[PlannedStage]
@@ -59,7 +59,7 @@ class Cause(Record):
         return self.current_seconds - self.plan_seconds
 
 
-class CurrentSplit(Record):
+class SplitComparison(Record):
     """The split in use against the plan. `slower`: its step over the plan's, less 1.
 
     `best_setting`: the split with the best schedule, micro-batches and recomputation; `best_cuts`: its own
@@ -70,12 +70,12 @@ class CurrentSplit(Record):
     plan: Side
     slower: float
     causes: list[Cause]
-    best_setting: Outline | None
-    best_cuts: Outline | None
+    best_setting: PlanSummary | None
+    best_cuts: PlanSummary | None
     notes: list[str]
 
 
-def current_split(question: Question, current: Current) -> CurrentSplit:
+def compare_split(question: ExplainContext, current: CurrentSplit) -> SplitComparison:
     """What the split takes, and why it is slower than the plan.
 
     Raises UsageError for a balance of another number of layers, cuts that are not allowed, too few devices,
@@ -94,7 +94,7 @@ def current_split(question: Question, current: Current) -> CurrentSplit:
     of_the_machine = warnings_of(own)
     plan = question.present
     mine, theirs = timeline_of(own, split), question.timeline
-    return CurrentSplit(
+    return SplitComparison(
         current=_side(own, split, mine),
         plan=_side(question.problem, plan, theirs),
         slower=split.step_seconds / plan.step_seconds - 1,
@@ -105,7 +105,7 @@ def current_split(question: Question, current: Current) -> CurrentSplit:
     )
 
 
-def _freed(problem: Problem, current: Current, *, given: bool) -> Problem:
+def _freed(problem: Problem, current: CurrentSplit, *, given: bool) -> Problem:
     """The problem without the wishes that are about the plan's own shape; with `given`, the schedule and
     micro-batches are those of the split."""
     wishes = replace(
@@ -123,7 +123,7 @@ def _freed(problem: Problem, current: Current, *, given: bool) -> Problem:
     return replace(problem, wishes=wishes)
 
 
-def _given(problem: Problem, current: Current) -> Given:
+def _given(problem: Problem, current: CurrentSplit) -> FixedPartition:
     layers, counted_layers = len(problem.chain), sum(current.balance)
     if counted_layers != layers or min(current.balance, default=0) < 1:
         shown = ",".join(map(str, current.balance))
@@ -133,12 +133,12 @@ def _given(problem: Problem, current: Current) -> Given:
             else f"current='{shown}': a stage has no layer",
             "Give the number of layers of every stage, as in current='12,34'.",
         )
-    return Given(tuple(accumulate(current.balance)), 1, current.replicas)
+    return FixedPartition(tuple(accumulate(current.balance)), 1, current.replicas)
 
 
-def _side(problem: Problem, plan: Candidate, timeline: Timeline) -> Side:
+def _side(problem: Problem, plan: ScoredPlan, timeline: Timeline) -> Side:
     return Side(
-        plan=outline_of(plan),
+        plan=summarize(plan),
         bubble=bubble(problem.space, plan),
         busiest=busiest_of(timeline),
         stages=planned_stages(problem.space, plan),
@@ -189,7 +189,7 @@ def _at(values: Array, place: tuple[int, int, int]) -> float:
     )
 
 
-def _best_setting(problem: Problem, given: Given) -> Candidate | None:
+def _best_setting(problem: Problem, given: FixedPartition) -> ScoredPlan | None:
     """The split with any setting."""
     proposals = []
     for setting in problem.settings:
@@ -200,7 +200,7 @@ def _best_setting(problem: Problem, given: Given) -> Candidate | None:
     return fastest(problem.space, [proposal for proposal in proposals if problem.allows(proposal)])
 
 
-def _best_cuts(problem: Problem, split: Candidate) -> Candidate | None:
+def _best_cuts(problem: Problem, split: ScoredPlan) -> ScoredPlan | None:
     """The split's own setting, replicas and number of stages, with other cuts."""
     proposal = split.proposal
     if proposal.setting.schedule not in SEARCHED:
@@ -211,6 +211,6 @@ def _best_cuts(problem: Problem, split: Candidate) -> Candidate | None:
     return searched(problem.space, families, [len(proposal.ends)], [proposal], SECONDS / 4).best
 
 
-def _faster(plan: Candidate | None, than: Candidate) -> Outline | None:
+def _faster(plan: ScoredPlan | None, than: ScoredPlan) -> PlanSummary | None:
     better = plan is not None and plan.step_seconds < than.step_seconds * (1 - 1e-6)
-    return outline_of(plan) if better and plan is not None else None
+    return summarize(plan) if better and plan is not None else None

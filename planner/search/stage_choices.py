@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from ...cost_models.memory import Recompute
 from ...cost_models.schedules import schedule_named
-from ..setting import Setting
+from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
+from .device_ranges import DeviceRanges
 from .pipelines import stage_modes
-from .runs import Runs
-from .space import Space, Team, share_of
+from .space import ReplicaGroupCosts, Space, share_of
 
 Indices = npt.NDArray[np.int64]
 
@@ -44,15 +44,15 @@ class Entries(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class GroupChoices:
     """The stages of one team: `start`, `end` (pairs,) are places; `at` (positions + 1,) says where in the
     order of devices its runs may begin. Seconds (pairs,) are those of the team."""
 
-    team: Team
+    team: ReplicaGroupCosts
     at: npt.NDArray[np.bool_]
     start: Indices
     end: Indices
-    setting: Setting
+    setting: PipelineConfig
     _most: dict[Recompute, Floats] = field(default_factory=dict)
     _eff: dict[float, tuple[Floats, npt.NDArray[np.bool_]]] = field(default_factory=dict)
 
@@ -125,13 +125,13 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Options:
+class StageChoices:
     """All groups of a setting on the runs of an order of the devices."""
 
     space: Space
-    setting: Setting
-    runs: Runs
-    groups: tuple[Group, ...]
+    setting: PipelineConfig
+    runs: DeviceRanges
+    groups: tuple[GroupChoices, ...]
 
     @property
     def least_used(self) -> int:
@@ -212,19 +212,21 @@ class Options:
         return np.pad(np.add.reduceat(seconds, starts, axis=1), ((0, 0), (1, 0)))
 
 
-def options_of(space: Space, setting: Setting, runs: Runs, limit: float) -> Options:
+def options_of(space: Space, setting: PipelineConfig, runs: DeviceRanges, limit: float) -> StageChoices:
     """The options whose stage alone takes no longer than `limit` over all micro-batches."""
-    return Options(space, setting, runs, tuple(_groups(space, setting, runs, limit)))
+    return StageChoices(space, setting, runs, tuple(_groups(space, setting, runs, limit)))
 
 
-def _groups(space: Space, setting: Setting, runs: Runs, limit: float) -> Iterator[Group]:
+def _groups(
+    space: Space, setting: PipelineConfig, runs: DeviceRanges, limit: float
+) -> Iterator[GroupChoices]:
     ranks = runs.placement.ranks
     for count in runs.counts:
         if count > min(len(ranks), setting.micro_batch_size):
             continue
         if not space.fits_someone(setting.micro_batch_size, count):
             continue
-        at: dict[int, tuple[Team, npt.NDArray[np.bool_]]] = {}
+        at: dict[int, tuple[ReplicaGroupCosts, npt.NDArray[np.bool_]]] = {}
         for position in range(0, len(ranks) - count + 1, runs.unit):
             space.budget.check()
             team = space.team(setting.micro_batch_size, ranks[position : position + count])
@@ -234,4 +236,4 @@ def _groups(space: Space, setting: Setting, runs: Runs, limit: float) -> Iterato
             work = setting.micro_batches * (team.forward + team.backward) + team.tail
             start, end = np.nonzero(space.usable & (work <= limit))
             if len(start):
-                yield Group(team, where, start, end, setting)
+                yield GroupChoices(team, where, start, end, setting)
