@@ -15,7 +15,7 @@ from ..cost_models.layer import Chain
 from ..cost_models.simulator.costs import Costs
 from ..cost_models.topology import Topology
 from ..planner.balance import balance
-from ..planner.fixed_partition import Given, given_plan
+from ..planner.fixed_partition import FixedPartition, given_plan
 from ..planner.plan_file import Plan
 from ..planner.simulated import SimulatedPlan, simulate_plan
 from ..planner.solve import problem_of
@@ -102,7 +102,7 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
             zero=plan.zero,
             runtime=plan.runtime,
         )
-        given = Given(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
+        given = FixedPartition(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
         problem = problem_of(chain, topology, wishes, plan.profile, profiles)
         made = given_plan(problem, given, model=plan.model, profile=plan.profile)
     except PplanError as error:

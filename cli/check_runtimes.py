@@ -12,7 +12,7 @@ from ..cost_models.errors import ExportError, MachineError, UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.runtime import runtime_named
 from ..cost_models.topology import Topology
-from ..planner.fixed_partition import Given, given_plan
+from ..planner.fixed_partition import FixedPartition, given_plan
 from ..planner.plan_file import Plan
 from ..planner.simulated import simulate_plan
 from ..planner.solve import problem_of
@@ -65,7 +65,7 @@ class Placed:
             runtime=runtime,
         )
         problem = problem_of(self.chain, self.topology, wishes, plan.profile, self.profiles)
-        given = Given(tuple(accumulate(choice.balance)), 1, choice.replicas)
+        given = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
         return given_plan(problem, given, model=plan.model, profile=plan.profile)
 
     def even(self, plan: Plan) -> Plan:

@@ -373,7 +373,7 @@ def explain(
     """
     from .cli import arguments
     from .cli.planned_machine import planned_machine
-    from .planner.explanation.current import CurrentSplit
+    from .planner.explanation.current_split import CurrentSplit
     from .planner.explanation.explain import explain as explain_plan
 
     split = arguments.wholes("current", current)
@@ -467,7 +467,7 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
     """
     from .cli.planned_machine import planned_machine
     from .planner.explanation.compare import compare as compare_plans
-    from .planner.explanation.question import question_of
+    from .planner.explanation.explain_context import context_of
 
     if not plans:
         raise UsageError("compare: no plan is given", "Give plans, or the paths of their files.")
@@ -482,7 +482,7 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
     _check_layers(first, reference)
     folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
     machine, profiles = planned_machine(first, measured, folder)
-    return compare_plans(named, question_of(first, measured.chain(), machine, profiles))
+    return compare_plans(named, context_of(first, measured.chain(), machine, profiles))
 
 
 def profile(

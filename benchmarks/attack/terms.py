@@ -14,7 +14,7 @@ import numpy as np
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS, busiest_seconds
 from pplan.planner.search import subproblem
-from pplan.planner.search.device_ranges import Runs
+from pplan.planner.search.device_ranges import DeviceRanges
 from pplan.planner.search.pipelines import pipelines_of
 from pplan.planner.search.relaxed_bound import RelaxedBound
 from pplan.planner.search.stage_choices import options_of
@@ -56,7 +56,7 @@ def check(problem: Problem, result: Result) -> None:
     if len(problem.placements) > 1:
         return
     for family in problem.families:
-        runs = Runs(problem.space, family.placement, family.replicas, family.on_all)
+        runs = DeviceRanges(problem.space, family.placement, family.replicas, family.on_all)
         options = options_of(problem.space, family.setting, runs, inf)
         quick = subproblem.quick_bound(problem.space, family)
         bound = BOUNDS[family.setting.schedule](options, inf)

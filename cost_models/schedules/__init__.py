@@ -57,4 +57,4 @@ def schedule_named(name: str) -> Schedule:
         ) from None
 
 
-__all__ = ["SCHEDULES", "Action", "StageSlot", "Program", "Schedule", "schedule_named"]
+__all__ = ["SCHEDULES", "Action", "Program", "Schedule", "StageSlot", "schedule_named"]

@@ -12,7 +12,7 @@ from ...cost_models.quantities import format_seconds
 from ...cost_models.topology import Topology
 from ..candidate import ScoredPlan
 from ..plan_file import TIE, Plan
-from .compare_split import CurrentSplit, SplitComparison, compare_split
+from .current_split import CurrentSplit, SplitComparison, compare_split
 from .explain_context import ExplainContext, context_of
 from .limits import Limits, limits_of
 from .plan_summary import PlanSummary, summarize

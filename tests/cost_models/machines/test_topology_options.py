@@ -103,7 +103,7 @@ def test_options_replace_single_parts() -> None:
 @pytest.mark.parametrize("option", ["bandwidth", "latency"])
 @pytest.mark.parametrize("values", [[], [1.0, 2.0, 3.0]])
 def test_there_are_two_levels(option: str, values: list[float]) -> None:
-    with pytest.raises(UsageError, match=f"--{option}: {len(values)} values"):
+    with pytest.raises(UsageError, match=f"`{option}`: {len(values)} values"):
         make_topology(
             gpus=2,
             profiled=CPU,

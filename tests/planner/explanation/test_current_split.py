@@ -12,7 +12,7 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.explanation.compare_split import CurrentSplit, SplitComparison, compare_split
+from pplan.planner.explanation.current_split import CurrentSplit, SplitComparison, compare_split
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
