@@ -80,7 +80,7 @@ def step_case(schedule: str, devices: int, micro_batches: int, stages: StageSet)
     """Raises UsageError where the schedule does not run with these numbers."""
     virtual = SCHEDULES[schedule]
     program = program_of(schedule, devices, micro_batches, virtual)
-    parts = program.places
+    parts = program.slots
     document = TorchExport(
         runtime="torch",
         model="emulated",

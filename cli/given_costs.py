@@ -70,7 +70,7 @@ class GivenCosts:
 
         pipes = program.pipes
         rows = [[self._between(*ends, program.devices) for ends in pairwise(pipe)] for pipe in pipes]
-        return np.array(rows, dtype=np.float64).reshape(len(pipes), program.places - 1)
+        return np.array(rows, dtype=np.float64).reshape(len(pipes), program.slots - 1)
 
     def _between(self, here: StageSlot, there: StageSlot, stages: int) -> float:
         """Between neighbours the value of the boundary, from the last stage to the first the last stage's."""

@@ -22,7 +22,7 @@ class Routes:
     _loads: dict[tuple[Ranks, Ranks], Mapping[Port, float]] = field(default_factory=dict)
     _pairs: dict[tuple[int, int], tuple[Link, tuple[Port, Port]]] = field(default_factory=dict)
 
-    def way(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
+    def route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
         """Latency, and seconds of each byte of a whole micro-batch, for which the slowest port is taken.
 
         Each sender has an equal run of its samples, and so needs each receiver (DAPPLE's split and
@@ -31,7 +31,7 @@ class Routes:
         """
         key = self._shifted(senders), self._shifted(receivers, senders[0])
         if key not in self._known:
-            self._known[key] = self._way(senders, receivers)
+            self._known[key] = self._route(senders, receivers)
         return self._known[key]
 
     def _shifted(self, ranks: Ranks, first: int | None = None) -> Ranks:
@@ -49,7 +49,7 @@ class Routes:
         own_ports = all(node % level.devices_per_port == 0 for level in self.topology.levels)
         return len(self.topology.levels) <= 2 and own_ports
 
-    def _way(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
+    def _route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
         loads, latency = self._loaded(senders, receivers)
         return latency, max(loads.values())
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from .errors import UsageError
 from .schedules import Action
-from .schedules.action import Program, straight
+from .schedules.action import Program, linear_program
 from .simulator.action_costs import ActionCosts, lower_costs, statically_served
 from .simulator.costs import Array, Costs, PipelineCosts, uniform_costs
 from .simulator.dependencies import order_of
@@ -34,7 +34,9 @@ def simulate(
     Raises UsageError for lists that are incomplete, repeat an action, or wait for each other for ever, and
     for costs that cannot be.
     """
-    order = order_of(actions if isinstance(actions, Program) else straight([list(own) for own in actions]))
+    order = order_of(
+        actions if isinstance(actions, Program) else linear_program([list(own) for own in actions])
+    )
     values = lower_costs(order, _single(_general(order.program, costs)))
     ran = run(values, engine)
     reduced = reductions(values, ran)

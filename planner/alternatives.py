@@ -59,7 +59,7 @@ def _ranked(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     """The plan on the devices from rank 0 on, as a runtime gives them to its stages: one that was found with
     devices left free between its stages takes another time there, and may not fit."""
     devices = _in_order(best)
-    if best.setting.virtual_stages > 1 or best.proposal.devices == devices:
+    if best.config.virtual_stages > 1 or best.proposal.devices == devices:
         return best
     return fastest(problem.space, [replace(best.proposal, devices=devices)])
 
@@ -104,13 +104,13 @@ def _answers(own: Problem, answer: JointSearchResult) -> bool:
     best, runtime = answer.best, own.runtime
     if best is None or runtime is None or not answer.found.exact or runtime.one_process:
         return False
-    if best.setting.schedule not in SEARCHED:
+    if best.config.schedule not in SEARCHED:
         return False  # it is none of those that are searched for the runtime
     if not _recomputes(runtime, best) or runtime.transfers != "overlapped" or not own.allows(best.proposal):
         return False
     in_order = best.proposal.devices == _in_order(best)
-    places = list(own.space.table(own.chain.sizes[0]).places)
-    stages = [(places.index(first), places.index(end)) for first, end in best.proposal.bounds]
+    cut_points = list(own.space.table(own.chain.sizes[0]).cut_points)
+    stages = [(cut_points.index(first), cut_points.index(end)) for first, end in best.proposal.bounds]
     return in_order and all(own.space.usable[stage] for stage in stages)
 
 
@@ -143,16 +143,16 @@ def _kinds(problem: Problem) -> list[list[str]]:
 def _alternative(
     problem: Problem, found: SearchResult, plan: ScoredPlan, runtimes: list[str], reason: str
 ) -> Alternative:
-    setting, step = plan.setting, plan.step_seconds
+    config, step = plan.config, plan.step_seconds
     stages = planned_stages(problem.space, plan)
     return Alternative(
         runtimes=runtimes,
         balance=[stage.layers for stage in stages],
         replicas=plan.proposal.replicas[0],
-        schedule=setting.schedule,
-        virtual_stages=setting.virtual_stages,
-        micro_batches=setting.micro_batches,
-        micro_batch_size=setting.micro_batch_size,
+        schedule=config.schedule,
+        virtual_stages=config.virtual_stages,
+        micro_batches=config.micro_batches,
+        micro_batch_size=config.micro_batch_size,
         recompute=plan_recompute(plan),
         stage_recompute=list(plan.recompute) if plan_recompute(plan) == "selective" else [],
         step_seconds=step,

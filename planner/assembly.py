@@ -25,7 +25,7 @@ from ..cost_models.timeline import Timeline
 from ..cost_models.topology import Device, Topology
 from ..cost_models.training import Training
 from .replica_exchange import ReplicaExchange, bytes_at_end, bytes_by_layer, gradient_bytes
-from .search.space import share_of
+from .search.space import divide_batch
 from .stage_table import Floats, StageTable, ledger_options
 
 WEIGHT_SHARE = 0.5
@@ -91,13 +91,13 @@ class Assembly:
         places = {pipe[part] for pipe in self.program.pipes}
         return sorted({rank for place in places for rank in self.ranks[place.device]})
 
-    def share(self, device: int) -> int:
+    def per_replica_batch(self, device: int) -> int:
         """Samples of a micro-batch that a replica of this device computes, at the most."""
-        return share_of(self.size, len(self.ranks[device]))
+        return divide_batch(self.size, len(self.ranks[device]))
 
     def table(self, device: int) -> StageTable:
         """All stages at the size that a replica of this stage computes."""
-        return _table(self.chain, self.share(device))
+        return _table(self.chain, self.per_replica_batch(device))
 
     @cached_property
     def timed(self) -> list[list[tuple[StageTable, float]]]:
@@ -105,7 +105,7 @@ class Assembly:
         multiplied by. The slowest counts."""
         return [
             [
-                (_table(self._measured(kind), self.share(device)), kind.seconds_scale)
+                (_table(self._measured(kind), self.per_replica_batch(device)), kind.seconds_scale)
                 for kind in dict.fromkeys(self.topology.device(rank) for rank in ranks)
             ]
             for device, ranks in enumerate(self.ranks)
@@ -197,14 +197,14 @@ class Assembly:
     def _transfers(self) -> tuple[Floats, Floats]:
         """Occupancy and latency of every cut of every pipe: all replicas send at the same time, the smaller
         side what its largest share of the micro-batch needs."""
-        pipes, ways = self.program.pipes, _ports(self.topology).ways
-        occupancy, latency = (np.zeros((len(pipes), self.program.places - 1)) for _ in range(2))
+        pipes, routes = self.program.pipes, _ports(self.topology).routes
+        occupancy, latency = (np.zeros((len(pipes), self.program.slots - 1)) for _ in range(2))
         for row, pipe in enumerate(pipes):
             for cut, (here, there) in enumerate(pairwise(pipe)):
                 if here.device == there.device:
                     continue
                 senders, receivers = tuple(self.ranks[here.device]), tuple(self.ranks[there.device])
-                latency[row, cut], pace = ways.way(senders, receivers)
+                latency[row, cut], pace = routes.route(senders, receivers)
                 place = self.bounds[cut][1]
                 sent = max(float(self.table(own).crossing[place]) for own in (here.device, there.device))
                 occupancy[row, cut] = sent * min(len(senders), len(receivers)) * pace
@@ -217,10 +217,10 @@ class Assembly:
         for micro_batch, pipe in enumerate(program.pipe_of):
             counts[pipe] += program.share(micro_batch)
         hops = [
-            Hop(*way, float(occupancy[row, cut] * counts[row]))
+            Hop(*route, float(occupancy[row, cut] * counts[row]))
             for row, pipe in enumerate(program.pipes)
             for cut, (here, there) in enumerate(pairwise(pipe))
-            for way in ((here.device, there.device), (there.device, here.device))
+            for route in ((here.device, there.device), (there.device, here.device))
             if here.device != there.device
         ]
         ranks = [tuple(own) for own in self.ranks]
@@ -258,7 +258,7 @@ class Assembly:
         """Replicas of one stage reduce while they compute on, as DistributedDataParallel does."""
         table = self.table(place.device)
         i, j = self.bounds[part]
-        own = slice(table.places[i], table.places[j])
+        own = slice(table.cut_points[i], table.cut_points[j])
         gradients = gradient_bytes(table.costs.trainable_bytes[own], self.number_bytes)
         if self.zero:
             return float(self.exchange(part).at_end(np.asarray(table.costs.trainable_bytes[own].sum())))
@@ -298,9 +298,9 @@ class Assembly:
     def memory(self, device: int, timeline: Timeline) -> DeviceMemory:
         """The ledger of a device, and what of it comes and goes."""
         terms = {name: round(amount) for name, amount in self.ledger(device).items()}
-        again = self.recompute[device] != "never"
+        recompute = self.recompute[device] != "never"
         chunks = self._chunk_bytes(device)
-        held = tuple(float(own.input if again else own.saved + own.saved_input) for own in chunks)
+        held = tuple(float(own.input if recompute else own.saved + own.saved_input) for own in chunks)
         most = timeline.peak_memory(device, 0.0, held).bytes
         return DeviceMemory(terms, sum(terms.values()) - most, held, self.limit(device))
 
@@ -322,7 +322,7 @@ class Assembly:
                 f"the profile holds whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
                 "taken as the weight gradient"
             )
-        for size in sorted({self.share(device) for device in range(len(self.ranks))}):
+        for size in sorted({self.per_replica_batch(device) for device in range(len(self.ranks))}):
             if outside := _table(self.chain, size).costs.outside:
                 yield outside
 

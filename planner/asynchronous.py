@@ -32,11 +32,11 @@ MOST_ROUNDS = 96
 
 def running(space: Space, proposal: Proposal, modes: Sequence[Recompute], rounds: int = ROUNDS) -> Assembly:
     """The pipeline as it runs on and on, made ready for the simulator."""
-    made, setting = assembly_of(space, proposal, modes), proposal.setting
+    made, config = assembly_of(space, proposal, modes), proposal.config
     stages = len(proposal.ends)
-    count = max(rounds * stages, 4 * setting.micro_batches)
-    program = schedule_named(setting.schedule).program(stages, count)
-    return replace(made, program=replace(program, update_every=setting.micro_batches))
+    count = max(rounds * stages, 4 * config.micro_batches)
+    program = schedule_named(config.schedule).program(stages, count)
+    return replace(made, program=replace(program, update_every=config.micro_batches))
 
 
 def steady_seconds(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> float:
@@ -49,7 +49,7 @@ def steady_seconds(space: Space, proposal: Proposal, modes: Sequence[Recompute])
         if state.exact:
             break
         rounds *= 2
-    return each * proposal.setting.micro_batches
+    return each * proposal.config.micro_batches
 
 
 def steady_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
@@ -62,15 +62,15 @@ def steady_bubble(space: Space, plan: ScoredPlan) -> float:
     made = running(space, plan.proposal, plan.recompute)
     costs, stages = made.costs(), len(plan.proposal.ends)
     forward, backward = np.asarray(costs.forward), np.asarray(costs.backward)
-    again = 0.0 if costs.recompute is None else costs.recompute * forward
-    busy = float((forward + backward + again)[:, 0, 0].sum()) * plan.setting.micro_batches
+    recompute = 0.0 if costs.recompute is None else costs.recompute * forward
+    busy = float((forward + backward + recompute)[:, 0, 0].sum()) * plan.config.micro_batches
     return 1 - busy / (stages * plan.step_seconds)
 
 
 def asynchronous_notes(plan: ScoredPlan) -> list[str]:
     """What a user must know before training so."""
-    name, stages = plan.setting.schedule, len(plan.proposal.ends)
-    schedule, count = schedule_named(name), max(plan.setting.micro_batches, stages)
+    name, stages = plan.config.schedule, len(plan.proposal.ends)
+    schedule, count = schedule_named(name), max(plan.config.micro_batches, stages)
     versions = [int(schedule.weight_versions(stage, stages, count)) for stage in range(stages)]
     stale = [schedule.staleness(stage, stages, count) for stage in range(stages)]
     return [

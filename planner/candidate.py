@@ -20,7 +20,7 @@ class Proposal:
     devices repeat.
     """
 
-    setting: PipelineConfig
+    config: PipelineConfig
     ends: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
 
@@ -49,21 +49,21 @@ class ScoredPlan:
     step_seconds: float
 
     @property
-    def setting(self) -> PipelineConfig:
+    def config(self) -> PipelineConfig:
         """Schedule and micro-batches."""
-        return self.proposal.setting
+        return self.proposal.config
 
 
-def straight(setting: PipelineConfig, ends: Sequence[int], first_device: int = 0) -> Proposal:
+def linear_pipeline(config: PipelineConfig, ends: Sequence[int], first_device: int = 0) -> Proposal:
     """A pipeline of one device a stage, stage s on device `first_device` + s."""
     devices = tuple((first_device + stage,) for stage in range(len(ends)))
-    return Proposal(setting, tuple(int(end) for end in ends), devices)
+    return Proposal(config, tuple(int(end) for end in ends), devices)
 
 
-def replicated(setting: PipelineConfig, ends: Sequence[int], replicas: Sequence[int]) -> Proposal:
+def replicated_pipeline(config: PipelineConfig, ends: Sequence[int], replicas: Sequence[int]) -> Proposal:
     """A pipeline whose stages have so many replicas, on the devices from rank 0 on."""
     devices, first = [], 0
     for count in replicas:
         devices.append(tuple(range(first, first + count)))
         first += count
-    return Proposal(setting, tuple(int(end) for end in ends), tuple(devices))
+    return Proposal(config, tuple(int(end) for end in ends), tuple(devices))

@@ -12,7 +12,7 @@ from .plan_file import Baseline
 from .plan_stages import run_in_words
 from .planners import planner_named
 from .problem import Problem
-from .search.space import share_of
+from .search.space import divide_batch
 
 FREE = ("one-gpu", "data-parallel")
 """They do their best whatever the wishes: with any micro-batches, and in any runtime."""
@@ -65,14 +65,14 @@ def _row(name: str, plan: ScoredPlan | str) -> Row:
     if isinstance(plan, str):
         return Row(Baseline(name=name, step_seconds=None, reason=plan))
     proposal = plan.proposal
-    size = share_of(plan.setting.micro_batch_size, min(proposal.replicas))
+    size = divide_batch(plan.config.micro_batch_size, min(proposal.replicas))
     return Row(Baseline(name=name, step_seconds=plan.step_seconds, detail=_in_words(plan)), size)
 
 
 def _in_words(plan: ScoredPlan) -> str:
     """Its stages and their replicas, where it has several, and how it runs."""
     replicas, run = plan.proposal.replicas, run_in_words(plan)
-    stages = counted(len(replicas) // plan.setting.virtual_stages, "stage")
+    stages = counted(len(replicas) // plan.config.virtual_stages, "stage")
     if max(replicas) > 1:
         return f"{stages}, replicas {'-'.join(map(str, replicas[:16]))}; {run}"
     return f"{stages}; {run}" if len(replicas) > 1 else run

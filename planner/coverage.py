@@ -43,11 +43,11 @@ def as_searched(problem: Problem, proposal: Proposal) -> Proposal:
 
 def _shapes(problem: Problem, proposal: Proposal) -> Iterator[list[Shape]]:
     """By order of the devices, those that are searched for stages of as many replicas."""
-    setting, counts = proposal.setting, proposal.replicas
-    if setting.schedule not in SEARCHED or len(proposal.ends) not in problem.stage_counts:
+    config, counts = proposal.config, proposal.replicas
+    if config.schedule not in SEARCHED or len(proposal.ends) not in problem.stage_counts:
         return
     for family in problem.families:
-        if family.setting == setting and set(counts) <= set(family.replicas):
+        if family.config == config and set(counts) <= set(family.replicas):
             yield list(islice(_runs(family, counts), MOST_SHAPES))
 
 

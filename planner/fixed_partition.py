@@ -34,12 +34,12 @@ class FixedPartition:
         """Devices that it takes."""
         return len(self.ends) // self.virtual_stages * self.replicas
 
-    def proposal(self, setting: PipelineConfig) -> Proposal:
+    def proposal(self, config: PipelineConfig) -> Proposal:
         """With a schedule and micro-batches; the replicas of a stage are next to each other.
 
         Raises UsageError where the schedule does not run with these numbers.
         """
-        own = replace(setting, virtual_stages=self.virtual_stages)
+        own = replace(config, virtual_stages=self.virtual_stages)
         devices = len(self.ends) // self.virtual_stages
         program = schedule_named(own.schedule).program(devices, own.micro_batches, own.virtual_stages)
         ranks = [
@@ -58,9 +58,9 @@ def given_plan(
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
 ) -> Plan:
-    """The partition with the best of the problem's settings, as a plan; one that does not fit says so in its
-    warnings. No search says how good it is: the bound is one on all plans with such micro-batches, of any
-    schedule in the running.
+    """The partition with the best of the problem's configurations, as a plan; one that does not fit says so
+    in its warnings. No search says how good it is: the bound is one on all plans with such micro-batches, of
+    any schedule in the running.
 
     Raises UsageError for too few devices, a cut that the profile does not allow, and numbers that the
     schedule does not run.
@@ -76,7 +76,7 @@ def given_plan(
     lacking: list[str] = []
     if best is None:
         best, lacking = _too_large(problem, proposals)
-    schedules = dict.fromkeys((*problem.proposable, best.setting.schedule))
+    schedules = dict.fromkeys((*problem.proposable, best.config.schedule))
     bound = universal_bound(problem, schedules, best.step_seconds)
     found = SearchResult(
         best=best, bound_seconds=bound, root_bound_seconds=bound, exact=False, universal=True
@@ -100,12 +100,12 @@ def _check_cuts(problem: Problem, given: FixedPartition) -> None:
 
 
 def _proposals(problem: Problem, given: FixedPartition) -> list[Proposal]:
-    """With every setting that its schedule runs. Raises the UsageError of the last where none does."""
+    """With every configuration that its schedule runs. Raises the UsageError of the last where none does."""
     made: list[Proposal] = []
     refusal: UsageError | None = None
-    for setting in problem.settings:
+    for config in problem.configs:
         try:
-            proposal = given.proposal(setting)
+            proposal = given.proposal(config)
         except UsageError as error:
             refusal = error
             continue
@@ -124,7 +124,7 @@ def _too_large(problem: Problem, proposals: Sequence[Proposal]) -> tuple[ScoredP
     tried = [
         (proposal, modes[-1], assembly_of(problem.space, proposal, (modes[-1],) * len(proposal.ends)))
         for proposal in proposals
-        if (modes := stage_modes(proposal.setting))
+        if (modes := stage_modes(proposal.config))
     ]
     proposal, mode, made = min(tried, key=lambda item: _most_lacking(problem, item[2])[0])
     bytes_short, device, needed = _most_lacking(problem, made)

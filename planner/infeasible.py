@@ -35,10 +35,10 @@ SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Tightest:
-    """The stage that needs most, of the plan that needs least: places `start` to `end`, on `replicas`
+    """The stage that needs most, of the plan that needs least: cut points `start` to `end`, on `replicas`
     devices."""
 
-    setting: PipelineConfig
+    config: PipelineConfig
     recompute: Recompute
     replicas: int
     stages: int
@@ -56,7 +56,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     others = _solved_with(problem, replace(problem.wishes, planner=BEST))
     if problem.wishes.planner != BEST and (others is not None or not limited):
         return _no_plan_of_planner(problem, others)
-    if limited and not any(setting.schedule in SEARCHED for setting in problem.settings):
+    if limited and not any(config.schedule in SEARCHED for config in problem.configs):
         return _no_plan_of_schedule(problem)
     if tightest is None or not limited:
         return InfeasibleError(
@@ -64,8 +64,8 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
             f"Leave out {_one_of(_narrowing(problem.wishes))}.",
         )
     space = problem.space
-    names, places = space.chain.names, space.table(space.chain.sizes[0]).places
-    first, last = names[places[tightest.start]], names[places[tightest.end] - 1]
+    names, cut_points = space.chain.names, space.table(space.chain.sizes[0]).cut_points
+    first, last = names[cut_points[tightest.start]], names[cut_points[tightest.end] - 1]
     limit, missing = tightest.limit_bytes, tightest.memory_bytes - tightest.limit_bytes
     searched = _of_searched(problem)
     if missing <= 0:
@@ -114,9 +114,9 @@ def _of_searched(problem: Problem) -> str:
 
 
 def _none_left(problem: Problem) -> str:
-    if problem.unsearched and any(setting.schedule in SEARCHED for setting in problem.settings):
+    if problem.unsearched and any(config.schedule in SEARCHED for config in problem.configs):
         return f"no plan{_of_searched(problem)} is left by these wishes, whatever the memory"
-    if any(setting.schedule in SEARCHED for setting in problem.settings):
+    if any(config.schedule in SEARCHED for config in problem.configs):
         return "no plan is left by these wishes, whatever the memory"
     names = ", ".join(problem.schedules)
     return f"no plan under {names} was found for these wishes, whatever the memory; not all are looked at"
@@ -165,30 +165,30 @@ def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
 
 
 def _in_words(tightest: Tightest) -> str:
-    setting = tightest.setting
+    config = tightest.config
     mode = tightest.recompute.replace("_", " ")
-    return f"{setting.micro_batches} x {setting.micro_batch_size}, {setting.schedule}, recompute {mode}"
+    return f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}, recompute {mode}"
 
 
 def least_memory(problem: Problem) -> Tightest | None:
     """The plan with as many replicas of every stage whose largest stage is smallest; None where no plan is
     allowed whatever the memory."""
     plans = (
-        _tightest(problem.space, setting, stages, replicas)
-        for setting in problem.settings
-        if setting.schedule in SEARCHED and setting.virtual_stages == 1
+        _tightest(problem.space, config, stages, replicas)
+        for config in problem.configs
+        if config.schedule in SEARCHED and config.virtual_stages == 1
         for stages in problem.stage_counts
-        for replicas in _replicas(problem, setting, stages)
+        for replicas in _replicas(problem, config, stages)
     )
     return min((plan for plan in plans if plan), key=lambda plan: plan.memory_bytes, default=None)
 
 
-def _replicas(problem: Problem, setting: PipelineConfig, stages: int) -> list[int]:
+def _replicas(problem: Problem, config: PipelineConfig, stages: int) -> list[int]:
     """One of each stage, and as many as there are devices for."""
     runtime, most = problem.runtime, problem.reached // stages
     if runtime is not None and runtime.replicas == "none":
         return [1] if most else []
-    size = setting.micro_batch_size
+    size = config.micro_batch_size
     shared = [count for count in range(1, min(most, size) + 1) if problem.may_share(size, [count])]
     return sorted({1, shared[-1]}) if shared else []
 
@@ -279,10 +279,10 @@ def _more_gpus(problem: Problem, limit: int) -> int | None:
         wider = replace(problem, topology=problem.topology.with_gpus(gpus), wishes=fixed)
         stages = wider.stage_counts[-1]
         plans = (
-            _tightest(wider.space, setting, stages, replicas)
-            for setting in wider.settings
-            if setting.schedule in SEARCHED
-            for replicas in _replicas(wider, setting, stages)
+            _tightest(wider.space, config, stages, replicas)
+            for config in wider.configs
+            if config.schedule in SEARCHED
+            for replicas in _replicas(wider, config, stages)
         )
         fits = any(plan is not None and plan.memory_bytes <= limit for plan in plans)
         if fits and _solved(wider) is not None:
@@ -290,26 +290,26 @@ def _more_gpus(problem: Problem, limit: int) -> int | None:
     return None
 
 
-def _tightest(space: Space, setting: PipelineConfig, stages: int, replicas: int) -> Tightest | None:
+def _tightest(space: Space, config: PipelineConfig, stages: int, replicas: int) -> Tightest | None:
     """The plan of so many stages that needs least; None where no such plan is allowed whatever the memory."""
-    if replicas > setting.micro_batch_size or not space.fits_someone(setting.micro_batch_size, replicas):
+    if replicas > config.micro_batch_size or not space.fits_someone(config.micro_batch_size, replicas):
         return None
-    schedule = schedule_named(setting.schedule)
-    team = space.team(setting.micro_batch_size, range(replicas))
-    mode = stage_modes(setting)[-1]
-    held = [schedule.in_flight(stage, stages, setting.micro_batches) for stage in range(stages)]
-    needs = {count: np.where(space.usable, team.bytes(count, mode), np.inf) for count in set(held)}
+    schedule = schedule_named(config.schedule)
+    team = space.team(config.micro_batch_size, range(replicas))
+    mode = stage_modes(config)[-1]
+    in_flight = [schedule.in_flight(stage, stages, config.micro_batches) for stage in range(stages)]
+    needs = {count: np.where(space.usable, team.bytes(count, mode), np.inf) for count in set(in_flight)}
     try:
-        ends = balance_table(lambda stage: needs[held[stage]], stages)
+        ends = balance_table(lambda stage: needs[in_flight[stage]], stages)
     except InfeasibleError:
         return None
     starts = [0, *ends[:-1]]
-    excess = [float(needs[held[s]][starts[s], ends[s]]) for s in range(stages)]
+    excess = [float(needs[in_flight[s]][starts[s], ends[s]]) for s in range(stages)]
     stage = int(np.argmax(excess))
-    ledger = _ledger(team, starts[stage], ends[stage], held[stage], mode)
+    ledger = _ledger(team, starts[stage], ends[stage], in_flight[stage], mode)
     limit = team.limit if np.isfinite(team.limit) else 0
     return Tightest(
-        setting,
+        config,
         mode,
         replicas,
         stages,
@@ -322,5 +322,7 @@ def _tightest(space: Space, setting: PipelineConfig, stages: int, replicas: int)
     )
 
 
-def _ledger(team: ReplicaGroupCosts, start: int, end: int, held: float, mode: Recompute) -> dict[str, int]:
-    return team.table.stage_ledger(start, end, held, mode, team.optimizer, team.replicas, **team.ledger)
+def _ledger(
+    team: ReplicaGroupCosts, start: int, end: int, in_flight: float, mode: Recompute
+) -> dict[str, int]:
+    return team.table.stage_ledger(start, end, in_flight, mode, team.optimizer, team.replicas, **team.ledger)

@@ -93,7 +93,7 @@ def _opened_to(planner: str, problem: Problem) -> Problem:
 
 def _running(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
     """The plans that may be the answer."""
-    return [plan for plan in _plans(by_planner) if plan.setting.schedule in problem.proposable]
+    return [plan for plan in _plans(by_planner) if plan.config.schedule in problem.proposable]
 
 
 def _on_fewer(problem: Problem) -> list[ScoredPlan]:
@@ -112,8 +112,8 @@ def _on_fewer(problem: Problem) -> list[ScoredPlan]:
     best = find(fewer).best
     if best is None or not problem.allows(best.proposal):
         return []
-    again = fastest(problem.space, [best.proposal])
-    return [] if again is None else [again]
+    resolved = fastest(problem.space, [best.proposal])
+    return [] if resolved is None else [resolved]
 
 
 def is_small(problem: Problem) -> bool:
@@ -192,7 +192,7 @@ def with_bound(problem: Problem, best: ScoredPlan | None, found: SearchResult) -
         return replace(found, best=None, exact=found.exact and found.bound_seconds == inf)
     best = _as_searched(problem, best)
     step, own = best.step_seconds, problem.unsearched
-    inside = is_searched(problem, best.proposal) or best.setting.schedule in own
+    inside = is_searched(problem, best.proposal) or best.config.schedule in own
     bound, universal = found.bound_seconds, found.universal or not inside or not problem.families
     if universal:
         bound = universal_bound(problem, problem.proposable, step)
@@ -200,7 +200,7 @@ def with_bound(problem: Problem, best: ScoredPlan | None, found: SearchResult) -
         bound = min(bound, universal_bound(problem, own, step))
     if bound > step * (1 + TIE):
         raise DefectError(
-            f"a plan of {step!r} s is below its bound of {bound!r} s: {best.setting}, stages end at "
+            f"a plan of {step!r} s is below its bound of {bound!r} s: {best.config}, stages end at "
             f"{best.proposal.ends}, devices {best.proposal.devices}"
         )
     exact = bound >= step * (1 - TIE)
@@ -214,7 +214,7 @@ def searched(
     """The search of the schedules that it knows, from these plans; `work`: else as long as was wished. Not of
     the `whole` space: of plans near good ones, as of a problem that is too large."""
     work = SEARCH_SHARE * problem.wishes.time_limit * WORK_A_SECOND if work is None else work
-    own = [plan for plan in seeds if plan.setting.schedule in SEARCHED]
+    own = [plan for plan in seeds if plan.config.schedule in SEARCHED]
     large = is_large(problem.space, problem.families) or not whole
     if not large:
         return search(problem.space, problem.families, problem.stage_counts, own, work)

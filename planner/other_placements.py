@@ -36,11 +36,11 @@ def reassigned(problem: Problem, plans: Iterable[ScoredPlan]) -> Iterator[Propos
     """The fastest of these plans on other devices; none where a runtime numbers the devices."""
     if problem.runtime is not None or _is_uniform(problem.topology):
         return
-    straight = [plan for plan in plans if plan.setting.virtual_stages == 1]
+    linear = [plan for plan in plans if plan.config.virtual_stages == 1]
     shapes = dict[tuple[object, ...], Proposal]()
-    for plan in sorted(straight, key=lambda plan: plan.step_seconds):
+    for plan in sorted(linear, key=lambda plan: plan.step_seconds):
         own = plan.proposal
-        shapes.setdefault((own.setting, own.ends, own.replicas), own)
+        shapes.setdefault((own.config, own.ends, own.replicas), own)
     for proposal in islice(shapes.values(), SHAPES):
         for devices in _assignments(problem.topology, proposal.replicas):
             changed = replace(proposal, devices=devices)
@@ -64,7 +64,7 @@ def along_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     families = [
         replace(family, placement=placement)
         for family in problem.families
-        if family.placement == problem.placements[0] and family.setting.schedule == best.setting.schedule
+        if family.placement == problem.placements[0] and family.config.schedule == best.config.schedule
         for placement in placements[:most]
     ]
     if not families:

@@ -1,4 +1,5 @@
-"""A setting: what a plan fixes besides its cuts and devices (schedule, recomputation, micro-batches)."""
+"""A configuration: what a plan fixes besides its cuts and devices (schedule, recomputation,
+micro-batches)."""
 
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ class PipelineConfig:
         return f"{self.micro_batches} x {self.micro_batch_size}, {self.schedule}{chunks}, recompute {mode}"
 
 
-def settings(
+def pipeline_configs(
     mini_batch: int, schedules: Sequence[str], modes: Sequence[Mode], sizes: Sequence[int]
 ) -> list[PipelineConfig]:
-    """Every setting for these micro-batch sizes, the preferred among equals first: schedules and modes in
-    their order, few micro-batches before many.
+    """Every configuration for these micro-batch sizes, the preferred among equals first: schedules and modes
+    in their order, few micro-batches before many.
 
     `except_last` is torchgpipe's: only GPipe runs the last micro-batch's backward first, and with one
     micro-batch it is `never`.

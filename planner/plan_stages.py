@@ -24,7 +24,7 @@ def staged(space: Space, made: Assembly, plan: ScoredPlan) -> list[PlannedStage]
     stages = []
     for part, place in enumerate(made.program.pipes[0]):
         (first, end), mode = plan.proposal.bounds[part], plan.recompute[part]
-        again = forward[place][0] if mode != "never" else 0.0
+        recompute = forward[place][0] if mode != "never" else 0.0
         ledger = {name: round(amount) for name, amount in made.ledger(place.device).items()}
         stages.append(
             PlannedStage(
@@ -33,7 +33,7 @@ def staged(space: Space, made: Assembly, plan: ScoredPlan) -> list[PlannedStage]
                 replicas=len(plan.proposal.devices[part]),
                 devices=list(plan.proposal.devices[part]),
                 forward_seconds=float(forward[place][0]),
-                backward_seconds=float(backward[place][0] + again),
+                backward_seconds=float(backward[place][0] + recompute),
                 memory_bytes=sum(ledger.values()),
                 memory_limit_bytes=_whole(space.limit(made.ranks[place.device])),
                 memory=ledger,
@@ -55,12 +55,10 @@ def plan_recompute(plan: ScoredPlan) -> Recompute:
 
 def run_in_words(plan: ScoredPlan) -> str:
     """Its micro-batches, schedule and recomputation: `32 x 8, 1f1b, recompute never`."""
-    setting = plan.setting
-    virtual = f", {setting.virtual_stages} virtual stages" if setting.virtual_stages > 1 else ""
+    config = plan.config
+    virtual = f", {config.virtual_stages} virtual stages" if config.virtual_stages > 1 else ""
     mode = plan_recompute(plan).replace("_", " ")
-    return (
-        f"{setting.micro_batches} x {setting.micro_batch_size}, {setting.schedule}{virtual}, recompute {mode}"
-    )
+    return f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}{virtual}, recompute {mode}"
 
 
 def bubble(space: Space, plan: ScoredPlan) -> float:

@@ -24,7 +24,7 @@ from .plan_stages import bubble, plan_recompute, planned_stages
 from .problem import Problem
 from .robust.interval import interval_of
 from .search.branch_and_bound import SearchResult
-from .search.space import share_of
+from .search.space import divide_batch
 from .simulated import of_same_layers
 from .wishes import Wishes
 
@@ -87,7 +87,7 @@ def plan_of(
     plan = bare_plan(problem, best, answer.found, model=model, profile=profile)
     own = _outside(problem, _sizes(best))
     compared = {row.size for row in baselines if row.size is not None}
-    compared |= {share_of(other.micro_batch_size, other.replicas) for other in alternatives}
+    compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
     others = [text for text in _outside(problem, compared) if text not in own]
     return plan.model_copy(
         update={
@@ -103,16 +103,16 @@ def bare_plan(
     problem: Problem, best: ScoredPlan, found: SearchResult, *, model: str, profile: ProfileReference
 ) -> Plan:
     """A candidate as a plan, without what it is compared with."""
-    topology, setting = problem.topology, best.setting
+    topology, config = problem.topology, best.config
     stages = planned_stages(problem.space, best)
     return Plan(
         model=model,
         balance=_balance(best),
         mini_batch=problem.mini_batch,
-        micro_batches=setting.micro_batches,
-        micro_batch_size=setting.micro_batch_size,
-        schedule=setting.schedule,
-        virtual_stages=setting.virtual_stages,
+        micro_batches=config.micro_batches,
+        micro_batch_size=config.micro_batch_size,
+        schedule=config.schedule,
+        virtual_stages=config.virtual_stages,
         optimizer=problem.wishes.optimizer,
         precision=problem.precision.name,
         gradient_dtype=problem.precision.gradient_dtype,
@@ -145,7 +145,7 @@ def _balance(best: ScoredPlan) -> list[int]:
 
 def _prediction(problem: Problem, best: ScoredPlan, found: SearchResult) -> Prediction:
     step, bound = best.step_seconds, _bound(best, found.bound_seconds)
-    sizes = {share_of(best.setting.micro_batch_size, count) for count in best.proposal.replicas}
+    sizes = {divide_batch(best.config.micro_batch_size, count) for count in best.proposal.replicas}
     off = [problem.chain.uncertainty_at(size) for size in sizes]
     known = [share for share in off if share is not None]
     interval = interval_of(problem.space, best)
@@ -167,7 +167,7 @@ def _prediction(problem: Problem, best: ScoredPlan, found: SearchResult) -> Pred
 def _bound(best: ScoredPlan, bound: float) -> float:
     """The bound, less what is rounding. Raises DefectError for one above the step."""
     if bound > best.step_seconds * (1 + TIE):
-        raise DefectError(f"a bound of {bound!r} s for a plan ({best.setting}) of {best.step_seconds!r} s")
+        raise DefectError(f"a bound of {bound!r} s for a plan ({best.config}) of {best.step_seconds!r} s")
     return min(bound, best.step_seconds)
 
 
@@ -210,7 +210,7 @@ def _notes(problem: Problem) -> list[str]:
 
 def _sizes(plan: ScoredPlan) -> set[int]:
     """Samples of a micro-batch on a replica, by stage."""
-    return {share_of(plan.setting.micro_batch_size, count) for count in plan.proposal.replicas}
+    return {divide_batch(plan.config.micro_batch_size, count) for count in plan.proposal.replicas}
 
 
 def _outside(problem: Problem, sizes: Iterable[int]) -> list[str]:

@@ -110,10 +110,10 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchExport, st
     devices = len(choice.devices) // choice.replicas
     program = program_of(choice.schedule, devices, choice.micro_batches, choice.virtual_stages)
     stages = stages_of(program)
-    if len(choice.balance) != program.places:
+    if len(choice.balance) != program.slots:
         raise ExportError(
             f"the plan has {len(choice.balance)} stages, {choice.schedule} with {choice.virtual_stages} "
-            f"virtual stages on {devices} devices has {program.places}",
+            f"virtual stages on {devices} devices has {program.slots}",
             "Make the plan again with pplan solve.",
         )
     if remark is None:

@@ -48,6 +48,6 @@ SCHEDULE = Schedule(
     source='Liu et al., "AutoPipe", CLUSTER 2022',
     needs="micro-batches of different size: the first in halves",
     bubble="t/(t+m(F+B)), t = (p-1)(F/2+B), where F <= B and (p-1)F <= 2B",
-    held="min(m, p-i)",
+    in_flight_formula="min(m, p-i)",
     closed_in_flight=in_flight,
 )

@@ -51,6 +51,6 @@ SCHEDULE = Schedule(
     source='Chen et al., "Elastic Averaging for Efficient Pipelined DNN Training", PPoPP 2023',
     needs="a process for each of two pipelines on every device, a reference model to average with",
     bubble="(p-1)/(m+p-1), m of both pipelines",
-    held="min(m, 2(p-i))",
+    in_flight_formula="min(m, 2(p-i))",
     copies=PIPELINES + 1,
 )

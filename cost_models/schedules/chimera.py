@@ -54,6 +54,6 @@ SCHEDULE = Schedule(
     source='Li and Hoefler, "Chimera", SC 2021, section 3',
     needs="two stages on a device, of two copies of the model all-reduced at the end; transfers both ways",
     bubble="(p-2)/(2m+p-2) where F = B",
-    held="p/2+1 to p",
+    in_flight_formula="p/2+1 to p",
     copies=2,
 )

@@ -56,7 +56,7 @@ SCHEDULE = Schedule(
     needs="two chunks of layers on a device, a forward and a backward overlapped, input and weight gradients "
     "computed apart at the ends",
     bubble="t/(t+2m(F+B+W)), t = (p-1)(F+B-W), where F = B, of a chunk",
-    held="p+1/2",
+    in_flight_formula="p+1/2",
     runtimes=("ScheduleDualPipeV",),
     default_virtual_stages=2,
 )

@@ -45,7 +45,7 @@ SCHEDULE = Schedule(
     source='Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6',
     needs="two chunks of layers on a device, input and weight gradients computed apart",
     bubble="0 where F = B = W and m >= 2p-1",
-    held="min(m, p)",
+    in_flight_formula="min(m, p)",
     runtimes=("ScheduleZBVZeroBubble",),
     default_virtual_stages=2,
 )

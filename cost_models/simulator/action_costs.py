@@ -130,7 +130,7 @@ def _transfers(order: Order, costs: Costs) -> tuple[Indices, Array, Array]:
 
 def _by_cut(order: Order, costs: Costs, forward: Array | None, backward: Array | None) -> Array:
     """Both directions in one table, and a row of zeros at the end for actions that send nothing."""
-    pipes, cuts = len(order.program.pipes), order.program.places - 1
+    pipes, cuts = len(order.program.pipes), order.program.slots - 1
     candidates = () if costs.candidates is None else (costs.candidates,)
     table = np.zeros((2 * pipes * cuts + 1, *candidates))
     for direction, given in enumerate((forward, backward)):

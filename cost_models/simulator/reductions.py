@@ -53,7 +53,7 @@ def _requests(values: ActionCosts, run: Run) -> list[_Request]:
     last = _last_actions(values)
     lead = _lead(values)
     requests = []
-    for part in range(program.places):
+    for part in range(program.slots):
         members = sorted({pipe[part] for pipe in program.pipes})
         longest = float(max(seconds[member] for member in members))
         loads = {port: own / buckets for port, own in values.costs.reduce_loads.get(part, {}).items()}

@@ -71,8 +71,8 @@ def round_robin_1f1b(replicas: Sequence[int], micro_batches: int, *, update_ever
     for stage, count in enumerate(replicas):
         ahead = -(-sum(replicas[stage:]) // count)
         lists += [_alternating(range(k, micro_batches, count), ahead) for k in range(count)]
-    straight = (tuple(StageSlot(stage) for stage in range(len(replicas))),)
-    pipes, pipe_of = _dealt(straight, (0,) * micro_batches, replicas)
+    linear_program = (tuple(StageSlot(stage) for stage in range(len(replicas))),)
+    pipes, pipe_of = _dealt(linear_program, (0,) * micro_batches, replicas)
     return Program(tuple(tuple(own) for own in lists), pipes, pipe_of, update_every=update_every)
 
 

@@ -135,20 +135,20 @@ def _of_planner(
 ) -> Compared:
     if isinstance(plan, str):
         return Compared(name=name, reason=plan)
-    space, setting, bound = question.problem.space, plan.setting, answer.found.bound_seconds
+    space, config, bound = question.problem.space, plan.config, answer.found.bound_seconds
     return Compared(
         name=name,
         step_seconds=plan.step_seconds,
-        samples_per_second=setting.mini_batch / plan.step_seconds,
+        samples_per_second=config.mini_batch / plan.step_seconds,
         bubble=bubble(space, plan),
         memory_bytes=max(stage.memory_bytes for stage in planned_stages(space, plan)),
         devices=plan.proposal.used,
         # Of a schedule that is not in the running nothing was proven.
         gap=plan.step_seconds / bound - 1 if 0 < bound <= plan.step_seconds else None,
         balance=[end - first for first, end in plan.proposal.bounds],
-        schedule=setting.schedule,
-        micro_batches=setting.micro_batches,
-        micro_batch_size=setting.micro_batch_size,
+        schedule=config.schedule,
+        micro_batches=config.micro_batches,
+        micro_batch_size=config.micro_batch_size,
     )
 
 

@@ -100,10 +100,10 @@ class _Walk:
         def follow() -> tuple[list[Segment], _Cause | None]:
             if late and until is None:
                 return [], self._host(i + 1)
-            again = min(start + float(self._again[i]), upto)
+            recompute = min(start + float(self._again[i]), upto)
             parts: list[Segment] = [
-                Segment("compute", stage, None, again, upto),
-                Segment("recompute", stage, None, start, again),
+                Segment("compute", stage, None, recompute, upto),
+                Segment("recompute", stage, None, start, recompute),
             ]
             before, source = int(order.previous[i]), int(order.source[i])
             causes = []

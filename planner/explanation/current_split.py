@@ -157,10 +157,10 @@ def _causes(current: Timeline, plan: Timeline) -> list[Cause]:
 def _spent(timeline: Timeline) -> dict[str, float]:
     """What the busiest stage does with the step, in words; the sum is the step."""
     stage = busiest_of(timeline).stage
-    times, again = timeline.stage_times[stage], _recomputed(timeline, stage)
+    times, recomputing = timeline.stage_times[stage], _recomputed(timeline, stage)
     return {
-        "work of the busiest stage": times.compute - again,
-        "recompute": again,
+        "work of the busiest stage": times.compute - recomputing,
+        "recompute": recomputing,
         "transfers": times.transfer,
         "fill and drain": times.fill + times.drain,
         "waiting for other stages": times.imbalance,
@@ -190,23 +190,23 @@ def _at(values: Array, place: tuple[int, int, int]) -> float:
 
 
 def _best_setting(problem: Problem, given: FixedPartition) -> ScoredPlan | None:
-    """The split with any setting."""
+    """The split with any configuration."""
     proposals = []
-    for setting in problem.settings:
+    for config in problem.configs:
         try:
-            proposals.append(given.proposal(setting))
+            proposals.append(given.proposal(config))
         except UsageError:
             continue  # the schedule does not run with these numbers
     return fastest(problem.space, [proposal for proposal in proposals if problem.allows(proposal)])
 
 
 def _best_cuts(problem: Problem, split: ScoredPlan) -> ScoredPlan | None:
-    """The split's own setting, replicas and number of stages, with other cuts."""
+    """The split's own configuration, replicas and number of stages, with other cuts."""
     proposal = split.proposal
-    if proposal.setting.schedule not in SEARCHED:
+    if proposal.config.schedule not in SEARCHED:
         return None
     families = [
-        Family(proposal.setting, placement, (proposal.replicas[0],)) for placement in problem.placements[:1]
+        Family(proposal.config, placement, (proposal.replicas[0],)) for placement in problem.placements[:1]
     ]
     return searched(problem.space, families, [len(proposal.ends)], [proposal], SECONDS / 4).best
 

@@ -62,9 +62,9 @@ def explain(
     # A split that cannot be is refused before the long work.
     split = None if current is None else compare_split(question, current)
     present = question.present
-    again = solved_again(question.problem, [present]).best
-    better = _faster(again, present)
-    seeds: list[ScoredPlan] = [present] if again is None else [present, again]
+    resolved = solved_again(question.problem, [present]).best
+    better = _faster(resolved, present)
+    seeds: list[ScoredPlan] = [present] if resolved is None else [present, resolved]
     limits = limits_of(question, seeds)
     busiest = limits.busiest.stage
     rivals = runners_up(question, seeds, busiest)

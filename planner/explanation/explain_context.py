@@ -95,7 +95,7 @@ def candidate_of(problem: Problem, plan: Plan) -> ScoredPlan:
 
 def _check_cuts(problem: Problem, plan: Plan) -> None:
     """Raises UsageError where a stage of the plan ends where what was asked for it lets none end."""
-    allowed = set(problem.space.table(problem.space.chain.sizes[0]).places)
+    allowed = set(problem.space.table(problem.space.chain.sizes[0]).cut_points)
     for number, stage in enumerate(plan.stages):
         if stage.last_layer + 1 not in allowed:
             raise UsageError(
@@ -106,11 +106,11 @@ def _check_cuts(problem: Problem, plan: Plan) -> None:
 
 
 def _proposal(plan: Plan, mode: Mode) -> Proposal:
-    setting = PipelineConfig(
+    config = PipelineConfig(
         plan.schedule, mode, plan.micro_batches, plan.micro_batch_size, plan.virtual_stages
     )
     ends = tuple(stage.last_layer + 1 for stage in plan.stages)
-    return Proposal(setting, ends, tuple(tuple(stage.devices) for stage in plan.stages))
+    return Proposal(config, ends, tuple(tuple(stage.devices) for stage in plan.stages))
 
 
 def _modes(problem: Problem, plan: Plan) -> Iterator[Mode]:

@@ -36,17 +36,17 @@ class PlanSummary(Record):
 
 def summarize(plan: ScoredPlan) -> PlanSummary:
     """The outline of a scored plan."""
-    proposal, setting = plan.proposal, plan.setting
+    proposal, config = plan.proposal, plan.config
     return PlanSummary(
         step_seconds=plan.step_seconds,
-        samples_per_second=setting.mini_batch / plan.step_seconds,
+        samples_per_second=config.mini_batch / plan.step_seconds,
         balance=[end - first for first, end in proposal.bounds],
         replicas=list(proposal.replicas),
         devices=[list(own) for own in proposal.devices],
-        schedule=setting.schedule,
-        virtual_stages=setting.virtual_stages,
-        micro_batches=setting.micro_batches,
-        micro_batch_size=setting.micro_batch_size,
+        schedule=config.schedule,
+        virtual_stages=config.virtual_stages,
+        micro_batches=config.micro_batches,
+        micro_batch_size=config.micro_batch_size,
         recompute=plan_recompute(plan),
         stage_recompute=list(plan.recompute),
     )

@@ -31,7 +31,7 @@ def solved_again(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float =
     limited = replace(problem, wishes=replace(problem.wishes, time_limit=seconds))
     suited = list(_suited(limited, seeds))
     if problem.reached > MANY and suited and all(name in SEARCHED for name in problem.schedules):
-        near = [family for family in limited.families if _is_near(family.setting, suited)]
+        near = [family for family in limited.families if _is_near(family.config, suited)]
         stages = [len(seed.ends) for seed in suited]
         counts = [count for count in limited.stage_counts if min(stages) <= 2 * count <= 4 * max(stages)]
         found = searched(limited.space, near, counts, suited, seconds)
@@ -39,10 +39,10 @@ def solved_again(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float =
     return joint_search(limited, _scored(limited.space, suited))
 
 
-def _is_near(setting: PipelineConfig, seeds: Iterable[Proposal]) -> bool:
+def _is_near(config: PipelineConfig, seeds: Iterable[Proposal]) -> bool:
     """Whether the micro-batches are at most twice as large, or small, as those of a seed."""
-    sizes = [seed.setting.micro_batch_size for seed in seeds]
-    return any(size <= 2 * setting.micro_batch_size <= 4 * size for size in sizes)
+    sizes = [seed.config.micro_batch_size for seed in seeds]
+    return any(size <= 2 * config.micro_batch_size <= 4 * size for size in sizes)
 
 
 def searched(
@@ -62,20 +62,20 @@ def searched(
 def _scored(space: Space, seeds: Iterable[Proposal]) -> list[ScoredPlan]:
     """The fastest of those of schedules that are searched, and of the others."""
     known = list(seeds)
-    straight = [seed for seed in known if seed.setting.schedule in SEARCHED]
-    others = [seed for seed in known if seed.setting.schedule not in SEARCHED]
-    best = (fastest(space, straight), fastest(space, others))
+    linear = [seed for seed in known if seed.config.schedule in SEARCHED]
+    others = [seed for seed in known if seed.config.schedule not in SEARCHED]
+    best = (fastest(space, linear), fastest(space, others))
     return [plan for plan in best if plan is not None]
 
 
 def _suited(problem: Problem, seeds: Iterable[ScoredPlan]) -> Iterator[Proposal]:
     """The seeds as the problem lets them recompute."""
     for seed in seeds:
-        setting = seed.setting
-        modes = problem.modes(setting.schedule)
-        if problem.allows(seed.proposal) and setting.mini_batch == problem.mini_batch:
-            for mode in (setting.recompute,) if setting.recompute in modes else modes:
-                yield replace(seed.proposal, setting=replace(setting, recompute=mode))
+        config = seed.config
+        modes = problem.modes(config.schedule)
+        if problem.allows(seed.proposal) and config.mini_batch == problem.mini_batch:
+            for mode in (config.recompute,) if config.recompute in modes else modes:
+                yield replace(seed.proposal, config=replace(config, recompute=mode))
 
 
 def with_topology(problem: Problem, topology: Topology) -> Problem:

@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 
 from ...cost_models.document import Record
-from ..candidate import Proposal, ScoredPlan, replicated
+from ..candidate import Proposal, ScoredPlan, replicated_pipeline
 from ..pipeline_config import SEARCHED
 from ..plan_file import TIE
 from ..problem import Problem
@@ -112,7 +112,7 @@ def _fastest(plans: Iterable[ScoredPlan | None]) -> ScoredPlan | None:
 
 
 def _counts(proposal: Proposal) -> int:
-    return len(proposal.ends) // proposal.setting.virtual_stages
+    return len(proposal.ends) // proposal.config.virtual_stages
 
 
 def _other_stage_counts(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> _Best:
@@ -124,9 +124,9 @@ def _other_stage_counts(question: ExplainContext, seeds: Sequence[ScoredPlan]) -
 
 def _searched(problem: Problem, counts: Sequence[int], seeds: Sequence[Proposal]) -> _Best:
     """The best plan of so many stages; seeds of schedules that are not searched count, too."""
-    straight = [seed for seed in seeds if seed.setting.schedule in SEARCHED]
-    found = searched(problem.space, problem.families, counts, straight, SECONDS / 4)
-    other = fastest(problem.space, [seed for seed in seeds if seed.setting.schedule not in SEARCHED])
+    linear = [seed for seed in seeds if seed.config.schedule in SEARCHED]
+    found = searched(problem.space, problem.families, counts, linear, SECONDS / 4)
+    other = fastest(problem.space, [seed for seed in seeds if seed.config.schedule not in SEARCHED])
     return _Best(_fastest([found.best, other]), found.exact and _all_searched(problem))
 
 
@@ -166,7 +166,7 @@ def _without(question: ExplainContext, seeds: Sequence[ScoredPlan], forbidden: S
         *_moved(problem, present.proposal, forbidden[0]),
     ]
     others = [proposal for proposal in known if not set(forbidden) & set(proposal.ends)]
-    if present.setting.schedule not in SEARCHED:
+    if present.config.schedule not in SEARCHED:
         return _Best(fastest(own, others), proven=False)
     cut_after = own.chain.cut_after.copy()
     cut_after[np.array(forbidden) - 1] = False
@@ -179,10 +179,10 @@ def _without(question: ExplainContext, seeds: Sequence[ScoredPlan], forbidden: S
 
 def _moved(problem: Problem, proposal: Proposal, end: int) -> Iterator[Proposal]:
     """The plan with one cut at the next place before or after."""
-    places = list(problem.space.table(problem.chain.sizes[0]).places)
-    at, index = places.index(end), proposal.ends.index(end)
+    cut_points = list(problem.space.table(problem.chain.sizes[0]).cut_points)
+    at, index = cut_points.index(end), proposal.ends.index(end)
     for step in (-1, 1):
-        moved = places[at + step]
+        moved = cut_points[at + step]
         ends = (*proposal.ends[:index], moved, *proposal.ends[index + 1 :])
         if all(a < b for a, b in zip((0, *ends), ends, strict=False)):
             changed = replace(proposal, ends=ends)
@@ -193,7 +193,7 @@ def _moved(problem: Problem, proposal: Proposal, end: int) -> Iterator[Proposal]
 def _other_devices(question: ExplainContext) -> _Best:
     """The best with the plan's cuts and other replicas, or devices that make a difference."""
     problem, present = question.problem, question.present
-    if present.setting.virtual_stages > 1 or present.setting.schedule not in SEARCHED:
+    if present.config.virtual_stages > 1 or present.config.schedule not in SEARCHED:
         return _Best(None, proven=False)
     shapes, every = _shapes(problem, present.proposal)
     chosen = [devices for devices in shapes if _differs(question, devices)]
@@ -202,8 +202,8 @@ def _other_devices(question: ExplainContext) -> _Best:
         proposals = [
             proposal
             for devices in chosen
-            for setting in problem.settings
-            if problem.allows(proposal := Proposal(setting, present.proposal.ends, devices))
+            for config in problem.configs
+            if problem.allows(proposal := Proposal(config, present.proposal.ends, devices))
         ]
         best = fastest(problem.space, proposals)
         if best is None or not _as_fast(best, present):
@@ -214,7 +214,7 @@ def _other_devices(question: ExplainContext) -> _Best:
 
 def _differs(question: ExplainContext, devices: Shape) -> bool:
     """Whether these devices make another plan: more or fewer, or joined in another way, which shows in the
-    step of the same setting."""
+    step of the same configuration."""
     present = question.present
     if tuple(map(len, devices)) != present.proposal.replicas:
         return True
@@ -227,7 +227,7 @@ def _differs(question: ExplainContext, devices: Shape) -> bool:
 def _shapes(problem: Problem, proposal: Proposal) -> tuple[list[Shape], bool]:
     """Choices of devices for as many stages, those nearest to the plan's replicas first, and whether these
     are all."""
-    size = max(setting.micro_batch_size for setting in problem.settings)
+    size = max(config.micro_batch_size for config in problem.configs)
     families = {(id(family.placement), family.replicas): family for family in problem.families}
     known, every = dict.fromkeys(_neighbours(problem, proposal)), True
     for family in families.values():
@@ -247,7 +247,7 @@ def _neighbours(problem: Problem, proposal: Proposal) -> Iterator[Shape]:
         for taker in (None, *range(len(own))):
             counts = [r + (stage == taker) - (stage == giver) for stage, r in enumerate(own)]
             if giver != taker and min(counts) > 0 and sum(counts) <= problem.reached:
-                yield replicated(proposal.setting, proposal.ends, counts).devices
+                yield replicated_pipeline(proposal.config, proposal.ends, counts).devices
 
 
 def _runs(placement: Placement, stages: int, allowed: Sequence[int], position: int) -> Iterator[Shape]:

@@ -117,15 +117,15 @@ class _Search:
             kinds.append((self.hourly[start], replace(space, topology=alone)))
             start += number
         bounds = []
-        for setting in problem.settings:
+        for config in problem.configs:
             counts = range(1, problem.reached + 1)
             works = [
                 hourly * work
                 for hourly, own in kinds
-                if (work := own.cheapest_work(setting.micro_batch_size, counts)) is not None
+                if (work := own.cheapest_work(config.micro_batch_size, counts)) is not None
             ]
             if works:
-                bounds.append(setting.micro_batches * float(np.minimum.reduce(works).sum()))
+                bounds.append(config.micro_batches * float(np.minimum.reduce(works).sum()))
         return min(bounds, default=inf) * least_in_parts(space) / HOUR / problem.mini_batch
 
     def _counts(self) -> Iterator[int]:

@@ -128,7 +128,7 @@ def plan_alone(
 ) -> Plan:
     """A candidate as a plan, without what it is compared with; of an asynchronous one in its steady state."""
     plan = bare_plan(problem, best, found, model=model, profile=profile)
-    if best.setting.schedule not in ASYNCHRONOUS:
+    if best.config.schedule not in ASYNCHRONOUS:
         return plan
     bubble = plan.prediction.model_copy(update={"bubble": steady_bubble(problem.space, best)})
     return plan.model_copy(update={"stages": steady_stages(problem.space, best), "prediction": bubble})

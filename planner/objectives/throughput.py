@@ -100,7 +100,7 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | N
 
 @dataclass(frozen=True)
 class _Planned:
-    """A search, and whether it looks at all plans of its setting."""
+    """A search, and whether it looks at all plans of its configuration."""
 
     of: SteadySearch
     whole: bool
@@ -111,15 +111,15 @@ def _all(searches: list[_Planned]) -> bool:
 
 
 def _searches(problem: Problem) -> Iterator[_Planned]:
-    """One of every setting and order of the devices; none where even small ones would take too long."""
-    settings = settings_of(problem)
+    """One of every configuration and order of the devices; none where even small ones would take too long."""
+    configs = configs_of(problem)
     for space, counts, whole in _spaces(problem):
-        asked = QUESTIONS * len(settings) * len(problem.placements)
+        asked = QUESTIONS * len(configs) * len(problem.placements)
         if asked * _entries(problem, space, counts) <= problem.wishes.time_limit * ENTRIES_A_SECOND:
-            for setting in settings:
+            for config in configs:
                 for placement in problem.placements:
                     search = SteadySearch(
-                        space, setting, placement, counts, problem.stage_counts, on_all=problem.wishes.use_all
+                        space, config, placement, counts, problem.stage_counts, on_all=problem.wishes.use_all
                     )
                     yield _Planned(search, whole)
             return
@@ -145,7 +145,7 @@ def _entries(problem: Problem, space: Space, counts: tuple[int, ...]) -> float:
     return stages * problem.reached * len(counts) * blocks * (blocks + len(counts))
 
 
-def settings_of(problem: Problem) -> list[PipelineConfig]:
+def configs_of(problem: Problem) -> list[PipelineConfig]:
     """Schedules and micro-batches: of PipeDream the whole mini-batch, which updates at once; of 2BW as many
     as there are stages, or more."""
     batch = problem.mini_batch
@@ -165,22 +165,22 @@ def _modes(problem: Problem) -> tuple[Mode, ...]:
 
 def _by_planner(problem: Problem) -> Iterator[ScoredPlan]:
     """What PipeDream's own programme comes to, in the simulator."""
-    for setting in settings_of(problem):
+    for config in configs_of(problem):
         with suppress(InfeasibleError, UsageError, OutOfTime):
             made = plan_asynchronous(
                 problem.space,
-                setting.micro_batch_size,
-                schedule=setting.schedule,
-                recompute="always" if setting.recompute == "always" else "never",
+                config.micro_batch_size,
+                schedule=config.schedule,
+                recompute="always" if config.recompute == "always" else "never",
                 use_all=problem.wishes.use_all,
             )
-            if _allowed(problem, setting, made.ends):
-                proposal = Proposal(setting, made.ends, made.devices)
+            if _allowed(problem, config, made.ends):
+                proposal = Proposal(config, made.ends, made.devices)
                 modes = (made.recompute,) * len(made.ends)
                 yield ScoredPlan(proposal, modes, steady_seconds(problem.space, proposal, modes))
 
 
-def _allowed(problem: Problem, setting: PipelineConfig, ends: tuple[int, ...]) -> bool:
+def _allowed(problem: Problem, config: PipelineConfig, ends: tuple[int, ...]) -> bool:
     bounds = list(zip((0, *ends), ends, strict=False))
-    few = setting.schedule == PIPEDREAM or len(ends) <= setting.micro_batches
+    few = config.schedule == PIPEDREAM or len(ends) <= config.micro_batches
     return 2 <= len(ends) <= problem.stage_counts[-1] and few and problem.space.limits.allow(bounds)

@@ -20,7 +20,7 @@ from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain
 from ..candidate import Proposal
 from .deepspeed_balance import DeepSpeedBalance, deepspeed_ends
-from .equal_pipelines import Ends, all_pipelines, straight_settings
+from .equal_pipelines import Ends, all_pipelines, linear_configs
 from .pattern import compiled, matching
 from .repeated_blocks import repeated_blocks
 
@@ -69,7 +69,7 @@ class DeepSpeedType:
         def ends(stages: int, _: int) -> Ends | None:
             return deepspeed_ends(chain, made, stages) if stages <= counted.sum() else None
 
-        yield from all_pipelines(problem, straight_settings(problem), ends)
+        yield from all_pipelines(problem, linear_configs(problem), ends)
 
     def refusal(self, problem: Problem) -> str:
         """Why it proposes nothing."""

@@ -214,8 +214,8 @@ class Programme:
 
 
 class _Stand(NamedTuple):
-    """Stages of the places `start` to `end` on so many components, at most; `after` the last of them so many
-    stages, and counted behind the next before them, `then`."""
+    """Stages of the cut points `start` to `end` on so many components, at most; `after` the last of them so
+    many stages, and counted behind the next before them, `then`."""
 
     after: int
     then: int

@@ -1,9 +1,9 @@
 """The plan with the best 90th percentile of the step over the draws of the layers' seconds.
 
-Compared are plans whose own step is near the fastest one's: the best of each setting and number of stages,
-those of the named planners, and what comes of the best of these by moving a cut by one place, or a device to
-the stage beside, again and again. All are scored on the same draws. It is no search of all plans: nothing is
-proven of the percentile.
+Compared are plans whose own step is near the fastest one's: the best of each configuration and number of
+stages, those of the named planners, and what comes of the best of these by moving a cut by one place, or a
+device to the stage beside, again and again. All are scored on the same draws. It is no search of all plans:
+nothing is proven of the percentile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...cost_models.errors import UsageError
-from ..candidate import Proposal, ScoredPlan, replicated
+from ..candidate import Proposal, ScoredPlan, replicated_pipeline
 from ..infeasible import no_plan_fits
 from ..joint_search import JointSearchResult, is_small
 from ..pipeline_config import PipelineConfig
@@ -30,7 +30,7 @@ from .resampled import Resampled, known
 NEAR = 0.2
 """Share by which the step of a plan that is compared may be longer than the fastest one's."""
 MOST_BESTS = 64
-"""Of the plans that are the best of their setting and number of stages: the fastest."""
+"""Of the plans that are the best of their configuration and number of stages: the fastest."""
 CLIMBED = 4
 """Plans that are varied at a time: the best so far."""
 ROUNDS = 12
@@ -138,37 +138,41 @@ def variations(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
 
 
 def _moved_cuts(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
-    places = [0, *(int(i) + 1 for i in problem.space.chain.cut_after[:-1].nonzero()[0]), len(problem.chain)]
-    at = [places.index(end) for end in proposal.ends]
+    cut_points = [
+        0,
+        *(int(i) + 1 for i in problem.space.chain.cut_after[:-1].nonzero()[0]),
+        len(problem.chain),
+    ]
+    at = [cut_points.index(end) for end in proposal.ends]
     for cut in range(len(at) - 1):
         before, after = (at[cut - 1] if cut else 0), at[cut + 1]
         for moved in (at[cut] - 1, at[cut] + 1):
             if before < moved < after:
-                ends = (*proposal.ends[:cut], places[moved], *proposal.ends[cut + 1 :])
+                ends = (*proposal.ends[:cut], cut_points[moved], *proposal.ends[cut + 1 :])
                 yield replace(proposal, ends=ends)
 
 
 def _moved_devices(proposal: Proposal) -> Iterator[Proposal]:
     """Of devices that stand in their order."""
     own = proposal.replicas
-    if proposal != replicated(proposal.setting, proposal.ends, own):
+    if proposal != replicated_pipeline(proposal.config, proposal.ends, own):
         return
     for stage in range(len(own) - 1):
         for step in (-1, 1):
             counts = list(own)
             counts[stage], counts[stage + 1] = own[stage] + step, own[stage + 1] - step
             if min(counts) > 0:
-                yield replicated(proposal.setting, proposal.ends, counts)
+                yield replicated_pipeline(proposal.config, proposal.ends, counts)
 
 
 def _bests(problem: Problem, best: ScoredPlan) -> list[ScoredPlan]:
-    """The fastest of each setting and number of stages, of those that are near the fastest of all; of
+    """The fastest of each configuration and number of stages, of those that are near the fastest of all; of
     problems that are too large to be searched again for each, none."""
     if is_large(problem.space, problem.families):
         return []
     alike: dict[PipelineConfig, list[Family]] = {}
     for family in problem.families:
-        alike.setdefault(family.setting, []).append(family)
+        alike.setdefault(family.config, []).append(family)
     work = problem.wishes.time_limit * WORK_A_SECOND / max(1, len(alike) * len(problem.stage_counts))
     searches = _Searches(problem, best.step_seconds * (1 + NEAR), work)
     found = [plan for families in alike.values() for plan in searches.by_stages(families)]

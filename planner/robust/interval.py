@@ -39,9 +39,9 @@ def interval_of(space: Space, plan: ScoredPlan, draws: Draws | None = None) -> I
     if not known(space):
         return None
     draws = draws or draws_of(len(space.chain))
-    if plan.setting.schedule in ASYNCHRONOUS:
+    if plan.config.schedule in ASYNCHRONOUS:
         made = running(space, plan.proposal, plan.recompute)
-        return percentiles(steady_steps(Resampled(space, draws).costs(made), plan.setting.micro_batches))
+        return percentiles(steady_steps(Resampled(space, draws).costs(made), plan.config.micro_batches))
     made = assembly_of(space, plan.proposal, plan.recompute)
     own = draws.part(0, _affordable(made, len(draws)))
     return percentiles(Resampled(space, own).steps(made))

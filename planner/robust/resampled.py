@@ -85,7 +85,7 @@ class Resampled:
         own = []
         for table, scale in made.timed[place.device]:
             running = self._running(table, name)
-            own.append(np.maximum(running[table.places[j]] - running[table.places[i]], 0.0) * scale)
+            own.append(np.maximum(running[table.cut_points[j]] - running[table.cut_points[i]], 0.0) * scale)
             own[-1] += made.exchanged_seconds(part, table, scale, name)
         return own
 
@@ -118,7 +118,7 @@ class Resampled:
         gradients = gradient_bytes(made.table(place.device).costs.trainable_bytes, made.number_bytes)
         exposed = []
         for table, scale in made.timed[place.device]:
-            own = slice(table.places[i], table.places[j])
+            own = slice(table.cut_points[i], table.cut_points[j])
             backward = np.diff(self._running(table, "backward"), axis=0).T[:, own] * scale
             exposed.append(exposed_all_reduces(backward, gradients[own], made.topology, ranks, "best"))
         slowest = np.argmax(self._of_kinds(made, place, part, "backward"), axis=0)

@@ -1,6 +1,6 @@
 """The search for the fastest pipeline: cuts, replicas, placement, micro-batches, schedule, recomputation.
 
-Every subproblem (a setting, an order of the devices and a stage count) has a proven bound.
+Every subproblem (a configuration, an order of the devices and a stage count) has a proven bound.
 
 1. It starts from plans that were scored before (of the named planners, say).
 2. A narrow beam of the plans with the lowest bounds gives every subproblem that is still of interest a plan.
@@ -83,9 +83,9 @@ class _Search:
     ) -> None:
         self.work, self.limit, self.counts = work, limit, counts
         self.best: ScoredPlan | None = None
-        runs = {key: DeviceRanges(space, *key) for key in dict.fromkeys(map(_runs_key, families))}
+        ranges = {key: DeviceRanges(space, *key) for key in dict.fromkeys(map(_ranges_key, families))}
         self.problems = [
-            Subproblem(space, family, counts, runs[_runs_key(family)], work) for family in families
+            Subproblem(space, family, counts, ranges[_ranges_key(family)], work) for family in families
         ]
 
     @property
@@ -161,7 +161,7 @@ class _Search:
         limit = best.step_seconds * (1 + TIE)
         for stages in self.counts:
             for problem in self.problems:
-                is_best = stages == len(best.proposal.ends) and problem.family.setting == best.setting
+                is_best = stages == len(best.proposal.ends) and problem.family.config == best.config
                 if stages > len(best.proposal.ends) or is_best:
                     return
                 if problem.opened(limit) and problem.roots[stages] < limit:
@@ -171,6 +171,6 @@ class _Search:
                         return
 
 
-def _runs_key(family: Family) -> tuple[Placement, tuple[int, ...], bool, int]:
+def _ranges_key(family: Family) -> tuple[Placement, tuple[int, ...], bool, int]:
     """Families of the same runs share them."""
     return family.placement, family.replicas, family.on_all, family.unit

@@ -43,8 +43,8 @@ def is_large(space: Space, families: Sequence[Family]) -> bool:
     """Whether not all plans are searched."""
     most = {True: 1, False: 1}
     for family in families:
-        straight = family.replicas == (1,)
-        most[straight] = max(most[straight], len(family.placement.ranks))
+        linear = family.replicas == (1,)
+        most[linear] = max(most[linear], len(family.placement.ranks))
     return space.is_long or most[False] > MOST_DEVICES or most[True] > MOST_STRAIGHT
 
 
@@ -91,7 +91,7 @@ class _Scored:
         return self.step
 
     def _score(self, proposal: Proposal) -> None:
-        setting = proposal.setting
+        config = proposal.config
         if not self.space.limits.allow(proposal.bounds):
             return
         narrow = narrowed(self.space, proposal.ends) if self.space.is_long else self.space
@@ -100,7 +100,7 @@ class _Scored:
             return
         self.budget.check()
         step = float(pipelines_of(narrow, [proposal], [modes]).step_seconds()[0])
-        self.budget.simulate(1, 2 * len(proposal.ends) * setting.micro_batches)
+        self.budget.simulate(1, 2 * len(proposal.ends) * config.micro_batches)
         if step < self.step:
             self.best = ScoredPlan(proposal, modes, step)
 
@@ -118,8 +118,8 @@ def _search_coarsely(
         scored.best = _better(scored.best, with_cuts(space, cuts), families, counts, budget.left / 2)
         for _ in range(REFINEMENTS):
             if scored.best is not None:
-                setting, stages = scored.best.setting, len(scored.best.proposal.ends)
-                alike = [family for family in families if family.setting == setting]
+                config, stages = scored.best.config, len(scored.best.proposal.ends)
+                alike = [family for family in families if family.config == config]
                 near = with_cuts(space, _near(space, scored.best))
                 scored.best = _better(scored.best, near, alike, [stages], budget.left / 2)
     except OutOfTime:

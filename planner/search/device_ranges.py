@@ -40,15 +40,15 @@ class DeviceRanges:
         """In the order."""
         return len(self.placement.ranks)
 
-    def ways(self, replicas: int) -> tuple[Floats, Floats]:
+    def routes(self, replicas: int) -> tuple[Floats, Floats]:
         """To a stage of so many replicas, (counts, ends, begins) each, positions in units: latency, and
         seconds of each byte that a replica of the smaller stage sends, from a stage of that count of replicas
         that ends at a position, where one may follow so; else inf."""
         if replicas not in self._to:
-            self._to[replicas] = self._ways_to(replicas)
+            self._to[replicas] = self._routes_to(replicas)
         return self._to[replicas]
 
-    def _ways_to(self, replicas: int) -> tuple[Floats, Floats]:
+    def _routes_to(self, replicas: int) -> tuple[Floats, Floats]:
         size = self.devices // self.unit + 1
         latency, slowness = (np.full((len(self.counts), size, size), np.inf) for _ in range(2))
         ranks, known = self.placement.ranks, dict[tuple[int, ...], tuple[float, float]]()
@@ -71,22 +71,25 @@ class DeviceRanges:
     def _period(self) -> int:
         """Of how many positions the ways repeat: those of a node, where nodes are alike and in order."""
         in_order = self.placement.ranks == tuple(range(self.devices))
-        return self.space.topology.gpus_per_node if in_order and self.space.ways.alike else self.devices + 1
+        return self.space.topology.gpus_per_node if in_order and self.space.routes.alike else self.devices + 1
 
-    def best_way(self, replicas: int) -> tuple[Floats, Floats]:
+    def best_route(self, replicas: int) -> tuple[Floats, Floats]:
         """(positions + 1,) each: from a stage of so many replicas that ends there, the least latency and the
         least seconds a byte to whatever follows; 0 at the end."""
         if replicas not in self._best:
             index = self.counts.index(replicas)
             made = []
             for which in range(2):
-                least = np.min([self.ways(count)[which][index] for count in self.counts], axis=0).min(axis=1)
+                least = np.min([self.routes(count)[which][index] for count in self.counts], axis=0).min(
+                    axis=1
+                )
                 made.append(np.repeat(np.where(np.isinf(least), 0.0, least), self.unit)[: self.devices + 1])
             self._best[replicas] = made[0], made[1]
         return self._best[replicas]
 
     def reached(self, values: Floats) -> Floats:
-        """(positions + 1, places): the least value of where a stage may begin after one that ends there."""
+        """(positions + 1, cut points): the least value of where a stage may begin after one that ends
+        there."""
         ends, begins = self._skips
         if not len(ends):
             return values

@@ -1,4 +1,5 @@
-"""The stages that a pipeline of a setting may have: pairs of places, on runs of the devices in an order.
+"""The stages that a pipeline of a configuration may have: pairs of cut points, on runs of the devices in an
+order.
 
 Runs that cost the same are a group; its pairs stand in lists sorted by the place they start at, without those
 that would alone be too slow or fit nowhere.
@@ -21,13 +22,13 @@ from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .device_ranges import DeviceRanges
 from .pipelines import stage_modes
-from .space import ReplicaGroupCosts, Space, share_of
+from .space import ReplicaGroupCosts, Space, divide_batch
 
 Indices = npt.NDArray[np.int64]
 
 
 class Entries(NamedTuple):
-    """Stages of a group that begin at `position` and end before `after`, by entry: pair `pair`, places
+    """Stages of a group that begin at `position` and end before `after`, by entry: pair `pair`, cut points
     `start` and `end`; sorted by position and start, of which `first` are the first entries."""
 
     position: Indices
@@ -45,14 +46,14 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupChoices:
-    """The stages of one team: `start`, `end` (pairs,) are places; `at` (positions + 1,) says where in the
+    """The stages of one team: `start`, `end` (pairs,) are cut points; `at` (positions + 1,) says where in the
     order of devices its runs may begin. Seconds (pairs,) are those of the team."""
 
     team: ReplicaGroupCosts
     at: npt.NDArray[np.bool_]
     start: Indices
     end: Indices
-    setting: PipelineConfig
+    config: PipelineConfig
     _most: dict[Recompute, Floats] = field(default_factory=dict)
     _eff: dict[float, tuple[Floats, npt.NDArray[np.bool_]]] = field(default_factory=dict)
 
@@ -76,8 +77,8 @@ class GroupChoices:
         return self.team.backward[self.start, self.end]
 
     @cached_property
-    def tail(self) -> Floats:
-        return self.team.tail[self.start, self.end]
+    def exposed_allreduce(self) -> Floats:
+        return self.team.exposed_allreduce[self.start, self.end]
 
     @cached_property
     def sent(self) -> Floats:
@@ -92,11 +93,11 @@ class GroupChoices:
 
     @cached_property
     def segments(self) -> Indices:
-        """(places + 1,): where the pairs of each start begin."""
+        """(cut points + 1,): where the pairs of each start begin."""
         return np.searchsorted(self.start, np.arange(self.team.table.blocks + 2))
 
     def before(self, reachable: npt.NDArray[np.bool_]) -> Entries | None:
-        """Its stages that end where others may follow: `reachable` (positions + 1, places)."""
+        """Its stages that end where others may follow: `reachable` (positions + 1, cut points)."""
         after = self.positions + self.replicas
         which, pair = np.nonzero(reachable[after].take(self.end, axis=1))
         if not len(pair):
@@ -110,37 +111,37 @@ class GroupChoices:
             self._most[mode] = self.team.room(mode, self.start, self.end)
         return self._most[mode]
 
-    def backward(self, held: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    def backward(self, in_flight: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
         """Backward seconds where so many micro-batches are held, inf where they do not fit, and whether
         forward is run again."""
-        if held not in self._eff:
-            again = np.zeros(len(self.start), dtype=np.bool_)
+        if in_flight not in self._eff:
+            recompute = np.zeros(len(self.start), dtype=np.bool_)
             seconds = np.full(len(self.start), np.inf)
-            for mode in reversed(stage_modes(self.setting)):
-                fits = held <= self._room(mode)
+            for mode in reversed(stage_modes(self.config)):
+                fits = in_flight <= self._room(mode)
                 own = self.plain if mode == "never" else self.plain + self.forward
-                seconds, again = np.where(fits, own, seconds), np.where(fits, mode != "never", again)
-            self._eff[held] = seconds, again
-        return self._eff[held]
+                seconds, recompute = np.where(fits, own, seconds), np.where(fits, mode != "never", recompute)
+            self._eff[in_flight] = seconds, recompute
+        return self._eff[in_flight]
 
 
 @dataclass(frozen=True, eq=False)
 class StageChoices:
-    """All groups of a setting on the runs of an order of the devices."""
+    """All groups of a configuration on the runs of an order of the devices."""
 
     space: Space
-    setting: PipelineConfig
-    runs: DeviceRanges
+    config: PipelineConfig
+    ranges: DeviceRanges
     groups: tuple[GroupChoices, ...]
 
     @property
     def least_used(self) -> int:
         """The position that the last stage must end at, at least."""
-        return self.devices if self.runs.on_all else 0
+        return self.devices if self.ranges.on_all else 0
 
     @cached_property
     def after_last(self) -> Floats:
-        """(positions + 1, places): 0 where a plan may be done, else inf."""
+        """(positions + 1, cut points): 0 where a plan may be done, else inf."""
         values = np.full((self.devices + 1, self.last_place + 1), np.inf)
         values[self.least_used :, -1] = 0.0
         return values
@@ -153,7 +154,7 @@ class StageChoices:
     @property
     def devices(self) -> int:
         """In the order."""
-        return len(self.runs.placement.ranks)
+        return len(self.ranges.placement.ranks)
 
     @property
     def entries(self) -> int:
@@ -166,9 +167,9 @@ class StageChoices:
         least = min((group.replicas for group in self.groups), default=1)
         return min(self.devices // least, self.last_place)
 
-    def held(self, remaining: int) -> float:
+    def in_flight(self, remaining: int) -> float:
         """Micro-batches in flight on the stage that is the `remaining`-th from the end."""
-        schedule, count = schedule_named(self.setting.schedule), self.setting.micro_batches
+        schedule, count = schedule_named(self.config.schedule), self.config.micro_batches
         return schedule.in_flight(0, remaining, count)
 
     @cached_property
@@ -176,15 +177,15 @@ class StageChoices:
         """Host seconds of all launches of a step, where one process makes them all; else 0."""
         if not self.space.one_process or not self.groups:
             return 0.0
-        table, setting = self.groups[0].team.table, self.setting
+        table, config = self.groups[0].team.table, self.config
         forward, backward = float(table.forward_launch[0, -1]), float(table.backward_launch[0, -1])
-        again = {"always": setting.micro_batches, "except_last": setting.micro_batches - 1}
-        return setting.micro_batches * (forward + backward) + again.get(setting.recompute, 0) * forward
+        recompute = {"always": config.micro_batches, "except_last": config.micro_batches - 1}
+        return config.micro_batches * (forward + backward) + recompute.get(config.recompute, 0) * forward
 
     @cached_property
     def prefixes(self) -> tuple[Floats, Floats, Floats]:
-        """(positions + 1, places) each, of the layers before a place on the devices before a position: the
-        least seconds that a micro-batch takes, forward, and forward and backward; and the work of all
+        """(positions + 1, cut points) each, of the layers before a place on the devices before a position:
+        the least seconds that a micro-batch takes, forward, and forward and backward; and the work of all
         micro-batches shared evenly, as long as the busiest of these stages takes at least."""
         counts = sorted({group.replicas for group in self.groups})
         own = np.array([self._of_blocks(count) for count in counts])
@@ -197,43 +198,45 @@ class StageChoices:
             if len(usable):
                 forward, both = np.cumsum(usable.min(axis=0), axis=1)
                 shared = usable[:, 1] * np.array(counts[: len(usable)])[:, None]
-                work = self.setting.micro_batches * np.cumsum(shared.min(axis=0)) / position
+                work = self.config.micro_batches * np.cumsum(shared.min(axis=0)) / position
                 for values, row in zip(made, (forward, both, work), strict=True):
                     values[position] = row
         return made[0], made[1], made[2]
 
     def _of_blocks(self, replicas: int) -> Floats:
-        """(2, places): seconds of each block on so many replicas, forward, and forward and backward; 0 before
-        the first block."""
-        share = share_of(self.setting.micro_batch_size, replicas)
-        starts = self.groups[0].team.table.places[:-1]
-        layers = self.space.least_work(share, again=self.setting.recompute == "always")
-        seconds = np.array([self.space.least_forward(share), layers])
+        """(2, cut points): seconds of each block on so many replicas, forward, and forward and backward; 0
+        before the first block."""
+        per_replica_batch = divide_batch(self.config.micro_batch_size, replicas)
+        starts = self.groups[0].team.table.cut_points[:-1]
+        layers = self.space.least_work(per_replica_batch, recompute=self.config.recompute == "always")
+        seconds = np.array([self.space.least_forward(per_replica_batch), layers])
         return np.pad(np.add.reduceat(seconds, starts, axis=1), ((0, 0), (1, 0)))
 
 
-def options_of(space: Space, setting: PipelineConfig, runs: DeviceRanges, limit: float) -> StageChoices:
+def list_stage_choices(
+    space: Space, config: PipelineConfig, ranges: DeviceRanges, limit: float
+) -> StageChoices:
     """The options whose stage alone takes no longer than `limit` over all micro-batches."""
-    return StageChoices(space, setting, runs, tuple(_groups(space, setting, runs, limit)))
+    return StageChoices(space, config, ranges, tuple(_groups(space, config, ranges, limit)))
 
 
 def _groups(
-    space: Space, setting: PipelineConfig, runs: DeviceRanges, limit: float
+    space: Space, config: PipelineConfig, ranges: DeviceRanges, limit: float
 ) -> Iterator[GroupChoices]:
-    ranks = runs.placement.ranks
-    for count in runs.counts:
-        if count > min(len(ranks), setting.micro_batch_size):
+    ranks = ranges.placement.ranks
+    for count in ranges.counts:
+        if count > min(len(ranks), config.micro_batch_size):
             continue
-        if not space.fits_someone(setting.micro_batch_size, count):
+        if not space.fits_someone(config.micro_batch_size, count):
             continue
         at: dict[int, tuple[ReplicaGroupCosts, npt.NDArray[np.bool_]]] = {}
-        for position in range(0, len(ranks) - count + 1, runs.unit):
+        for position in range(0, len(ranks) - count + 1, ranges.unit):
             space.budget.check()
-            team = space.team(setting.micro_batch_size, ranks[position : position + count])
+            team = space.team(config.micro_batch_size, ranks[position : position + count])
             own = at.setdefault(id(team), (team, np.zeros(len(ranks) + 1, dtype=np.bool_)))
             own[1][position] = True
         for team, where in at.values():
-            work = setting.micro_batches * (team.forward + team.backward) + team.tail
+            work = config.micro_batches * (team.forward + team.backward) + team.exposed_allreduce
             start, end = np.nonzero(space.usable & (work <= limit))
             if len(start):
-                yield GroupChoices(team, where, start, end, setting)
+                yield GroupChoices(team, where, start, end, config)

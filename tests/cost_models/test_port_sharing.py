@@ -45,9 +45,9 @@ def test_stages_of_a_node_send_through_its_card_or_inside() -> None:
 
 def test_a_transfer_waits_for_the_port_that_it_takes_longest() -> None:
     """Of devices 2 to 4, three parts each: 4 is in the second node with its receivers."""
-    ways = Routes(nodes(8, 4, 4))
+    routes = Routes(nodes(8, 4, 4))
     senders, receivers = (2, 3, 4), (5, 6, 7)
-    assert ways.loads(senders, receivers) == pytest.approx(
+    assert routes.loads(senders, receivers) == pytest.approx(
         {
             Port(1, "out", 0): 2 / 3 / 5,
             Port(1, "in", 1): 2 / 3 / 5,
@@ -55,7 +55,7 @@ def test_a_transfer_waits_for_the_port_that_it_takes_longest() -> None:
             Port(0, "in", 7): 1 / 3 / 20,
         }
     )
-    assert ways.exit_port(senders, receivers) == Port(1, "out", 0)
+    assert routes.exit_port(senders, receivers) == Port(1, "out", 0)
 
 
 def test_what_an_all_reduce_sends_through_each_port() -> None:

@@ -63,7 +63,7 @@ def test_unknown_schedule_names_the_known() -> None:
 def test_says_what_it_is(name: str) -> None:
     schedule = schedule_named(name)
     assert schedule.source
-    assert all((schedule.needs, schedule.bubble, schedule.held))
+    assert all((schedule.needs, schedule.bubble, schedule.in_flight_formula))
     file = {"1f1b": "one_f_one_b"}.get(name, name.replace("-", "_"))
     told = importlib.import_module(f"pplan.cost_models.schedules.{file}").__doc__
     assert told

@@ -188,7 +188,7 @@ def test_no_other_assignment_of_the_devices_is_faster(seed: int, make_chain: Mak
     for order in permutations(range(4), sum(replicas)):
         ranks = iter(order)
         devices = tuple(tuple(next(ranks) for _ in range(count)) for count in replicas)
-        others.append(Proposal(best.setting, best.proposal.ends, devices))
+        others.append(Proposal(best.config, best.proposal.ends, devices))
     other = fastest(problem.space, others)
     assert other is not None
     assert best.step_seconds <= other.step_seconds * (1 + 1e-9)
@@ -209,13 +209,13 @@ def test_objectives_say_which_plans_they_speak_of(name: str, make_chain: MakeCha
 
 def test_devices_that_are_alike_are_searched(make_chain: MakeChain) -> None:
     problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), Wishes(mini_batch=4))
-    setting = problem.settings[0]
-    shuffled = Proposal(setting, (2, 4, 6), ((2,), (1, 3), (0,)))
+    config = problem.configs[0]
+    shuffled = Proposal(config, (2, 4, 6), ((2,), (1, 3), (0,)))
     assert not is_searched(problem, shuffled)
     assert as_searched(problem, shuffled).devices == ((1,), (2, 3), (0,))
-    between = Proposal(setting, (2, 4, 6), ((2,), (0,), (1, 3)))
+    between = Proposal(config, (2, 4, 6), ((2,), (0,), (1, 3)))
     assert as_searched(problem, between) == between
-    assert not is_searched(problem, replace(shuffled, setting=replace(setting, schedule="zb-h1")))
+    assert not is_searched(problem, replace(shuffled, config=replace(config, schedule="zb-h1")))
 
 
 def test_no_bound_is_lowered_to_a_step(make_chain: MakeChain) -> None:

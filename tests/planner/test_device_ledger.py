@@ -112,9 +112,9 @@ def test_adamw_in_mixed_precision_takes_16_bytes_a_parameter(chain: Chain) -> No
     for gradient_dtype, each in (("auto", 16), ("fp32", 18)):
         plan = _solved(big, _machine("toy", limit), "bfloat16", **wishes, gradient_dtype=gradient_dtype)
         names = ("weights", "gradients", "master_weights", "optimizer")
-        held = sum(stage.memory[name] for stage in plan.stages for name in names)
+        in_flight = sum(stage.memory[name] for stage in plan.stages for name in names)
         buffers = float(big.buffer_bytes.sum())
-        assert held - buffers == pytest.approx(each * count, rel=1e-9)
+        assert in_flight - buffers == pytest.approx(each * count, rel=1e-9)
         assert (plan.precision, plan.zero) == ("mixed", 0)
         read = Plan.parse(plan.to_json(), "toy.plan.json")
         found = simulate_plan(read, big, _machine("toy", limit))

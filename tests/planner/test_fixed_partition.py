@@ -79,8 +79,8 @@ def test_the_partition_that_solve_finds_takes_what_solve_says(
     if len(set(found.replicas)) > 1:
         pytest.fail("choose a seed whose best plan has as many replicas everywhere")
     given = FixedPartition(tuple(np.cumsum(found.balance).tolist()), 1, found.replicas[0])
-    again = plan_of(chain, topology, given, schedule="1f1b", micro_batches=found.micro_batches)
-    assert again.prediction.step_seconds == pytest.approx(found.prediction.step_seconds, rel=1e-9)
+    recompute = plan_of(chain, topology, given, schedule="1f1b", micro_batches=found.micro_batches)
+    assert recompute.prediction.step_seconds == pytest.approx(found.prediction.step_seconds, rel=1e-9)
 
 
 def test_recomputation_where_it_does_not_fit_without(

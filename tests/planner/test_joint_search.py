@@ -127,9 +127,9 @@ def test_never_worse_than_any_planner(
     assert answer.best is not None
     plans = {name: plan for name, plan in answer.by_planner.items() if isinstance(plan, ScoredPlan)}
     assert len(plans) > 1
-    assert answer.best.setting.schedule in made.proposable
+    assert answer.best.config.schedule in made.proposable
     for name, plan in plans.items():
-        if plan.setting.schedule not in made.proposable:
+        if plan.config.schedule not in made.proposable:
             assert name == "interleaved"  # is shown, and not in the running
             continue
         assert answer.best.step_seconds <= plan.step_seconds * (1 + 1e-9), name

@@ -15,7 +15,7 @@ from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.alternatives import alternatives_of
-from pplan.planner.candidate import ScoredPlan, straight
+from pplan.planner.candidate import ScoredPlan, linear_pipeline
 from pplan.planner.joint_search import JointSearchResult, planned_by
 from pplan.planner.pipeline_config import SEARCHED
 from pplan.planner.plan_file import Plan, ProfileReference
@@ -192,12 +192,12 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
         assert "of 2 (layer" in caught.value.what
         assert "are missing" in caught.value.what
         assert caught.value.exit_status == 3
-        for way in caught.value.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
-            field, _, value = way.split()[0].partition("=")
+        for route in caught.value.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
+            field, _, value = route.split()[0].partition("=")
             value = value.strip("'")
             seen.add(field)
             if field == "gpus":
-                assert way.split()[1:] == ["mini_batch=16"]
+                assert route.split()[1:] == ["mini_batch=16"]
                 assert solved(chain, make_topology(int(value), memory=memory), **fixed, optimizer="adam")
             elif field == "optimizer":
                 assert solved(chain, make_topology(2, memory=memory), **fixed, optimizer=value)
@@ -296,9 +296,9 @@ def test_deepspeed_trains_every_stage(make_chain: MakeChain, make_topology: Make
     even = next(base for base in fixed.baselines if base.name == "even")
     assert even.detail.split()[0] != "8"
     without = problem(chain, make_topology(8), mini_batch=8, runtime="deepspeed")
-    setting = without.settings[-1]
-    assert fastest(without.space, [straight(setting, range(1, 9))]) is None
-    assert fastest(without.space, [straight(setting, range(2, 9, 2))]) is not None
+    config = without.configs[-1]
+    assert fastest(without.space, [linear_pipeline(config, range(1, 9))]) is None
+    assert fastest(without.space, [linear_pipeline(config, range(2, 9, 2))]) is not None
 
 
 @pytest.mark.parametrize("wishes", [{"micro_batches": 8}, {"micro_batches": 16}, {"recompute": "always"}])
@@ -307,11 +307,11 @@ def test_wishes_do_not_cripple_what_the_plan_is_compared_with(
 ) -> None:
     chain, topology = with_parameters(make_chain(1, 6), 0.001), make_topology(4)
     free = {base.name: base.step_seconds for base in solved(chain, topology, mini_batch=16).baselines}
-    held = {
+    in_flight = {
         base.name: base.step_seconds for base in solved(chain, topology, mini_batch=16, **wishes).baselines
     }
     for name in ("one-gpu", "data-parallel"):
-        assert held[name] == free[name] is not None
+        assert in_flight[name] == free[name] is not None
 
 
 def test_extrapolation_is_said_of_every_row(make_chain: MakeChain, make_topology: MakeTopology) -> None:

@@ -89,8 +89,8 @@ def test_no_plan_is_faster_than_the_one_that_is_found(
     answer = find(problem)
     assert answer.best is not None
     everything = [
-        Proposal(setting, ends, devices)
-        for setting in problem.settings
+        Proposal(config, ends, devices)
+        for config in problem.configs
         for ends in all_ends(len(chain), 3)
         for devices in all_runs(len(ends), 3)
     ]
@@ -134,7 +134,7 @@ def test_forward_and_backward_wait_for_the_network(
         for size in costs.trainable_bytes
     ]
     for i, j in zip(*np.nonzero(table.valid), strict=True):
-        own = range(table.places[i], table.places[j])
+        own = range(table.cut_points[i], table.cut_points[j])
         seconds = gather[own[0]]
         for layer in own:
             fetched = gather[layer + 1] if layer != own[-1] else 0.0

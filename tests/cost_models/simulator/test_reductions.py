@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.schedules import schedule_named
-from pplan.cost_models.schedules.action import Action, Program, StageSlot, straight
+from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
 from pplan.cost_models.simulator.costs import Costs, recompute_shares, stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
 
@@ -73,7 +73,7 @@ def test_chunks_of_a_device_take_turns(seconds: float, expected: list[tuple[floa
 
 def test_weight_gradients_come_first() -> None:
     """F to 1, B to 2, W to 3: nothing is reduced before its W."""
-    program = straight([[Action("F", 0), Action("B", 0), Action("W", 0)]])
+    program = linear_program([[Action("F", 0), Action("B", 0), Action("W", 0)]])
     costs = replace(stage_costs(program, 1.0, 1.0, 1.0), all_reduce=np.ones((1, 1)))
     assert spans(program, costs) == [((0,), 3, 4)]
 

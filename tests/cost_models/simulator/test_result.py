@@ -9,7 +9,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.schedules import SCHEDULES, schedule_named
-from pplan.cost_models.schedules.action import Action, Program, StageSlot, straight
+from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
 from pplan.cost_models.simulator.costs import TRANSFERS, Transfers, stage_costs
 from pplan.cost_models.timeline import StageTime, Transfer, simulate
 
@@ -78,7 +78,7 @@ def test_a_stage_without_actions_fills_all_the_time() -> None:
     assert timeline.bubble == 0.5
 
 
-SPLIT = straight(
+SPLIT = linear_program(
     [[Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1), Action("W", 0), Action("W", 1)]]
 )
 

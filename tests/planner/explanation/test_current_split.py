@@ -79,8 +79,8 @@ def test_another_schedule_and_replicas(made: Any) -> None:
 
 def test_what_is_run_again_is_told(made: Any, solved: Solve) -> None:
     """Of the busiest stage, the forward of every micro-batch."""
-    again = solved(made.chain, made.topology, mini_batch=8, schedule="1f1b", recompute="always")
-    split = compare_split(again.question, CurrentSplit((7, 1, 1)))
+    recompute = solved(made.chain, made.topology, mini_batch=8, schedule="1f1b", recompute="always")
+    split = compare_split(recompute.question, CurrentSplit((7, 1, 1)))
     cause = next(cause for cause in split.causes if cause.name == "recompute")
     for side, seconds in ((split.current, cause.current_seconds), (split.plan, cause.plan_seconds)):
         forward = side.stages[side.busiest.stage].forward_seconds

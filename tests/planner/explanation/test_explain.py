@@ -47,8 +47,8 @@ def every_plan(problem: Problem) -> Iterator[Proposal]:
             for bounds in combinations(range(1, problem.gpus + 1), stages):
                 edges = (0, *bounds)
                 devices = tuple(tuple(range(a, b)) for a, b in zip(edges, bounds, strict=False))
-                for setting in problem.settings:
-                    yield Proposal(setting, (*cuts, len(problem.chain)), devices)
+                for config in problem.configs:
+                    yield Proposal(config, (*cuts, len(problem.chain)), devices)
 
 
 def shape(plan: ScoredPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -66,16 +66,16 @@ def plans(problem: Problem) -> Iterator[tuple[Proposal, float, float]]:
     """Every plan that flushes and fits, its simulated step and the most that a device holds."""
     for schedule, size in product(("1f1b", "gpipe"), (1, 2, 4)):
         for ends, devices in shapes(problem, size):
-            ways: list[tuple[Recompute, ...]] = list(product(MODES, repeat=len(ends)))
+            routes: list[tuple[Recompute, ...]] = list(product(MODES, repeat=len(ends)))
             if schedule == "gpipe" and size < 4:
-                ways.append(tuple([EXCEPT_LAST] * len(ends)))
-            for modes in ways:
+                routes.append(tuple([EXCEPT_LAST] * len(ends)))
+            for modes in routes:
                 mode = "except_last" if "except_last" in modes else "by_stage"
                 proposal = Proposal(PipelineConfig(schedule, mode, 4 // size, size), ends, devices)  # type: ignore[arg-type]
                 made = assembly_of(problem.space, proposal, modes)
-                held = [sum(made.ledger(device).values()) for device in range(made.program.devices)]
-                if max(held) <= problem.space.limit(range(problem.gpus)):
-                    yield proposal, float(step_seconds(made.program, made.costs())[0]), max(held)
+                in_flight = [sum(made.ledger(device).values()) for device in range(made.program.devices)]
+                if max(in_flight) <= problem.space.limit(range(problem.gpus)):
+                    yield proposal, float(step_seconds(made.program, made.costs())[0]), max(in_flight)
 
 
 @pytest.fixture

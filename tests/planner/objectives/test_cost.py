@@ -91,7 +91,7 @@ def test_the_mini_batch_is_that_of_all_devices(make_problem: MakeProblem) -> Non
     problem = make_problem(1, 3, 3, mini_batch=None)
     outcome = least_cost(problem, {"": 1.0})
     assert outcome.best is not None
-    assert outcome.best.setting.mini_batch == problem.mini_batch == 96
+    assert outcome.best.config.mini_batch == problem.mini_batch == 96
 
 
 def test_use_all_leaves_no_device_free(make_problem: MakeProblem) -> None:

@@ -34,8 +34,8 @@ def asynchronous(problem: Problem, shapes: Shapes) -> Iterator[tuple[Proposal, t
             proposal = Proposal(PipelineConfig(schedule, "by_stage", count, size), ends, devices)
             for modes in product(MODES, repeat=len(ends)):
                 made = running(problem.space, proposal, modes)
-                held = [sum(made.ledger(device).values()) for device in range(len(ends))]
-                if max(held) <= problem.space.limit(range(problem.gpus)):
+                in_flight = [sum(made.ledger(device).values()) for device in range(len(ends))]
+                if max(in_flight) <= problem.space.limit(range(problem.gpus)):
                     yield proposal, modes
 
 
@@ -43,7 +43,7 @@ def asynchronous(problem: Problem, shapes: Shapes) -> Iterator[tuple[Proposal, t
 def test_best_of_all_asynchronous_plans(seed: int, make_problem: MakeProblem, every_shape: Shapes) -> None:
     problem = make_problem(seed, 2 + seed % 4, 2 + seed % 3, memory=[None, 1500, 900, 600][seed % 4])
     paces = [
-        (pace(problem.space, proposal, modes) * proposal.setting.micro_batches, proposal, modes)
+        (pace(problem.space, proposal, modes) * proposal.config.micro_batches, proposal, modes)
         for proposal, modes in asynchronous(problem, every_shape)
     ]
     best, bound = fastest_asynchronous(problem, inf)
@@ -80,7 +80,7 @@ def test_the_formula_is_the_simulators_steady_state(
     rows = list(asynchronous(problem, every_shape))[:: 12 + seed]
     assert len(rows) > 5
     for proposal, modes in rows:
-        count = proposal.setting.micro_batches
+        count = proposal.config.micro_batches
         simulated = steady_seconds(problem.space, proposal, modes)
         formula = pace(problem.space, proposal, modes) * count
         assert simulated >= formula * (1 - 1e-5), proposal
@@ -112,7 +112,7 @@ def test_throughput_is_the_best_of_both_kinds(
     outcome = throughput(problem)
     flushed = min(step for _, step, _ in every_plan(problem))
     late = min(
-        pace(problem.space, proposal, modes) * proposal.setting.micro_batches
+        pace(problem.space, proposal, modes) * proposal.config.micro_batches
         for proposal, modes in asynchronous(problem, every_shape)
     )
     assert outcome.best is not None
@@ -147,7 +147,7 @@ def test_pins_and_cuts_hold(make_problem: MakeProblem, every_shape: Shapes) -> N
     assert best.proposal.bounds[0][1] == names.index(cut) + 1
     assert len(best.proposal.ends) == 2
     allowed = [
-        pace(problem.space, proposal, modes) * proposal.setting.micro_batches
+        pace(problem.space, proposal, modes) * proposal.config.micro_batches
         for proposal, modes in asynchronous(free, every_shape)
         if len(proposal.ends) == 2 and proposal.ends[0] == names.index(cut) + 1
     ]

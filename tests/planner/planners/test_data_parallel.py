@@ -48,7 +48,7 @@ def test_one_accumulation_is_best_where_overheads_count(chain: Chain, make_topol
     """On two devices at 20 B/s: one bucket of 80 B, ready with the last backward, takes 4 s after it."""
     plan = shared(chain, make_topology(2), mini_batch=8)
     assert isinstance(plan, ScoredPlan)
-    assert (plan.setting.micro_batches, plan.setting.micro_batch_size) == (1, 8)
+    assert (plan.config.micro_batches, plan.config.micro_batch_size) == (1, 8)
     assert plan.proposal.devices == ((0, 1),)
     assert plan.step_seconds == pytest.approx(2 * (4 + 1) + 2 * (8 + 1) + 2 * (2 - 1) / 2 * 80 / 20)
 
@@ -58,7 +58,7 @@ def test_memory_makes_it_accumulate_or_recompute(chain: Chain, make_topology: Ma
     wishes = {"mini_batch": 8, "recompute": "never"}
     plan = shared(chain, make_topology(2), memory_limit=1.05 * (240 + 2 * 200), **wishes)
     assert isinstance(plan, ScoredPlan)
-    assert (plan.setting.micro_batches, plan.recompute) == (2, ("never",))
+    assert (plan.config.micro_batches, plan.recompute) == (2, ("never",))
     assert shared(chain, make_topology(2), memory_limit=300.0, mini_batch=8) == "does not fit"
 
 

@@ -61,9 +61,9 @@ PLANS: dict[str, tuple[PipelineConfig, tuple[int, ...], Devices, dict[str, Any]]
 def test_equals_the_drawn_chains_one_by_one(
     make_problem: MakeProblem, as_drawn: AsDrawn, every_cut: Callable[[Problem], Problem], name: str
 ) -> None:
-    setting, ends, devices, more = PLANS[name]
+    config, ends, devices, more = PLANS[name]
     problem = every_cut(make_problem(3, 6, 3, **more))
-    draws, proposal = draws_of(6, DRAWS), Proposal(setting, ends, devices)
+    draws, proposal = draws_of(6, DRAWS), Proposal(config, ends, devices)
     plan = fastest(problem.space, [proposal])
     assert plan is not None
     steps = Resampled(problem.space, draws).step_seconds(plan)
@@ -90,9 +90,9 @@ def test_a_stage_that_must_recompute(
 def test_without_spread_every_draw_is_the_plan(
     make_problem: MakeProblem, every_cut: Callable[[Problem], Problem]
 ) -> None:
-    for name, (setting, ends, devices, more) in PLANS.items():
+    for name, (config, ends, devices, more) in PLANS.items():
         problem = every_cut(make_problem(4, 6, 3, spread=0.0, uncertainty=None, **more))
-        plan = fastest(problem.space, [Proposal(setting, ends, devices)])
+        plan = fastest(problem.space, [Proposal(config, ends, devices)])
         assert plan is not None, name
         steps = Resampled(problem.space, draws_of(6, DRAWS)).step_seconds(plan)
         assert steps.tolist() == [plan.step_seconds] * DRAWS, name

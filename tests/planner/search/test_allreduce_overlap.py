@@ -35,13 +35,13 @@ def test_every_stage(
     space = Space(replace(chain, trainable_bytes=gradients), topology, "sgd")
     size = 2 * len(devices)
     team, costs = space.team(size, devices), space.chain.at(2)
-    places, several = team.table.places, 0
-    for i, j in combinations(range(len(places)), 2):
-        own = slice(places[i], places[j])
+    cut_points, several = team.table.cut_points, 0
+    for i, j in combinations(range(len(cut_points)), 2):
+        own = slice(cut_points[i], cut_points[j])
         expected = exposed_all_reduce_seconds(
             costs.backward_seconds[own], gradients[own], topology, devices, "best"
         )
-        assert team.tail[i, j] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert team.exposed_allreduce[i, j] == pytest.approx(expected, rel=1e-9, abs=1e-12)
         several += len(gradient_buckets(gradients[own][::-1])) > 2
     assert several > 5
 
@@ -50,4 +50,4 @@ def test_one_device_has_nothing_to_reduce(
     make_chain: MakeChain, make_topology: MakeTopology, heavier: Heavier
 ) -> None:
     chain, topology = heavier(make_chain(1, 5), make_topology(2))
-    assert not Space(chain, topology, "sgd").team(2, (1,)).tail.any()
+    assert not Space(chain, topology, "sgd").team(2, (1,)).exposed_allreduce.any()

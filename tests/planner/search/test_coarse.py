@@ -9,7 +9,7 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.candidate import replicated
+from pplan.planner.candidate import replicated_pipeline
 from pplan.planner.joint_search import searched
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
@@ -55,7 +55,7 @@ def test_odd_replicas_beside_single_devices_are_bounded() -> None:
         mini_batch=256 * 48, micro_batches=256, schedule="1f1b", recompute="never", time_limit=2.0
     )
     problem = Problem(chain, free_links(66), wishes)
-    plan = replicated(problem.settings[0], list(range(1, 19)), [1] * 17 + [48])
+    plan = replicated_pipeline(problem.configs[0], list(range(1, 19)), [1] * 17 + [48])
     assert problem.allows(plan)
     known = fastest(problem.space, [plan])
     assert known is not None
@@ -74,10 +74,10 @@ def test_no_number_of_replicas_is_below_the_bound(devices: int, seed: int) -> No
     size = int(rng.choice([48, 60, 64]))
     wishes = Wishes(mini_batch=8 * size, micro_batches=8, schedule="1f1b", time_limit=0.2)
     problem = Problem(chain, free_links(devices, memory), wishes)
-    setting = problem.settings[0]
+    config = problem.configs[0]
     few = [1, 2, 3, 5, 9, 16, 17, 25, 31, 32, 33, 47, 48, 60, 61, 64]
     plans = [
-        replicated(setting, [*ends, 3], counts)
+        replicated_pipeline(config, [*ends, 3], counts)
         for stages in (1, 2, 3)
         for ends in combinations((1, 2), stages - 1)
         for counts in product(range(1, devices + 1) if stages < 3 else few, repeat=stages)
