@@ -112,7 +112,7 @@ _NAMES = re.compile(r"bound|^root$|^finished$|^extend$|^rows$")
 
 
 def functions_about_bounds(planner: Path) -> Iterator[str]:
-    """Functions whose name or docstring says so, and those that make a `SearchResult` or an `Aim` of their own."""
+    """Functions whose name or docstring says so, and those that make a `SearchResult` or an `Aim`."""
     for path in sorted(planner.rglob("*.py")):
         for name, node in _functions(ast.parse(path.read_text(encoding="utf-8"))):
             about = _NAMES.search(node.name) or _WORDS.search(ast.get_docstring(node) or "")
