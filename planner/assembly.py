@@ -300,9 +300,9 @@ class Assembly:
         terms = {name: round(amount) for name, amount in self.ledger(device).items()}
         recompute = self.recompute[device] != "never"
         chunks = self._chunk_bytes(device)
-        in_flight = tuple(float(own.input if recompute else own.saved + own.saved_input) for own in chunks)
-        most = timeline.peak_memory(device, 0.0, in_flight).bytes
-        return DeviceMemory(terms, sum(terms.values()) - most, in_flight, self.limit(device))
+        held = tuple(float(own.input if recompute else own.saved + own.saved_input) for own in chunks)
+        most = timeline.peak_memory(device, 0.0, held).bytes
+        return DeviceMemory(terms, sum(terms.values()) - most, held, self.limit(device))
 
     def _least(self, device: int) -> Device:
         """Of replicas of several kinds the one with the least memory, which has to hold it, too."""
