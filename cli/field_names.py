@@ -7,6 +7,7 @@ The library says `micro_batches=3: ...` and "omit `robust`"; a user of the comma
 from __future__ import annotations
 
 import re
+import shlex
 
 FIELDS: dict[str, str] = {
     name: "--" + name.replace("_", "-")
@@ -97,13 +98,31 @@ FIELDS: dict[str, str] = {
 """By the name of a field, the option that sets it."""
 
 _NAMES = "|".join(sorted(FIELDS, key=len, reverse=True))
+_QUOTES = "'\""
 _VALUE = r"""\('[^']*', \d+\)|'[^']*'|"[^"]*"|[^\s,;:()\[\]{}"'`]+(?<![.])"""
 _GIVEN = re.compile(rf"(?<![\w.\-`/{{])({_NAMES})=({_VALUE})|`({_NAMES})(?:=({_VALUE}))?`")
 
 
+_CALL = re.compile(r"\bpplan\.([a-z_]+)\(([^()]*)\)")
+
+
 def as_options(text: str) -> str:
-    """The text with each `field=value` and each field in backquotes as an option of the command line."""
-    return _GIVEN.sub(_option, text)
+    """The text with each `field=value` and each field in backquotes as an option of the command line, and
+    each `pplan.solve(field=value)` as its command."""
+    return _GIVEN.sub(_option, _CALL.sub(_command, text))
+
+
+def _command(found: re.Match[str]) -> str:
+    given = [_argument(each) for each in re.split(r",\s*", found[2]) if each not in ("", "...")]
+    return " ".join(["pplan", found[1].replace("_", "-"), *given])
+
+
+def _argument(given: str) -> str:
+    """An argument of a call as the shell takes it."""
+    known = re.fullmatch(rf"({_NAMES})=({_VALUE})", given)
+    if known and known[2] != "True":
+        return f"{FIELDS[known[1]]} {shlex.quote(known[2].strip(_QUOTES))}"
+    return FIELDS[known[1]] if known else shlex.quote(given.strip(_QUOTES))
 
 
 def _option(found: re.Match[str]) -> str:

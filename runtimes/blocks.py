@@ -118,8 +118,8 @@ def check_whole(plan: Plan, model: Transformer, ends: Sequence[int], runtime: st
 
 def _profile_again(plan: Plan, list_name: str) -> str:
     return (
-        f"Measure whole blocks: pplan profile {plan.model} --granularity 'module:{list_name}.*', and make "
-        "the plan again: pplan solve"
+        f"Measure whole blocks: pplan.profile({plan.model!r}, granularity='module:{list_name}.*'), and "
+        "make the plan again: pplan solve"
     )
 
 

@@ -54,7 +54,7 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
         raise ExportError(
             f"{runtime.name} cannot run this plan of {plan.model}: {'; '.join(reasons)}; "
             f"and none of the plan's {len(plan.alternatives)} alternatives is for {runtime.name}",
-            f"Make a plan for it: pplan solve --runtime {runtime.name}",
+            f"Make a plan for it: pplan.solve(runtime={runtime.name!r})",
         )
     best = min(usable, key=lambda alternative: alternative.step_seconds)
     if reasons:

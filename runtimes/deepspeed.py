@@ -126,13 +126,13 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
     if plan.optimizer == "adamw-8bit":
         raise ExportError(
             "adamw-8bit: DeepSpeed's configuration names no optimizer with 8-bit states",
-            "Make a plan with another: pplan solve --optimizer adamw. Or export that one, and pass "
+            "Make a plan with another: pplan.solve(optimizer='adamw'). Or export that one, and pass "
             "deepspeed.initialize an optimizer of bitsandbytes in place of the configuration's.",
         )
     if plan.optimizer not in OPTIMIZERS:
         raise ExportError(
             f"no DeepSpeed configuration is known for the plan's optimizer {plan.optimizer!r}",
-            f"Make a plan with one of {', '.join(OPTIMIZERS)}: pplan solve --optimizer sgd",
+            f"Make a plan with one of {', '.join(OPTIMIZERS)}: pplan.solve(optimizer='sgd')",
         )
     return OPTIMIZERS[plan.optimizer]
 
@@ -213,5 +213,5 @@ def _check_parameters(document: DeepspeedExport, model: nn.Sequential) -> None:
             raise ExportError(
                 f"stage {stage} (layers {first} to {end - 1}) has no parameters to train: "
                 "DeepSpeed's optimizers refuse an empty list",
-                "Make a plan with fewer stages: pplan solve --runtime deepspeed --gpus N",
+                "Make a plan with fewer stages: pplan.solve(runtime='deepspeed', gpus=N)",
             )

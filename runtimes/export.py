@@ -65,13 +65,13 @@ def export(
     exporter = EXPORTERS[runtime]
     if device not in ("cuda", "cpu", None):
         raise UsageError(
-            f"device {device!r} cannot be exported for", "Use cuda, or cpu to try without a GPU."
+            f"device={device!r}: cannot be exported for", "Use 'cuda', or 'cpu' to try without a GPU."
         )
     if device == "cuda" and plan.device_kind == "CPU":
         raise UsageError(
-            f"--device cuda: the plan is for processors, by seconds measured on one{_measured_on(plan)}",
-            "Plan for GPUs: with a profile of one, or pplan profile MODEL --device analytic:h100. Where a "
-            "processor's seconds are meant: pplan solve --gpu h100 --seconds-of cpu.",
+            f"device='cuda': the plan is for processors, by seconds measured on one{_measured_on(plan)}",
+            "Plan for GPUs: with a profile of one, or pplan.profile(MODEL, device='analytic:h100'). Where a "
+            "processor's seconds are meant: pplan.solve(gpu='h100', seconds_of='cpu').",
         )
     document, remark = exporter(plan, device=device or device_of(plan), made_by=made_by or MadeBy())
     return document.model_copy(update={"estimated": plan.profile.estimated}), remark

@@ -65,8 +65,8 @@ def _places(plan: Plan, choice: Choice) -> dict[str, int]:
         if places.setdefault(module, device) != device:
             raise ExportError(
                 f"{module} is on devices {places[module]} and {device}: huggingface places blocks whole",
-                f"Measure whole blocks: pplan profile {plan.model} --granularity "
-                f"'module:{module.rpartition('.')[0]}.*', and make the plan again: pplan solve",
+                f"Measure whole blocks: pplan.profile({plan.model!r}, "
+                f"granularity='module:{module.rpartition('.')[0]}.*'), and make the plan again: pplan solve",
             )
     return places
 

@@ -112,8 +112,8 @@ def _blocks_by_stage(plan: Plan, model: Transformer, ends: Sequence[int], runtim
             raise ExportError(
                 f"stage {stage} computes {', '.join(moved)}, a later one the rest of the head: {runtime} has "
                 "the head on the last stage",
-                f"Measure it as one layer: pplan profile {plan.model} --granularity "
-                f"'module:{model.list_name}.*', and make the plan again: pplan solve",
+                f"Measure it as one layer: pplan.profile({plan.model!r}, "
+                f"granularity='module:{model.list_name}.*'), and make the plan again: pplan solve",
             )
     return stages
 

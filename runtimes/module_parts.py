@@ -83,7 +83,7 @@ def parts(model: Transformer, ends: Sequence[int], words: Words | None) -> list[
         stage = named.index([])
         raise ExportError(
             f"stage {stage} computes only {model.names[ends[stage] - 1]}, which is no module of its own",
-            "Make a plan with fewer stages: pplan solve --gpus N",
+            "Make a plan with fewer stages: pplan.solve(gpus=N)",
         )
     return named
 

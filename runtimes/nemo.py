@@ -51,7 +51,7 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[NemoExport, str
         raise ExportError(
             f"it has {made.choice.micro_batches} micro-batches for {made.devices} devices: nemo-automodel "
             "takes as many as devices, or more",
-            f"Make a plan with more: pplan solve --micro-batches {made.devices}",
+            f"Make a plan with more: pplan.solve(micro_batches={made.devices})",
         )
     words = _words(made.model)
     names = _with_positions(made.model, parts(made.model, made.ends, words))

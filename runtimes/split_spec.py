@@ -58,5 +58,5 @@ def _first_module(chain: LayerChain, first: int) -> str:
     raise ExportError(
         f"a stage begins with what pipeline() cannot be told: {why}",
         "Train it with pplan.runtimes.torch_pipelining.build, or cut in front of submodules: "
-        "pplan profile --granularity 'module:PATTERN', with the names of those that may begin a stage.",
+        "pplan.profile(granularity='module:PATTERN'), with the names of those that may begin a stage.",
     )

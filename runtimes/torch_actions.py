@@ -41,7 +41,7 @@ def program_of(schedule: str, devices: int, micro_batches: int, virtual_stages: 
     if len(program.pipes) > 1 or program.shares is not None or program.update_every is not None:
         raise ExportError(
             f"its schedule is {schedule}, which torch.distributed.pipelining does not run",
-            "Make a plan for it: pplan solve --runtime torch",
+            "Make a plan for it: pplan.solve(runtime='torch')",
         )
     return program
 

@@ -198,7 +198,7 @@ def build(
     if document.zero and how != "fsdp":
         raise UsageError(
             f"replicate {how!r} with a plan of zero {document.zero}: it spreads nothing over replicas",
-            "Leave replicate away, or make a plan with --zero 0.",
+            "Omit replicate, or make a plan with zero=0.",
         )
     options: dict[str, Any] = {"replicate": how, "sum_losses": sum_losses, "layer_names": layer_names}
     return built(document, model, example_input, loss_fn, device=device, mesh=mesh, **options)

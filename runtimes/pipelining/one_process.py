@@ -69,6 +69,6 @@ def _check_devices(document: PipeExport, devices: Sequence[torch.device | str]) 
         if device.type == "cuda" and (device.index or 0) >= there:
             raise MachineError(
                 f"the plan has a stage on {device}, this machine has {there} CUDA devices",
-                f"Give build the devices to use, or try it without: pplan export {document.kind} "
-                "--device cpu.",
+                f"Give build the devices to use, or try it without: "
+                f"pplan.export({document.kind!r}, device='cpu').",
             )

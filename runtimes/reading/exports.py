@@ -44,7 +44,7 @@ def of_export(text: str, runtime: str, names: Sequence[str], where: str) -> Part
         raise refused(
             where,
             f"it has {made.ends[-1]} layers, the profile {len(names)}",
-            "Name the profile of that model: --profile FILE",
+            "Name the profile of that model: profile=FILE",
         )
     replicas = getattr(document, "replicas", 1)
     return checked(

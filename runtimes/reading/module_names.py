@@ -147,7 +147,7 @@ def _with_options(partition: Partition, options: Options, where: str) -> Partiti
     word = (options.get("pipeline_parallel_schedule") or options.get("pp_schedule") or [""])[0]
     schedule = SCHEDULES.get(word.lower().replace("_", ""))
     if word and schedule is None:
-        partition = partition.noting(f"schedule {word} does not tell the order: --schedule names it")
+        partition = partition.noting(f"schedule {word} does not tell the order: `schedule` names it")
     samples = number(options, "pipeline_parallel_microbatch_size", where) or number(
         options, "pp_microbatch_size", where
     )

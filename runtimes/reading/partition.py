@@ -60,7 +60,7 @@ def of_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Partit
         raise refused(
             where,
             f"the balance adds up to {sum(counts)} layers, the profile has {layers}",
-            "Name the profile of that model, cut into the same layers: --profile FILE",
+            "Name the profile of that model, cut into the same layers: profile=FILE",
         )
     note = f"the list counts the {model.blocks} transformer blocks"
     return of_blocks(counts, names, where, "blocks").noting(note)
@@ -74,13 +74,13 @@ def of_blocks(counts: Sequence[int], names: Sequence[str], where: str, called: s
         raise refused(
             where,
             f"it places transformer blocks, and in the profile {error}",
-            "Name the profile of a transformer: --profile FILE",
+            "Name the profile of a transformer: profile=FILE",
         ) from error
     if sum(counts) != model.blocks:
         raise refused(
             where,
             f"it places {sum(counts)} transformer blocks, the profile has {model.blocks}",
-            "Name the profile of that model: --profile FILE",
+            "Name the profile of that model: profile=FILE",
         )
     done = list(accumulate(counts))
     ends = [model.ends[count] for count in done[:-1]]
@@ -97,9 +97,7 @@ def checked(partition: Partition, where: str) -> Partition:
     """The partition, where no stage is empty. Raises FileError."""
     for stage, (first, end) in enumerate(pairwise((0, *partition.ends))):
         if end <= first:
-            raise refused(
-                where, f"stage {stage} holds no layer", "pplan's stages hold one or more: leave it away."
-            )
+            raise refused(where, f"stage {stage} holds no layer", "Omit it: every stage holds one or more.")
     return partition
 
 

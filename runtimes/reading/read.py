@@ -56,7 +56,7 @@ def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where
         raise refused(
             where,
             f"it was exported for {content.get('model')}, the profile has other layers",
-            "Name the profile of that plan: --profile FILE",
+            "Name the profile of that plan: profile=FILE",
         )
     return of_export(text, content["runtime"], names, where)
 
@@ -153,7 +153,7 @@ def with_virtual_stages(partition: Partition, virtual_stages: int | None, where:
         return partition
     if len(partition.ends) % virtual_stages:
         raise UsageError(
-            f"--virtual-stages {virtual_stages}: {where} has {len(partition.ends)} stages",
+            f"virtual_stages={virtual_stages}: {where} has {len(partition.ends)} stages",
             "Give a number that divides them.",
         )
     looped = virtual_stages > 1 and partition.schedule == "1f1b"

@@ -33,7 +33,7 @@ def model_lines(
     """
     if profile.dtype not in _BYTES:
         raise ExportError(
-            f"--script: the profile says dtype {shown(profile.dtype)}", f"It is one of {', '.join(_BYTES)}."
+            f"`script`: the profile says dtype {shown(profile.dtype)}", f"It is one of {', '.join(_BYTES)}."
         )
     data = _Data.of(
         profile, named.name, "float32" if isinstance(document, DeepspeedExport) else profile.dtype
@@ -79,15 +79,15 @@ class _Data:
         inputs = profile.inputs
         if not inputs:
             raise ExportError(
-                f"--script: the profile of {shown(name)} does not say what the model takes",
-                "It was imported. Profile the model itself: pplan profile package.module:factory",
+                f"`script`: the profile of {shown(name)} does not say what the model takes",
+                "It was imported. Profile the model itself: pplan.profile('package.module:factory')",
             )
         loss = "none" if profile.loss is None else profile.loss.name
         if _is_torchvisions(name):
             if name.startswith(_NO_CLASSES):
                 raise ExportError(
-                    f"--script: {name} is no classifier, and a script for it would need your loss",
-                    "Leave --script away, or wrap it in a package.module:factory that returns one tensor.",
+                    f"`script`: {name} is no classifier, and a script for it would need your loss",
+                    "Omit `script`, or wrap it in a package.module:factory that returns one tensor.",
                 )
             usual = _CLASSES_OF_CLIPS if len(inputs[0].shape) == 4 else _CLASSES
             plain = name not in _SEVERAL_OUTPUTS

@@ -73,14 +73,14 @@ def script_for(
         return Script(*trainer_script(document, path, beside))
     if not isinstance(document, PipeExport | DeepspeedExport | TorchExport):  # as needs_profile
         raise ExportError(
-            f"--script: {document.runtime} trains by its own recipes, in which what is written belongs: "
+            f"`script`: {document.runtime} trains by its own recipes, in which what is written belongs: "
             f"{plan_path.name} says where",
-            "Leave --script away. Or export for torch: pplan export torch --script train.py",
+            "Omit `script`. Or export for torch: pplan.export('torch')",
         )
     if profile is None:
         raise ExportError(
-            f"--script: the profile that the plan of {plan.model} was made from says how it is built",
-            "Name it: --profile FILE",
+            f"`script`: the profile that the plan of {plan.model} was made from says how it is built",
+            "Name it: profile=FILE",
         )
     command = _command(document, path)
     names = _shared(document, plan, path, beside, command) | _of_runtime(document, device)
@@ -113,7 +113,7 @@ def _shared(
     count = len(document.balance if isinstance(document, PipeExport) else document.parts[1:])
     if plan.optimizer not in OPTIMIZERS:
         raise ExportError(
-            f"--script: the plan's optimizer is {shown(plan.optimizer)}",
+            f"`script`: the plan's optimizer is {shown(plan.optimizer)}",
             f"Known are {', '.join(OPTIMIZERS)}.",
         )
     optimizer, options = OPTIMIZERS[plan.optimizer]
@@ -151,7 +151,7 @@ def _check_names(*paths: Path) -> None:
     """Raises ExportError for a name that would end the line of the script on which it stands."""
     for path in paths:
         if not path.name.isprintable():
-            raise ExportError(f"--script: the file's name is {shown(path.name)}", "Name it in one line.")
+            raise ExportError(f"`script`: the file's name is {shown(path.name)}", "Name it in one line.")
 
 
 def _in_words(name: str) -> str:

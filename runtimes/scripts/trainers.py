@@ -25,8 +25,8 @@ def trainer_script(document: TrainerArguments, path: Path, beside: Path) -> tupl
     """
     if beside.suffix == ".json":
         raise ExportError(
-            f"--script: {beside} would be the plan for pplan, the script needs it as arguments for a shell",
-            "Leave -o away, or name a file that ends in .sh.",
+            f"`script`: {beside} would be the plan for pplan, the script needs it as arguments for a shell",
+            "Omit `output`, or name a file that ends in .sh.",
         )
     program, needs = PROGRAMS[document.runtime]
     command = f"bash {shlex.quote(path.name)}"

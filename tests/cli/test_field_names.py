@@ -22,6 +22,15 @@ from pplan.cli.field_names import as_options
         ("use_all=True: no plan", "--use-all: no plan"),
         ("time_limit=0.5, say", "--time-limit 0.5, say"),
         ("Use precision='mixed'.", "Use --precision mixed."),
+        (
+            "Make a plan for it: pplan.solve(runtime='torch', use_all=True).",
+            "Make a plan for it: pplan solve --runtime torch --use-all.",
+        ),
+        (
+            "pplan.profile('vgg 19', granularity='module:h.*'), and so on",
+            "pplan profile 'vgg 19' --granularity 'module:h.*', and so on",
+        ),
+        ("pplan.export('torch', ...)", "pplan export torch"),
         # no fields of ours
         ("the layer block.gpus=3 of /gpus=4", "the layer block.gpus=3 of /gpus=4"),
         ("`features.0` and depth=24", "`features.0` and depth=24"),

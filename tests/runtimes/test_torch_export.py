@@ -116,7 +116,7 @@ def test_1f1b_with_few_micro_batches_is_told_action_by_action(make_plan: MakePla
 def test_what_no_list_of_actions_says_is_refused(schedule: str) -> None:
     with pytest.raises(ExportError, match=f"its schedule is {schedule}") as caught:
         program_of(schedule, 2, 4, schedule_named(schedule).default_virtual_stages)
-    assert "pplan solve --runtime torch" in caught.value.hint
+    assert "pplan.solve(runtime='torch')" in caught.value.hint
 
 
 def test_each_stage_recomputes_for_itself(make_plan: MakePlan) -> None:
@@ -145,7 +145,7 @@ def test_refusals(make_plan: MakePlan, keys: dict[str, Any], reason: str) -> Non
     with pytest.raises(ExportError) as caught:
         export("torch", make_plan([5, 5], **keys))
     assert reason in caught.value.what
-    assert "pplan solve --runtime torch" in caught.value.hint
+    assert "pplan.solve(runtime='torch')" in caught.value.hint
 
 
 def test_stages_that_go_back_and_forth_between_nodes(make_plan: MakePlan) -> None:

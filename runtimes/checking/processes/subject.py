@@ -72,7 +72,7 @@ def named_subject(spec: ModelSpec) -> Subject:
 
 def _loss(spec: ModelSpec) -> str:
     if spec.loss not in LOSSES and spec.loss not in spec.by_user:
-        raise ModelError(f"loss {shown(spec.loss)}: a file's word runs no code", "Name it: --loss NAME")
+        raise ModelError(f"loss {shown(spec.loss)}: a file's word runs no code", "Name it yourself: `loss`.")
     return spec.loss
 
 
@@ -83,7 +83,7 @@ def _check_layers(layers: nn.Sequential, spec: ModelSpec) -> None:
     raise ModelError(
         f"{spec.name} is not the model that was profiled as {shown(spec.profiled)}: it has "
         f"{counted(len(names), 'layer')}, {shown(names[0])} to {shown(names[-1])}, with other names",
-        "Name that one with --model, and with --set what it was profiled with.",
+        "Give that one as `model`, and as `settings` what it was profiled with.",
     )
 
 
