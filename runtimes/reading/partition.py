@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from ...cost_models.errors import FileError
 from ...planner.plan_file import Recompute
-from ..blocks import NotBlocksError, transformer
+from ..formats.transformer_blocks import NotBlocksError, find_blocks
 
 FORMATS = (
     "a balance list (12,34), DeepSpeed's parts (0,12,46), a Megatron layout (Et*3|t*5L), module names by "
@@ -53,7 +53,7 @@ def of_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Partit
     if sum(counts) == layers:
         return Partition("balance", tuple(accumulate(counts)))
     try:
-        model = transformer(names)
+        model = find_blocks(names)
     except NotBlocksError:
         model = None
     if model is None or sum(counts) != model.blocks:
@@ -69,7 +69,7 @@ def of_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Partit
 def of_blocks(counts: Sequence[int], names: Sequence[str], where: str, called: str) -> Partition:
     """Of transformer blocks a stage: the embedding is on the first stage, the head on the last."""
     try:
-        model = transformer(names)
+        model = find_blocks(names)
     except NotBlocksError as error:
         raise refused(
             where,

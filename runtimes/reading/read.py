@@ -11,7 +11,7 @@ from typing import Any
 from ...cost_models.document import kind_of
 from ...cost_models.errors import UsageError
 from ...cost_models.runtime import RUNTIMES
-from ..exported import names_hash
+from ..formats.export_document import hash_names
 from .exports import of_export
 from .megatron_layout import of_layout
 from .module_names import of_device_map, of_parts
@@ -52,7 +52,7 @@ def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where
         raise refused(where, f"this is a {kind} of pplan, not another tool's partition", hint)
     if content.get("runtime") not in RUNTIMES:
         raise refused(where, f"runtime is {content.get('runtime')!r}, which is not known")
-    if content.get("layers_sha256") not in (None, "", names_hash(names)):
+    if content.get("layers_sha256") not in (None, "", hash_names(names)):
         raise refused(
             where,
             f"it was exported for {content.get('model')}, the profile has other layers",

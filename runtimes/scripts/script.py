@@ -16,11 +16,11 @@ from ...cost_models.quantities import format_seconds
 from ...planner.plan_file import Plan
 from ...profiler.named_model import model_for, shown
 from ...profiler.profile_file import Profile
-from ..deepspeed import DeepspeedExport
-from ..exported import Exported
-from ..pipe import PipeExport
-from ..torch_pipelining import TorchExport
-from ..trainer_text import TrainerArguments
+from ..formats.deepspeed_export import DeepspeedExport
+from ..formats.export_document import ExportDocument
+from ..formats.pipe_export import PipeExport
+from ..formats.torch_export import TorchExport
+from ..formats.trainer_text import TrainerArguments
 from .model_lines import literal, model_lines
 from .trainers import trainer_script
 
@@ -50,7 +50,7 @@ class Script:
 
 
 def script_for(
-    document: Exported,
+    document: ExportDocument,
     plan: Plan,
     profile: Profile | None,
     *,
@@ -90,7 +90,7 @@ def script_for(
     return Script(Template(template).substitute(names), command)
 
 
-def needs_profile(document: Exported) -> bool:
+def needs_profile(document: ExportDocument) -> bool:
     """Whether a script for it builds the model, and so has to know it."""
     return isinstance(document, PipeExport | DeepspeedExport | TorchExport)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Template
 
 from ...cost_models.errors import ExportError
-from ..trainer_text import TrainerArguments
+from ..formats.trainer_text import TrainerArguments
 
 PROGRAMS = {
     "megatron": ("pretrain_gpt.py", "ARGUMENTS"),
@@ -36,6 +36,6 @@ def trainer_script(document: TrainerArguments, path: Path, beside: Path) -> tupl
         needs=needs,
         model="".join(c if c.isprintable() else "_" for c in document.model),
         plan_path=shlex.quote(beside.as_posix()),
-        launch=" ".join(["torchrun", document.spread, *([program] if program else [])]),
+        launch=" ".join(["torchrun", document.torchrun_options, *([program] if program else [])]),
     )
     return text, f"{command} {needs}"

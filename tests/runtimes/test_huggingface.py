@@ -11,8 +11,9 @@ import torch
 
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import export
-from pplan.runtimes.huggingface import HuggingfaceExport, device_map
+from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.formats.huggingface_export import HuggingfaceExport
+from pplan.runtimes.huggingface import device_map
 
 MakePlan = Callable[..., Plan]
 

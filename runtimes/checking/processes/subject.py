@@ -19,7 +19,7 @@ from ....profiler.models import load_model
 from ....profiler.modes import Modes
 from ....profiler.named_model import LOSSES, shown
 from ....profiler.sequential import sequential
-from ...exported import names_hash
+from ...formats.export_document import hash_names
 from ..job import Case, ModelSpec
 from .emulated import emulated, emulated_loss
 from .numerics import Loss
@@ -78,7 +78,7 @@ def _loss(spec: ModelSpec) -> str:
 
 def _check_layers(layers: nn.Sequential, spec: ModelSpec) -> None:
     names = tuple(getattr(layers, "layer_names", ()))
-    if not names or spec.layers_sha256 in ("", names_hash(names)):
+    if not names or spec.layers_sha256 in ("", hash_names(names)):
         return
     raise ModelError(
         f"{spec.name} is not the model that was profiled as {shown(spec.profiled)}: it has "

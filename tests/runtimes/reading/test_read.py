@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError, UsageError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import EXPORTERS, export
+from pplan.runtimes.formats.exporters import EXPORTERS, export
+from pplan.runtimes.formats.trainer_text import TrainerText
 from pplan.runtimes.reading.partition import Partition
 from pplan.runtimes.reading.read import read_partition, with_virtual_stages
-from pplan.runtimes.trainer_text import TrainerText
 
 MakePlan = Callable[..., Plan]
 LAYERS = ["model.embed_tokens", *(f"model.layers.{block}" for block in range(9)), "model.norm", "lm_head"]

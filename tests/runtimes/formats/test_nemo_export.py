@@ -10,8 +10,8 @@ import pytest
 
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import export
-from pplan.runtimes.nemo import NemoExport
+from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.formats.nemo_export import NemoExport
 
 MakePlan = Callable[..., Plan]
 

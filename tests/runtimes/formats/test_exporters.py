@@ -15,18 +15,16 @@ from pplan.cost_models.document import MadeBy, sha256
 from pplan.cost_models.errors import ExportError, FileError, UsageError
 from pplan.cost_models.runtime import RUNTIMES, runtime_named
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.deepspeed import DeepspeedExport
-from pplan.runtimes.export import EXPORTERS, export
-from pplan.runtimes.exported import Exported
-from pplan.runtimes.fairscale import FairscaleExport
-from pplan.runtimes.pipe import PipeExport
-from pplan.runtimes.torchgpipe import TorchgpipeExport
+from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
+from pplan.runtimes.formats.export_document import ExportDocument
+from pplan.runtimes.formats.exporters import EXPORTERS, export
+from pplan.runtimes.formats.pipe_export import FairscaleExport, PipeExport, TorchgpipeExport
 
 MakePlan = Callable[..., Plan]
 MakeAlternative = Callable[..., dict[str, Any]]
 
 
-def content(document: Exported) -> dict[str, Any]:
+def content(document: ExportDocument) -> dict[str, Any]:
     """The keys of the file."""
     parsed = json.loads(document.to_json())
     assert isinstance(parsed, dict)
@@ -361,7 +359,7 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import export
+from pplan.runtimes.formats.exporters import export
 
 plan = Plan.parse(sys.stdin.read(), "stdin")
 for runtime in ("torchgpipe", "fairscale", "deepspeed"):

@@ -17,8 +17,8 @@ import pytest
 
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import export
-from pplan.runtimes.megatron import MegatronBridgeExport, MegatronExport, layout_of
+from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.formats.megatron_export import MegatronBridgeExport, MegatronExport, layout_of
 from pplan.runtimes.reading.megatron_layout import blocks_of
 
 MakePlan = Callable[..., Plan]
