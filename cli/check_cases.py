@@ -22,8 +22,8 @@ from ..planner.solve import problem_of
 from ..planner.wishes import Wishes
 from ..runtimes.checking.job import Case, CaseResult, Link, RuntimeCase, StageSeconds, Waits
 from ..runtimes.checking.report import PLAN, CheckedCase, CheckedDevice, CheckedStage
-from ..runtimes.torch_pipelining import TorchExport
-from ..runtimes.torch_pipelining import export as export_for_torch
+from ..runtimes.formats.torch_export import TorchExport
+from ..runtimes.formats.torch_export import export as export_for_torch
 
 EVEN = "even split"
 C_co = TypeVar("C_co", Case, RuntimeCase, covariant=True)

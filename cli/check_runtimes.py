@@ -17,17 +17,17 @@ from ..planner.plan_file import Plan
 from ..planner.simulated import simulate_plan
 from ..planner.solve import problem_of
 from ..planner.wishes import Wishes
-from ..runtimes import deepspeed, fairscale, torchgpipe
 from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument
 from ..runtimes.checking.runtime_prediction import is_serial
-from ..runtimes.choice import Choice, choose
+from ..runtimes.formats import deepspeed_export, pipe_export
+from ..runtimes.formats.plan_choice import Choice, choose
 from .check_cases import Prepared, even_plan, links_of
 
 TORCH = "torch"
 EXPORTS: dict[str, Callable[..., tuple[RuntimeDocument, str | None]]] = {
-    "torchgpipe": torchgpipe.export,
-    "fairscale": fairscale.export,
-    "deepspeed": deepspeed.export,
+    "torchgpipe": pipe_export.export_torchgpipe,
+    "fairscale": pipe_export.export_fairscale,
+    "deepspeed": deepspeed_export.export,
 }
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .profiler.profile_file import Profile
     from .profiler.sweep import Progress
     from .runtimes.checking.report import Check
-    from .runtimes.exported import Exported
+    from .runtimes.formats.export_document import ExportDocument
     from .verification.report import Report
 
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
@@ -769,7 +769,7 @@ def sequential(
     )
 
 
-def export(runtime: str, plan: Plan, *, device: Literal["cuda", "cpu"] | str | None = None) -> Exported:
+def export(runtime: str, plan: Plan, *, device: Literal["cuda", "cpu"] | str | None = None) -> ExportDocument:
     """`plan` in the words of `runtime`, one of those that `pplan export --help` names.
 
     Where the runtime cannot run the plan itself, the best of its alternatives is taken, and a UserWarning
@@ -784,7 +784,7 @@ def export(runtime: str, plan: Plan, *, device: Literal["cuda", "cpu"] | str | N
     from .cli import arguments
     from .cli.provenance import made_by
     from .cost_models.document import MadeBy
-    from .runtimes.export import export as export_plan
+    from .runtimes.formats.exporters import export as export_plan
 
     _check_plan(plan)
     origin = made_by(MadeBy(), measured=plan.made_by)

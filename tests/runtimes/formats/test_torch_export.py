@@ -12,9 +12,9 @@ import pytest
 from pplan.cost_models.errors import ExportError, FileError, UsageError
 from pplan.cost_models.schedules import schedule_named
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import export
-from pplan.runtimes.torch_actions import action_rows, program_of, stages_of
-from pplan.runtimes.torch_pipelining import TorchExport
+from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.formats.torch_actions import action_rows, build_program, device_stages
+from pplan.runtimes.formats.torch_export import TorchExport
 
 MakePlan = Callable[..., Plan]
 
@@ -115,8 +115,8 @@ def test_1f1b_with_few_micro_batches_is_told_action_by_action(make_plan: MakePla
 @pytest.mark.parametrize("schedule", ["chimera", "autopipe", "pipedream"])
 def test_what_no_list_of_actions_says_is_refused(schedule: str) -> None:
     with pytest.raises(ExportError, match=f"its schedule is {schedule}") as caught:
-        program_of(schedule, 2, 4, schedule_named(schedule).default_virtual_stages)
-    assert "pplan solve --runtime torch" in caught.value.hint
+        build_program(schedule, 2, 4, schedule_named(schedule).default_virtual_stages)
+    assert "pplan.solve(runtime='torch')" in caught.value.hint
 
 
 def test_each_stage_recomputes_for_itself(make_plan: MakePlan) -> None:
@@ -145,7 +145,7 @@ def test_refusals(make_plan: MakePlan, keys: dict[str, Any], reason: str) -> Non
     with pytest.raises(ExportError) as caught:
         export("torch", make_plan([5, 5], **keys))
     assert reason in caught.value.what
-    assert "pplan solve --runtime torch" in caught.value.hint
+    assert "pplan.solve(runtime='torch')" in caught.value.hint
 
 
 def test_stages_that_go_back_and_forth_between_nodes(make_plan: MakePlan) -> None:
@@ -229,7 +229,7 @@ def test_pytorchs_classes_run_the_plans_order(
         for row in tables
     ]
     assert ours == theirs
-    assert [sorted({int(action[0]) for action in row}) for row in theirs] == stages_of(program)
+    assert [sorted({int(action[0]) for action in row}) for row in theirs] == device_stages(program)
 
 
 def test_round_trip_of_a_file(make_plan: MakePlan, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import export
-from pplan.runtimes.nemo import NemoExport
+from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.formats.nemo_export import NemoExport
 
 MakePlan = Callable[..., Plan]
 
@@ -67,7 +67,7 @@ def test_fewer_micro_batches_than_devices(make_decoder_plan: MakePlan) -> None:
     plan = make_decoder_plan([3, 3, 3], micro_batches=2)
     with pytest.raises(ExportError, match="it has 2 micro-batches for 3 devices") as caught:
         export("nemo-automodel", plan)
-    assert "pplan solve --micro-batches 3" in caught.value.hint
+    assert "pplan.solve(micro_batches=3)" in caught.value.hint
 
 
 def test_it_has_no_dualpipe(make_decoder_plan: MakePlan) -> None:

@@ -9,21 +9,21 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ..cost_models.errors import ExportError
-from ..cost_models.runtime import runtime_named
-from ..planner.plan_file import Plan
-from .blocks import Transformer, check_whole, planned_transformer
-from .choice import Choice, choose
-from .torch_actions import OWN_ORDER, action_rows, class_of, program_of
-from .trainer_text import fields
+from ...cost_models.errors import ExportError
+from ...cost_models.runtime import runtime_named
+from ...planner.plan_file import Plan
+from .plan_choice import Choice, choose
+from .torch_actions import OWN_ORDER, action_rows, build_program, schedule_class
+from .trainer_text import trainer_fields
+from .transformer_blocks import Transformer, check_whole_blocks, find_plan_blocks
 
 EMBEDDINGS = frozenset({"embed_tokens", "tok_embeddings", "wte", "embed_in", "word_embeddings"})
 """Last parts of the names that token embeddings go by."""
-Parts = Annotated[list[Annotated[list[str], Field(min_length=1)]], Field(min_length=1)]
+ModuleLists = Annotated[list[Annotated[list[str], Field(min_length=1)]], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
-class Words:
+class ModuleNames:
     """What a decoder's modules are called: `blocks` is the list of its blocks."""
 
     embedding: str
@@ -33,7 +33,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TransformerChoice:
     """A plan's transformer as a trainer is given it; `fields` are those of its document.
 
     `schedule` is the class of torch.distributed.pipelining without its first word, None where the trainer is
@@ -55,21 +55,23 @@ class Chosen:
         return len(self.choice.balance) // self.choice.virtual_stages
 
 
-def chosen(plan: Plan, runtime: str) -> Chosen:
+def choose_blocks(plan: Plan, runtime: str) -> TransformerChoice:
     """What `runtime` is given of a plan: whole blocks. Raises ExportError."""
     choice, remark = choose(plan, runtime_named(runtime))
-    model = planned_transformer(plan, runtime)
+    model = find_plan_blocks(plan, runtime)
     ends = tuple(accumulate(choice.balance))
-    check_whole(plan, model, ends, runtime)
+    check_whole_blocks(plan, model, ends, runtime)
     devices = len(ends) // choice.virtual_stages
-    program = program_of(choice.schedule, devices, choice.micro_batches, choice.virtual_stages)
-    name = class_of(choice.schedule, program)
+    program = build_program(choice.schedule, devices, choice.micro_batches, choice.virtual_stages)
+    name = schedule_class(choice.schedule, program)
     schedule = None if name == OWN_ORDER else name.removeprefix("Schedule")
     actions = () if schedule else tuple(action_rows(program))
-    return Chosen(plan, model, choice, ends, fields(plan, choice, runtime), schedule, actions, remark)
+    return TransformerChoice(
+        plan, model, choice, ends, trainer_fields(plan, choice, runtime), schedule, actions, remark
+    )
 
 
-def parts(model: Transformer, ends: Sequence[int], words: Words | None) -> list[list[str]]:
+def list_modules(model: Transformer, ends: Sequence[int], words: ModuleNames | None) -> list[list[str]]:
     """By stage, the names of its modules: the model's own, or `words`, whose norm goes with the first layer
     of the head and whose head goes with the last. `ends` are whole.
 
@@ -83,15 +85,15 @@ def parts(model: Transformer, ends: Sequence[int], words: Words | None) -> list[
         stage = named.index([])
         raise ExportError(
             f"stage {stage} computes only {model.names[ends[stage] - 1]}, which is no module of its own",
-            "Make a plan with fewer stages: pplan solve --gpus N",
+            "Make a plan with fewer stages: pplan.solve(gpus=N)",
         )
     return named
 
 
-def _modules(model: Transformer, layer: int, words: Words | None) -> list[str]:
+def _modules(model: Transformer, layer: int, words: ModuleNames | None) -> list[str]:
     first, last = model.ends[0], model.ends[-1]
     if first <= layer < last:
-        return [f"{words.blocks if words else model.list_name}.{model.done(layer)}"]
+        return [f"{words.blocks if words else model.list_name}.{model.blocks_before(layer)}"]
     if words is None:
         return [model.names[layer]]
     if layer < first:

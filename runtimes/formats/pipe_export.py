@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ..cost_models.document import MadeBy
-from ..cost_models.runtime import runtime_named
-from ..planner.plan_file import Plan
-from .choice import Choice, choose
-from .exported import Count, Exported, layers_hash
+from ...cost_models.document import MadeBy
+from ...cost_models.runtime import runtime_named
+from ...planner.plan_file import Plan
+from .export_document import Count, ExportDocument, hash_layers
+from .plan_choice import Choice, choose
 
 Checkpoint = Literal["never", "always", "except_last"]
 
 
-class PipeExport(Exported):
+class PipeExport(ExportDocument):
     """`balance`, `devices`, `chunks` and `checkpoint` are the constructor's arguments, under its own names.
 
     `chunks` times `micro_batch_size` is `mini_batch`: a mini-batch of that many samples is cut into that many
@@ -54,7 +54,33 @@ class PipeExport(Exported):
         return self.model_dump(include={"balance", "devices", "chunks", "checkpoint"})
 
 
-def fields(plan: Plan, runtime: str, device: str) -> tuple[dict[str, Any], str | None]:
+class TorchgpipeExport(PipeExport):
+    """What `torchgpipe.GPipe` takes."""
+
+    kind: ClassVar[str] = "torchgpipe"
+    runtime: Literal["torchgpipe"]
+
+
+class FairscaleExport(PipeExport):
+    """What `fairscale.nn.Pipe` takes."""
+
+    kind: ClassVar[str] = "fairscale"
+    runtime: Literal["fairscale"]
+
+
+def export_torchgpipe(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchgpipeExport, str | None]:
+    """The file's content, and a remark where it is not the plan itself. Raises ExportError."""
+    content, remark = pipe_fields(plan, "torchgpipe", device)
+    return TorchgpipeExport(**content, made_by=made_by), remark
+
+
+def export_fairscale(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[FairscaleExport, str | None]:
+    """The file's content, and a remark where it is not the plan itself. Raises ExportError."""
+    content, remark = pipe_fields(plan, "fairscale", device)
+    return FairscaleExport(**content, made_by=made_by), remark
+
+
+def pipe_fields(plan: Plan, runtime: str, device: str) -> tuple[dict[str, Any], str | None]:
     """The fields of a PipeExport but `made_by`, for the plan or its best alternative, and the remark on it.
 
     `device` is "cuda" (stage by stage the plan's devices) or "cpu" (all stages on it, to try the file out).
@@ -64,7 +90,7 @@ def fields(plan: Plan, runtime: str, device: str) -> tuple[dict[str, Any], str |
     return {
         "runtime": runtime,
         "model": plan.model,
-        "layers_sha256": layers_hash(plan),
+        "layers_sha256": hash_layers(plan),
         "mini_batch": choice.micro_batches * choice.micro_batch_size,
         "micro_batch_size": choice.micro_batch_size,
         "step_seconds": choice.step_seconds,

@@ -11,8 +11,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..cost_models.errors import ExportError
-from ..planner.plan_file import Plan
+from ...cost_models.errors import ExportError
+from ...planner.plan_file import Plan
 
 _BLOCK = re.compile(r"(?P<list>(?:.*?\.)?(?:layers|layer|h|blocks|block))\.(?P<number>\d+)(?:\.|$)")
 """The outermost list of blocks on the way to a layer, under the names that transformers give it."""
@@ -51,16 +51,16 @@ class Transformer:
         """The names of the layers after the last block."""
         return self.names[self.ends[-1] :]
 
-    def whole(self, end: int) -> bool:
+    def keeps_whole(self, end: int) -> bool:
         """Whether a cut before layer `end` leaves the embedding and every block whole."""
         return end in self.ends or end > self.ends[-1] or end == 0
 
-    def done(self, end: int) -> int:
+    def blocks_before(self, end: int) -> int:
         """How many blocks end before layer `end`."""
         return max(bisect_right(self.ends, end) - 1, 0)
 
 
-def transformer(names: Sequence[str]) -> Transformer:
+def find_blocks(names: Sequence[str]) -> Transformer:
     """The transformer whose layers have these names, in order. Raises NotBlocksError."""
     if not names:
         raise NotBlocksError("the names of the layers are not known")
@@ -93,10 +93,10 @@ def _ends(names: Sequence[str], found: Sequence[re.Match[str] | None], first: in
     return (*ends, len(found))
 
 
-def planned_transformer(plan: Plan, runtime: str) -> Transformer:
+def find_plan_blocks(plan: Plan, runtime: str) -> Transformer:
     """The transformer of a plan. Raises ExportError where it is none: `runtime` builds transformers only."""
     try:
-        return transformer(plan.layer_names)
+        return find_blocks(plan.layer_names)
     except NotBlocksError as error:
         raise ExportError(
             f"{runtime} places whole transformer blocks; in the plan of {plan.model} {error}",
@@ -104,11 +104,11 @@ def planned_transformer(plan: Plan, runtime: str) -> Transformer:
         ) from error
 
 
-def check_whole(plan: Plan, model: Transformer, ends: Sequence[int], runtime: str) -> None:
+def check_whole_blocks(plan: Plan, model: Transformer, ends: Sequence[int], runtime: str) -> None:
     """Raises ExportError where a stage ends inside the embedding or inside a block."""
     for stage, end in enumerate(ends[:-1]):
-        if not model.whole(end):
-            part = "the embedding" if end < model.ends[0] else f"block {model.done(end)}"
+        if not model.keeps_whole(end):
+            part = "the embedding" if end < model.ends[0] else f"block {model.blocks_before(end)}"
             raise ExportError(
                 f"stage {stage} ends after layer {end - 1}, {model.names[end - 1]}, inside {part}: {runtime} "
                 "places whole transformer blocks",
@@ -118,11 +118,11 @@ def check_whole(plan: Plan, model: Transformer, ends: Sequence[int], runtime: st
 
 def _profile_again(plan: Plan, list_name: str) -> str:
     return (
-        f"Measure whole blocks: pplan profile {plan.model} --granularity 'module:{list_name}.*', and make "
-        "the plan again: pplan solve"
+        f"Measure whole blocks: pplan.profile({plan.model!r}, granularity='module:{list_name}.*'), and "
+        "make the plan again: pplan solve"
     )
 
 
-def small(name: str) -> bool:
+def is_small(name: str) -> bool:
     """Whether a layer of that name takes next to no time beside a head: a norm, a dropout, a slice."""
     return _SMALL.search(name.rpartition(".")[2]) is not None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ..cost_models.errors import ExportError
-from ..cost_models.schedules import Program, StageSlot, schedule_named
+from ...cost_models.errors import ExportError
+from ...cost_models.schedules import Program, StageSlot, schedule_named
 
 OWN_ORDER = "_PipelineScheduleRuntime"
 """The class that runs any lists of actions."""
@@ -21,7 +21,7 @@ _CLASSES = {
 last, which takes as long and holds as much."""
 
 
-def class_of(schedule: str, program: Program) -> str:
+def schedule_class(schedule: str, program: Program) -> str:
     """The class that runs the program's order: torch's own, or the one that is given the actions.
 
     `Schedule1F1B` refuses fewer micro-batches than stages.
@@ -31,7 +31,7 @@ def class_of(schedule: str, program: Program) -> str:
     return _CLASSES.get(schedule, OWN_ORDER)
 
 
-def program_of(schedule: str, devices: int, micro_batches: int, virtual_stages: int) -> Program:
+def build_program(schedule: str, devices: int, micro_batches: int, virtual_stages: int) -> Program:
     """The program of a schedule that one process a device can run.
 
     Raises UsageError for numbers that it cannot run, ExportError for one of several pipes or sliced
@@ -41,12 +41,12 @@ def program_of(schedule: str, devices: int, micro_batches: int, virtual_stages: 
     if len(program.pipes) > 1 or program.shares is not None or program.update_every is not None:
         raise ExportError(
             f"its schedule is {schedule}, which torch.distributed.pipelining does not run",
-            "Make a plan for it: pplan solve --runtime torch",
+            "Make a plan for it: pplan.solve(runtime='torch')",
         )
     return program
 
 
-def stages_of(program: Program) -> list[list[int]]:
+def device_stages(program: Program) -> list[list[int]]:
     """The stages, counted as a micro-batch passes them, that each device holds, ascending."""
     owned: list[list[int]] = [[] for _ in range(program.devices)]
     for stage, place in enumerate(program.pipes[0]):

@@ -10,14 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ..cost_models.document import MadeBy
-from ..cost_models.errors import ExportError
-from ..planner.plan_file import Plan
-from .blocks import Transformer
-from .module_parts import Chosen, Parts, Words, chosen, is_decoder, parts
-from .trainer_text import TrainerArguments, joined, on_devices
+from ...cost_models.document import MadeBy
+from ...cost_models.errors import ExportError
+from ...planner.plan_file import Plan
+from .module_lists import ModuleLists, ModuleNames, TransformerChoice, choose_blocks, is_decoder, list_modules
+from .trainer_text import TrainerArguments, device_remark, join_remarks
+from .transformer_blocks import Transformer
 
-WORDS = Words("tok_embeddings", "layers", "norm", "lm_head")
+WORDS = ModuleNames("tok_embeddings", "layers", "norm", "lm_head")
 """What its models' modules are called."""
 
 
@@ -27,7 +27,7 @@ class TorchtitanExport(TrainerArguments):
     kind: ClassVar[str] = "torchtitan"
     command: ClassVar[str] = "-m torchtitan.train --module MODULE --config CONFIG"
     runtime: Literal["torchtitan"]
-    module_fqns_per_model_part: Parts
+    module_fqns_per_model_part: ModuleLists
 
     def arguments_in(self, path: Path) -> list[str]:
         """The arguments, with the file of the actions where there are any.
@@ -47,11 +47,11 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchtitanExpor
     `device` changes nothing: torchtitan runs on the devices it finds. Raises ExportError.
     """
     del device
-    made = chosen(plan, "torchtitan")
+    made = choose_blocks(plan, "torchtitan")
     words = WORDS if is_decoder(made.model) else None
     if words is None:
         _check_top(made.model)
-    names = parts(made.model, made.ends, words)
+    names = list_modules(made.model, made.ends, words)
     document = TorchtitanExport(
         **made.fields,
         module_fqns_per_model_part=names,
@@ -60,7 +60,7 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchtitanExpor
         made_by=made_by,
     )
     own = None if words else f"The modules keep the names that they have in {plan.model}."
-    return document, joined(made.remark, own, on_devices(made.choice))
+    return document, join_remarks(made.remark, own, device_remark(made.choice))
 
 
 def _check_top(model: Transformer) -> None:
@@ -74,7 +74,7 @@ def _check_top(model: Transformer) -> None:
         )
 
 
-def _arguments(made: Chosen, names: list[list[str]]) -> list[str]:
+def _arguments(made: TransformerChoice, names: list[list[str]]) -> list[str]:
     """torchtitan counts batches by what one replica computes."""
     choice = made.choice
     prefix = "--parallelism.pipeline_parallel"

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...profiler.copies import copied_to_meta
-from .crossing import Crossing
-from .inputs import InputForm
+from .cut_tensors import CutTensor
+from .input_form import InputForm
 from .stage_module import StageModule
 
 
@@ -26,10 +26,10 @@ class StageShapes:
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[CutTensor, ...]
 
 
-def stage_shapes(
+def trace_shapes(
     layers: nn.Sequential,
     parts: Sequence[int],
     given: Sequence[Tensor],
@@ -59,7 +59,7 @@ def _followed(
     form: InputForm | None,
     splits_backward: bool,
 ) -> Iterator[StageShapes]:
-    crossings = tuple(Crossing.of(tensor) for tensor in given)
+    crossings = tuple(CutTensor.of(tensor) for tensor in given)
     for first, end in pairwise(parts):
         layers = twin[first:end]
         crossings = _with_overwritten(layers, crossings, given, form)
@@ -69,14 +69,14 @@ def _followed(
         frozen = splits_backward and not any(tensor.requires_grad for tensor in outputs)
         leaves = tuple(_leaf(tensor, always=frozen) for tensor in outputs)
         yield StageShapes(given, leaves, crossings)
-        crossings, given, form = stage.handed_out, leaves, None
+        crossings, given, form = stage.output_tensors, leaves, None
 
 
 def _with_overwritten(
-    layers: nn.Sequential, crossings: tuple[Crossing, ...], given: tuple[Tensor, ...], form: InputForm | None
-) -> tuple[Crossing, ...]:
+    layers: nn.Sequential, crossings: tuple[CutTensor, ...], given: tuple[Tensor, ...], form: InputForm | None
+) -> tuple[CutTensor, ...]:
     """`crossings` with a mark on those that the layers change in place: their version goes up."""
-    received = StageModule(layers, crossings, form=form).received(given)
+    received = StageModule(layers, crossings, form=form).receive(given)
     watched = tuple(tensor.clone() for tensor in received)
     versions = [tensor._version for tensor in watched]
     layers(watched[0] if len(watched) == 1 else watched)

@@ -22,7 +22,7 @@ class InputForm:
         """As of an example."""
         return cls(tuple(tensor.dim() == 0 or len(tensor) != example.batch for tensor in example.tensors))
 
-    def cuttable(self, given: object, samples: int, micro_batches: int) -> tuple[Tensor, ...]:
+    def repeat_shared(self, given: object, samples: int, micro_batches: int) -> tuple[Tensor, ...]:
         """The tensors of a mini-batch; those that are shared once for every micro-batch.
 
         Raises UsageError where it has another number of samples or tensors.
@@ -49,7 +49,7 @@ class InputForm:
             for tensor, shared in zip(tensors, self.shared, strict=True)
         )
 
-    def uncut(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def drop_repeats(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What the model takes, of what the first stage is handed."""
         return tuple(
             tensor.squeeze(0) if shared else tensor for tensor, shared in zip(given, self.shared, strict=True)

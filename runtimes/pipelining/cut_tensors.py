@@ -21,7 +21,7 @@ _ASKS_FOR_ALL = "output_grads" not in inspect.signature(PipelineStage).parameter
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CutTensor:
     """A tensor at a cut: whether a gradient comes back for it, and whether the stage behind overwrites it."""
 
     dtype: torch.dtype
@@ -29,37 +29,37 @@ class Crossing:
     is_overwritten: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Crossing:
+    def of(cls, tensor: Tensor) -> CutTensor:
         """As the stage before hands it out."""
         return cls(tensor.dtype, tensor.requires_grad)
 
-    def received(self, sent: Tensor) -> Tensor:
+    def receive(self, sent: Tensor) -> Tensor:
         """The tensor that was sent, for the stage's layers."""
         if self.has_gradient:
-            return handed_on(sent)
-        return _unpacked(sent.detach(), self.dtype)
+            return hand_on(sent)
+        return _unpack(sent.detach(), self.dtype)
 
 
-def sent(tensor: Tensor) -> Tensor:
+def pack_tensor(tensor: Tensor) -> Tensor:
     """What goes over the cut for `tensor`: as it is, or its bits in floating point; contiguous."""
     if tensor.is_floating_point() or tensor.is_complex():
         whole = tensor.contiguous()
-        return handed_on(whole) if whole.requires_grad else whole
+        return hand_on(whole) if whole.requires_grad else whole
     if tensor.dtype in _CARRIERS:
         return tensor.contiguous().view(_CARRIERS[tensor.dtype])
     return tensor.to(torch.float16).contiguous()
 
 
-def all_attached(tensors: list[Tensor], *, always: bool = False) -> list[Tensor]:
+def attach_all(tensors: list[Tensor], *, always: bool = False) -> list[Tensor]:
     """`tensors`, those without a gradient attached to one that has one, where PyTorch asks that of all (or
     another runtime does, `always`)."""
     anchor = next((tensor for tensor in tensors if tensor.requires_grad), None)
     if anchor is None or not (always or _ASKS_FOR_ALL):
         return tensors
-    return [tensor if tensor.requires_grad else _attached(tensor, anchor) for tensor in tensors]
+    return [tensor if tensor.requires_grad else _attach(tensor, anchor) for tensor in tensors]
 
 
-def with_zero_gradients(output: Tensor, carried: tuple[Tensor, ...]) -> Tensor:
+def add_zero_gradients(output: Tensor, carried: tuple[Tensor, ...]) -> Tensor:
     """`output`, whose backward gives zeros for `carried`: the sum of none of their elements is added.
 
     An operation of PyTorch's own, for from those of others 2.11 does not compute weight gradients apart.
@@ -69,22 +69,22 @@ def with_zero_gradients(output: Tensor, carried: tuple[Tensor, ...]) -> Tensor:
     return output
 
 
-def _unpacked(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _unpack(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.dtype == dtype:
         return tensor
     return tensor.view(dtype) if dtype in _CARRIERS else tensor.to(dtype)
 
 
-def handed_on(tensor: Tensor) -> Tensor:
+def hand_on(tensor: Tensor) -> Tensor:
     """`tensor`, in the same memory, as one that is neither a leaf nor a view, and that no operation saved.
 
     PyTorch detaches the outputs of a stage in place, before it computes weight gradients from what was saved.
     """
-    handed: Tensor = _Handed.apply(tensor)
+    handed: Tensor = _HandOn.apply(tensor)
     return handed
 
 
-class _Handed(torch.autograd.Function):
+class _HandOn(torch.autograd.Function):
     """The gradient of what a stage was handed is sent back, and so must be contiguous."""
 
     @staticmethod
@@ -96,12 +96,12 @@ class _Handed(torch.autograd.Function):
         return gradient.contiguous()
 
 
-def _attached(tensor: Tensor, anchor: Tensor) -> Tensor:
-    attached: Tensor = _Attached.apply(tensor, anchor)
+def _attach(tensor: Tensor, anchor: Tensor) -> Tensor:
+    attached: Tensor = _Attach.apply(tensor, anchor)
     return attached
 
 
-class _Attached(torch.autograd.Function):
+class _Attach(torch.autograd.Function):
     """Hands its first argument on, as if it had been computed from the second."""
 
     @staticmethod

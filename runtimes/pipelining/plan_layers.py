@@ -12,11 +12,11 @@ from ...profiler.held_earlier import tensors_used
 from ...profiler.inputs import ModelInput
 from ...profiler.layer_sequential import LayerSequential
 from ...profiler.sequential import sequential
-from ..exported import Exported, check_layers
+from ..formats.export_document import ExportDocument, check_layers
 
 
-def planned_layers(
-    document: Exported,
+def match_layers(
+    document: ExportDocument,
     count: int,
     model: nn.Module,
     example: ModelInput | None,

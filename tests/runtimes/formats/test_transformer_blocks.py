@@ -6,28 +6,28 @@ from collections.abc import Callable
 
 import pytest
 
-from pplan.runtimes.blocks import NotBlocksError, small, transformer
+from pplan.runtimes.formats.transformer_blocks import NotBlocksError, find_blocks, is_small
 
 
 def test_a_decoder(decoder: Callable[[int], list[str]]) -> None:
-    model = transformer(decoder(3))
+    model = find_blocks(decoder(3))
     assert (model.list_name, model.ends, model.blocks) == ("model.layers", (1, 2, 3, 4), 3)
     assert (model.embedding, model.head) == (("model.embed_tokens",), ("model.norm", "lm_head"))
-    assert [model.done(end) for end in range(7)] == [0, 0, 1, 2, 3, 3, 3]
-    assert all(model.whole(end) for end in range(7))
+    assert [model.blocks_before(end) for end in range(7)] == [0, 0, 1, 2, 3, 3, 3]
+    assert all(model.keeps_whole(end) for end in range(7))
 
 
 def test_layers_finer_than_blocks() -> None:
     """As `--granularity fine` cuts: modules and operations inside a block are the block's."""
     inner = [f"transformer.h.{n}.{part}" for n in range(2) for part in ("ln_1", "attn.c_attn", "add_4")]
-    model = transformer(["transformer.wte", "transformer.drop", *inner, "transformer.ln_f", "slice", "head"])
+    model = find_blocks(["transformer.wte", "transformer.drop", *inner, "transformer.ln_f", "slice", "head"])
     assert (model.list_name, model.ends) == ("transformer.h", (2, 5, 8))
-    assert [end for end in range(1, 12) if not model.whole(end)] == [1, 3, 4, 6, 7]
+    assert [end for end in range(1, 12) if not model.keeps_whole(end)] == [1, 3, 4, 6, 7]
 
 
 def test_lists_inside_blocks_are_the_blocks() -> None:
     names = [f"encoder.layer.{n}.experts.layers.{m}" for n in range(2) for m in range(2)]
-    assert transformer(names).ends == (0, 2, 4)
+    assert find_blocks(names).ends == (0, 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_lists_inside_blocks_are_the_blocks() -> None:
 )
 def test_no_stack_of_blocks(names: list[str], why: str) -> None:
     with pytest.raises(NotBlocksError, match=why):
-        transformer(names)
+        find_blocks(names)
 
 
 def test_what_is_small_beside_a_head() -> None:
-    assert all(map(small, ["model.norm", "transformer.ln_f", "decoder.dropout", "slice_9"]))
-    assert not any(map(small, ["lm_head", "cls", "pooler.dense", "normalizer.proj"]))
+    assert all(map(is_small, ["model.norm", "transformer.ln_f", "decoder.dropout", "slice_9"]))
+    assert not any(map(is_small, ["lm_head", "cls", "pooler.dense", "normalizer.proj"]))

@@ -15,18 +15,16 @@ from pplan.cost_models.document import MadeBy, sha256
 from pplan.cost_models.errors import ExportError, FileError, UsageError
 from pplan.cost_models.runtime import RUNTIMES, runtime_named
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.deepspeed import DeepspeedExport
-from pplan.runtimes.export import EXPORTERS, export
-from pplan.runtimes.exported import Exported
-from pplan.runtimes.fairscale import FairscaleExport
-from pplan.runtimes.pipe import PipeExport
-from pplan.runtimes.torchgpipe import TorchgpipeExport
+from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
+from pplan.runtimes.formats.export_document import ExportDocument
+from pplan.runtimes.formats.exporters import EXPORTERS, export
+from pplan.runtimes.formats.pipe_export import FairscaleExport, PipeExport, TorchgpipeExport
 
 MakePlan = Callable[..., Plan]
 MakeAlternative = Callable[..., dict[str, Any]]
 
 
-def content(document: Exported) -> dict[str, Any]:
+def content(document: ExportDocument) -> dict[str, Any]:
     """The keys of the file."""
     parsed = json.loads(document.to_json())
     assert isinstance(parsed, dict)
@@ -137,7 +135,7 @@ def test_deepspeeds_optimizer(make_plan: MakePlan, optimizer: str, expected: dic
 def test_an_optimizer_deepspeed_has_no_configuration_for(make_plan: MakePlan) -> None:
     with pytest.raises(ExportError, match="adamw-8bit: DeepSpeed's configuration names no") as caught:
         export("deepspeed", make_plan([4, 6], schedule="1f1b", optimizer="adamw-8bit"))
-    assert "pplan solve --optimizer adamw." in caught.value.hint
+    assert "pplan.solve(optimizer='adamw')." in caught.value.hint
     with pytest.raises(ExportError, match="'lion'"):
         export("deepspeed", make_plan([4, 6], schedule="1f1b", optimizer="lion"))
 
@@ -162,7 +160,7 @@ def test_devices_are_the_plans(make_plan: MakePlan) -> None:
 @pytest.mark.parametrize("device", ["tpu", "cuda:0", ""])
 @pytest.mark.parametrize("runtime", list(RUNTIMES))
 def test_an_unknown_device(make_plan: MakePlan, runtime: str, device: str) -> None:
-    with pytest.raises(UsageError, match=f"device '{device}' cannot be exported for"):
+    with pytest.raises(UsageError, match=f"device='{device}': cannot be exported for"):
         export(runtime, make_plan([4, 6], micro_batches=1), device=device)
 
 
@@ -218,7 +216,7 @@ def test_why_a_plan_is_not_for_a_runtime(
         export(runtime, make_plan([5, 5], **keys))
     assert reason in caught.value.what
     assert "none of the plan's 0 alternatives" in caught.value.what
-    assert f"pplan solve --runtime {runtime}" in caught.value.hint
+    assert f"pplan.solve(runtime={runtime!r})" in caught.value.hint
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "dapple"])
@@ -361,7 +359,7 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import export
+from pplan.runtimes.formats.exporters import export
 
 plan = Plan.parse(sys.stdin.read(), "stdin")
 for runtime in ("torchgpipe", "fairscale", "deepspeed"):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import Field
 
-from ..cost_models.document import Document, MadeBy, sha256
-from ..cost_models.errors import ExportError, MachineError, UsageError
-from ..planner.plan_file import Plan
+from ...cost_models.document import Document, MadeBy, sha256
+from ...cost_models.errors import ExportError, MachineError, UsageError
+from ...planner.plan_file import Plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Count = Annotated[int, Field(ge=1)]
 
 
-class Exported(Document):
+class ExportDocument(Document):
     """A plan in a runtime's own words (`NAME.RUNTIME.json`); `kind` is the runtime's name."""
 
     runtime: str
@@ -35,10 +35,10 @@ class Exported(Document):
     """Whether they follow from an estimated profile, and not from a measured one."""
 
 
-E = TypeVar("E", bound=Exported)
+E = TypeVar("E", bound=ExportDocument)
 
 
-def opened(source: E | str | Path, kind: type[E]) -> E:
+def load_document(source: E | str | Path, kind: type[E]) -> E:
     """`source` itself, or the document of class `kind` in the file it names. Raises UsageError, FileError."""
     if isinstance(source, str | Path):
         return kind.load(source)
@@ -50,38 +50,39 @@ def opened(source: E | str | Path, kind: type[E]) -> E:
     return source
 
 
-def document_of(
+def resolve_document(
     source: Plan | E | str | Path, kind: type[E], export: Callable[..., tuple[E, str | None]]
 ) -> E:
-    """What `export` makes of a plan, with a UserWarning where that is not the plan itself; else as `opened`.
+    """What `export` makes of a plan, with a UserWarning where that is not the plan itself; else as
+    `load_document`.
 
     Raises UsageError, FileError, ExportError.
     """
     if not isinstance(source, Plan):
-        return opened(source, kind)
-    document, remark = export(source, device=device_of(source), made_by=MadeBy())
+        return load_document(source, kind)
+    document, remark = export(source, device=default_device(source), made_by=MadeBy())
     if remark:
         warnings.warn(remark, UserWarning, stacklevel=3)
     return document
 
 
-def device_of(plan: Plan) -> str:
+def default_device(plan: Plan) -> str:
     """`cpu` or `cuda`: what the plan is for."""
     return "cpu" if plan.device_kind == "CPU" else "cuda"
 
 
-def layers_hash(plan: Plan) -> str:
+def hash_layers(plan: Plan) -> str:
     """The hash of the plan's layer names; empty where the plan does not tell them."""
-    return plan.profile.layers_sha256 or (names_hash(plan.layer_names) if plan.layer_names else "")
+    return plan.profile.layers_sha256 or (hash_names(plan.layer_names) if plan.layer_names else "")
 
 
-def names_hash(names: Sequence[str]) -> str:
+def hash_names(names: Sequence[str]) -> str:
     """SHA-256 of layer names, one a line."""
     return sha256("\n".join(names))
 
 
 def check_layers(
-    document: Exported, layers: int, model: nn.Module, names: Sequence[str] | None
+    document: ExportDocument, layers: int, model: nn.Module, names: Sequence[str] | None
 ) -> nn.Sequential:
     """`model`. Raises ExportError where it is no nn.Sequential of the `layers` layers of the document.
 
@@ -104,7 +105,7 @@ def check_layers(
     return model
 
 
-def check_names(document: Exported, layers: int, count: int, names: Sequence[str], model: str) -> None:
+def check_names(document: ExportDocument, layers: int, count: int, names: Sequence[str], model: str) -> None:
     """Raises ExportError where the `count` layers of `model`, called `names` where it knows them, are not the
     `layers` that the document was made for."""
     if count != layers:
@@ -113,10 +114,10 @@ def check_names(document: Exported, layers: int, count: int, names: Sequence[str
             f"the model ({model}) has {count}",
             "Give it pplan.sequential(model, example_input) of that model, or make a plan for this one.",
         )
-    if names and document.layers_sha256 not in ("", names_hash(names)):
+    if names and document.layers_sha256 not in ("", hash_names(names)):
         raise ExportError(
             f"the {document.kind} file is for {document.model}, whose layers have the hash "
-            f"{document.layers_sha256[:12]}, those of the model ({model}) have {names_hash(names)[:12]} "
+            f"{document.layers_sha256[:12]}, those of the model ({model}) have {hash_names(names)[:12]} "
             f"({names[0]} to {names[-1]})",
             "Give it the model of the file, or make a plan for this one.",
         )
@@ -129,6 +130,6 @@ def missing_package(runtime: str, error: ImportError) -> MachineError:
     )
 
 
-def bounds_of(balance: Sequence[int]) -> list[int]:
+def stage_bounds(balance: Sequence[int]) -> list[int]:
     """Of the stages: stage i holds layers bounds[i] up to, not including, bounds[i + 1]."""
     return [0, *accumulate(balance)]

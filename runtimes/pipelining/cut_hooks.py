@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...profiler.inputs import ModelInput
-from .crossing import Crossing, all_attached, sent, with_zero_gradients
-from .inputs import InputForm
-from .shapes import stage_shapes
+from .cut_tensors import CutTensor, add_zero_gradients, attach_all, pack_tensor
+from .input_form import InputForm
+from .stage_shapes import trace_shapes
 
-Crossings = tuple[Crossing, ...]
+Crossings = tuple[CutTensor, ...]
 
 
 @dataclass(frozen=True)
-class Arriving:
+class StageInputHook:
     """The forward pre-hook of a stage's first layer.
 
     `packed`: what comes over the cut, where that is packed. `overwritten`: of the tensors that it is given,
@@ -38,7 +38,7 @@ class Arriving:
     def __call__(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG002
         tensors = _as_tuple(given[0])
         if self.packed is not None:
-            tensors = _unpacked(tensors, self.packed)
+            tensors = _unpack(tensors, self.packed)
         which = (True,) * len(tensors) if self.overwritten is None else self.overwritten
         own = tuple(
             tensor.clone() if cloned else tensor for tensor, cloned in zip(tensors, which, strict=True)
@@ -47,7 +47,7 @@ class Arriving:
 
 
 @dataclass(frozen=True)
-class Leaving:
+class StageOutputHook:
     """The forward hook of a stage's last layer.
 
     `packs`: its tensors are packed for the cut. `is_output`: they are the model's output, of which a runtime
@@ -60,11 +60,11 @@ class Leaving:
     def __call__(self, module: nn.Module, given: Any, output: Any) -> Any:  # noqa: ARG002
         if self.is_output:
             return _tensors_of(output)
-        packed = all_attached([sent(tensor) for tensor in _as_tuple(output)], always=True)
+        packed = attach_all([pack_tensor(tensor) for tensor in _as_tuple(output)], always=True)
         return packed[0] if isinstance(output, Tensor) else tuple(packed)
 
 
-def safe_at_cuts(
+def guard_cuts(
     layers: nn.Sequential,
     parts: Sequence[int],
     example: ModelInput | None,
@@ -86,13 +86,13 @@ def safe_at_cuts(
         overwritten = None if about is None else tuple(crossing.is_overwritten for crossing in about)
         if packed[stage] or overwritten is None or any(overwritten):
             safe[first] = _twin(safe[first])
-            arriving = Arriving(about if packed[stage] else None, overwritten)
+            arriving = StageInputHook(about if packed[stage] else None, overwritten)
             safe[first].register_forward_pre_hook(arriving, prepend=True)
         # A module of torch's own returns no dict.
         is_output = end == parts[-1] and not type(safe[end - 1]).__module__.startswith("torch.nn.")
         if packed[stage + 1] or is_output:
             safe[end - 1] = _twin(safe[end - 1])
-            safe[end - 1].register_forward_hook(Leaving(packed[stage + 1], is_output))
+            safe[end - 1].register_forward_hook(StageOutputHook(packed[stage + 1], is_output))
     return safe
 
 
@@ -102,7 +102,7 @@ def _crossings(
     """What each stage is handed; None where that is not known."""
     if example is not None:
         given = example.repeated(samples).tensors
-        shapes = stage_shapes(layers, parts, given, InputForm((False,) * len(given)))
+        shapes = trace_shapes(layers, parts, given, InputForm((False,) * len(given)))
         if shapes is not None:
             return [shape.crossings for shape in shapes]
     return [None] * (len(parts) - 1)
@@ -135,14 +135,14 @@ def _tensors_of(output: Any) -> Any:
     return tensors[0] if len(tensors) == 1 else tensors
 
 
-def _unpacked(packed: tuple[Tensor, ...], about: Crossings) -> tuple[Tensor, ...]:
+def _unpack(packed: tuple[Tensor, ...], about: Crossings) -> tuple[Tensor, ...]:
     """What was packed. Of the tensors without a gradient the runtime may ask one: they get zeros."""
     pairs = list(zip(packed, about, strict=True))
-    tensors = [crossing.received(tensor) for tensor, crossing in pairs]
+    tensors = [crossing.receive(tensor) for tensor, crossing in pairs]
     carried = tuple(
         tensor for tensor, crossing in pairs if tensor.requires_grad and not crossing.has_gradient
     )
     anchor = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), None)
     if carried and anchor is not None:
-        tensors[anchor] = with_zero_gradients(tensors[anchor], carried)
+        tensors[anchor] = add_zero_gradients(tensors[anchor], carried)
     return tuple(tensors)

@@ -14,17 +14,17 @@ from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any, ClassVar, Literal, TypeVar
 
-from ..cost_models.document import MadeBy
-from ..cost_models.errors import ExportError
-from ..cost_models.runtime import runtime_named
-from ..planner.plan_file import Plan
-from .blocks import Transformer, check_whole, planned_transformer, small
-from .choice import Choice, choose
-from .exported import Count
-from .trainer_text import TrainerArguments, fields, joined, on_devices
+from ...cost_models.document import MadeBy
+from ...cost_models.errors import ExportError
+from ...cost_models.runtime import runtime_named
+from ...planner.plan_file import Plan
+from .export_document import Count
+from .plan_choice import Choice, choose
+from .trainer_text import TrainerArguments, device_remark, join_remarks, trainer_fields
+from .transformer_blocks import Transformer, check_whole_blocks, find_plan_blocks, is_small
 
 E = TypeVar("E", bound="LayoutExport")
-Words = Callable[[dict[str, Any], Plan, int | None], list[str]]
+ArgumentWriter = Callable[[dict[str, Any], Plan, int | None], list[str]]
 """Makes arguments of the fields of a document, the plan, and the blocks that are recomputed together."""
 
 
@@ -65,25 +65,25 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[MegatronExport,
     """
     del device
     choice, remark = choose(plan, runtime_named("megatron"))
-    return _made(MegatronExport, plan, choice, remark, _flags, made_by)
+    return _build_document(MegatronExport, plan, choice, remark, _flags, made_by)
 
 
 def export_bridge(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[MegatronBridgeExport, str | None]:
     """As `export`, for Megatron-Bridge."""
     del device
     choice, remark = choose(plan, runtime_named("megatron-bridge"))
-    return _made(MegatronBridgeExport, plan, choice, remark, _overrides, made_by)
+    return _build_document(MegatronBridgeExport, plan, choice, remark, _overrides, made_by)
 
 
-def _made(
-    kind: type[E], plan: Plan, choice: Choice, remark: str | None, words: Words, made_by: MadeBy
+def _build_document(
+    kind: type[E], plan: Plan, choice: Choice, remark: str | None, words: ArgumentWriter, made_by: MadeBy
 ) -> tuple[E, str | None]:
     """The document of class `kind`, whose arguments `words` makes."""
-    model = planned_transformer(plan, kind.kind)
+    model = find_plan_blocks(plan, kind.kind)
     ends = tuple(accumulate(choice.balance))
-    check_whole(plan, model, ends, kind.kind)
+    check_whole_blocks(plan, model, ends, kind.kind)
     stages = _blocks_by_stage(plan, model, ends, kind.kind)
-    shared = fields(plan, choice, kind.kind)
+    shared = trainer_fields(plan, choice, kind.kind)
     own: dict[str, Any] = {"layout": layout_of(stages), "num_layers": model.blocks}
     document = kind(
         **shared,
@@ -91,7 +91,9 @@ def _made(
         arguments=words(shared | own, plan, _recompute(choice, stages)),
         made_by=made_by,
     )
-    return document, joined(remark, *_remarks(model, ends, choice, stages, kind.kind), on_devices(choice))
+    return document, join_remarks(
+        remark, *_remarks(model, ends, choice, stages, kind.kind), device_remark(choice)
+    )
 
 
 def layout_of(blocks: Sequence[int]) -> str:
@@ -105,15 +107,15 @@ def layout_of(blocks: Sequence[int]) -> str:
 
 def _blocks_by_stage(plan: Plan, model: Transformer, ends: Sequence[int], runtime: str) -> list[int]:
     """Transformer blocks of each stage. Raises ExportError where a stage ends inside the head."""
-    stages = [model.done(end) - model.done(first) for first, end in pairwise((0, *ends))]
+    stages = [model.blocks_before(end) - model.blocks_before(first) for first, end in pairwise((0, *ends))]
     for stage, (first, end) in enumerate(pairwise((0, *ends[:-1]))):
         moved = model.names[max(model.ends[-1], first) : end]
-        if moved and not (stages[stage] and all(map(small, moved))):
+        if moved and not (stages[stage] and all(map(is_small, moved))):
             raise ExportError(
                 f"stage {stage} computes {', '.join(moved)}, a later one the rest of the head: {runtime} has "
                 "the head on the last stage",
-                f"Measure it as one layer: pplan profile {plan.model} --granularity "
-                f"'module:{model.list_name}.*', and make the plan again: pplan solve",
+                f"Measure it as one layer: pplan.profile({plan.model!r}, "
+                f"granularity='module:{model.list_name}.*'), and make the plan again: pplan solve",
             )
     return stages
 

@@ -17,8 +17,8 @@ import pytest
 
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import export
-from pplan.runtimes.megatron import MegatronBridgeExport, MegatronExport, layout_of
+from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.formats.megatron_export import MegatronBridgeExport, MegatronExport, layout_of
 from pplan.runtimes.reading.megatron_layout import blocks_of
 
 MakePlan = Callable[..., Plan]
@@ -154,7 +154,7 @@ def test_cuts_that_it_has_no_words_for(
     with pytest.raises(ExportError) as caught:
         megatron(make_decoder_plan(balance, names=names))
     assert what in caught.value.what
-    assert f"pplan profile small --granularity 'module:{hint}'" in caught.value.hint
+    assert f"pplan.profile('small', granularity='module:{hint}')" in caught.value.hint
     assert "pplan solve" in caught.value.hint
 
 
@@ -171,7 +171,7 @@ def test_what_it_does_not_run(make_decoder_plan: MakePlan, keys: dict[str, Any],
     with pytest.raises(ExportError) as caught:
         megatron(make_decoder_plan([5, 7], **keys))
     assert reason.split(", megatron runs")[0] in caught.value.what
-    assert "pplan solve --runtime megatron" in caught.value.hint
+    assert "pplan.solve(runtime='megatron')" in caught.value.hint
 
 
 def test_devices_in_another_order_are_told(make_decoder_plan: MakePlan) -> None:

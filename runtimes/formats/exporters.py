@@ -4,40 +4,48 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..cost_models.document import MadeBy
-from ..cost_models.errors import UsageError
-from ..cost_models.runtime import runtime_named
-from ..planner.plan_file import Plan
-from . import deepspeed, fairscale, huggingface, megatron, nemo, torch_pipelining, torchgpipe, torchtitan
-from .exported import Exported, device_of
+from ...cost_models.document import MadeBy
+from ...cost_models.errors import UsageError
+from ...cost_models.runtime import runtime_named
+from ...planner.plan_file import Plan
+from . import (
+    deepspeed_export,
+    huggingface_export,
+    megatron_export,
+    nemo_export,
+    pipe_export,
+    torch_export,
+    torchtitan_export,
+)
+from .export_document import ExportDocument, default_device
 
 
 class Exporter(Protocol):
     """Writes a plan in one runtime's words; see `export`."""
 
-    def __call__(self, plan: Plan, *, device: str, made_by: MadeBy) -> tuple[Exported, str | None]: ...
+    def __call__(self, plan: Plan, *, device: str, made_by: MadeBy) -> tuple[ExportDocument, str | None]: ...
 
 
 EXPORTERS: dict[str, Exporter] = {
-    "torchgpipe": torchgpipe.export,
-    "fairscale": fairscale.export,
-    "deepspeed": deepspeed.export,
-    "torch": torch_pipelining.export,
-    "huggingface": huggingface.export,
-    "megatron": megatron.export,
-    "megatron-bridge": megatron.export_bridge,
-    "torchtitan": torchtitan.export,
-    "nemo-automodel": nemo.export,
+    "torchgpipe": pipe_export.export_torchgpipe,
+    "fairscale": pipe_export.export_fairscale,
+    "deepspeed": deepspeed_export.export,
+    "torch": torch_export.export,
+    "huggingface": huggingface_export.export,
+    "megatron": megatron_export.export,
+    "megatron-bridge": megatron_export.export_bridge,
+    "torchtitan": torchtitan_export.export,
+    "nemo-automodel": nemo_export.export,
 }
 
 
 SUFFIXES = {
     kind.kind: kind.suffix
     for kind in (
-        megatron.MegatronExport,
-        megatron.MegatronBridgeExport,
-        torchtitan.TorchtitanExport,
-        nemo.NemoExport,
+        megatron_export.MegatronExport,
+        megatron_export.MegatronBridgeExport,
+        torchtitan_export.TorchtitanExport,
+        nemo_export.NemoExport,
     )
 }
 """Of the file that a trainer takes as it is, where that is no JSON."""
@@ -49,7 +57,7 @@ def _measured_on(plan: Plan) -> str:
 
 def export(
     runtime: str, plan: Plan, *, device: str | None = None, made_by: MadeBy | None = None
-) -> tuple[Exported, str | None]:
+) -> tuple[ExportDocument, str | None]:
     """The document `runtime` is to be given for `plan`, and a remark where it is not the plan itself.
 
     A runtime is never given what it does not run: where the plan's schedule, replicas or recomputation are
@@ -65,13 +73,13 @@ def export(
     exporter = EXPORTERS[runtime]
     if device not in ("cuda", "cpu", None):
         raise UsageError(
-            f"device {device!r} cannot be exported for", "Use cuda, or cpu to try without a GPU."
+            f"device={device!r}: cannot be exported for", "Use 'cuda', or 'cpu' to try without a GPU."
         )
     if device == "cuda" and plan.device_kind == "CPU":
         raise UsageError(
-            f"--device cuda: the plan is for processors, by seconds measured on one{_measured_on(plan)}",
-            "Plan for GPUs: with a profile of one, or pplan profile MODEL --device analytic:h100. Where a "
-            "processor's seconds are meant: pplan solve --gpu h100 --seconds-of cpu.",
+            f"device='cuda': the plan is for processors, by seconds measured on one{_measured_on(plan)}",
+            "Plan for GPUs: with a profile of one, or pplan.profile(MODEL, device='analytic:h100'). Where a "
+            "processor's seconds are meant: pplan.solve(gpu='h100', seconds_of='cpu').",
         )
-    document, remark = exporter(plan, device=device or device_of(plan), made_by=made_by or MadeBy())
+    document, remark = exporter(plan, device=device or default_device(plan), made_by=made_by or MadeBy())
     return document.model_copy(update={"estimated": plan.profile.estimated}), remark

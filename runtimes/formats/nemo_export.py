@@ -10,12 +10,12 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ..cost_models.document import MadeBy
-from ..cost_models.errors import ExportError
-from ..planner.plan_file import Plan
-from .blocks import Transformer
-from .module_parts import Chosen, Parts, Words, chosen, is_decoder, parts
-from .trainer_text import TrainerText, comment, joined, on_devices
+from ...cost_models.document import MadeBy
+from ...cost_models.errors import ExportError
+from ...planner.plan_file import Plan
+from .module_lists import ModuleLists, ModuleNames, TransformerChoice, choose_blocks, is_decoder, list_modules
+from .trainer_text import TrainerText, device_remark, join_remarks, shell_comment
+from .transformer_blocks import Transformer
 
 
 class NemoExport(TrainerText):
@@ -24,7 +24,7 @@ class NemoExport(TrainerText):
     kind: ClassVar[str] = "nemo-automodel"
     suffix: ClassVar[str] = "yaml"
     runtime: Literal["nemo-automodel"]
-    module_fqns_per_model_part: Parts
+    module_fqns_per_model_part: ModuleLists
     sections: dict[str, dict[str, Any]]
 
     def text(self, path: Path) -> str:
@@ -35,8 +35,8 @@ class NemoExport(TrainerText):
                 "pipeline"
             ]
             sections = sections | {"distributed": sections["distributed"] | {"pipeline": pipeline}}
-        start = f"automodel RECIPE.yaml {self.spread}"
-        about = comment(f"Put these sections into the recipe of {self.model}; {start}")
+        start = f"automodel RECIPE.yaml {self.torchrun_options}"
+        about = shell_comment(f"Put these sections into the recipe of {self.model}; {start}")
         return f"{about}\n{''.join(_yaml(sections, ''))}"
 
 
@@ -46,15 +46,15 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[NemoExport, str
     `device` changes nothing: NeMo runs on CUDA devices.
     """
     del device
-    made = chosen(plan, "nemo-automodel")
+    made = choose_blocks(plan, "nemo-automodel")
     if made.choice.micro_batches < made.devices:
         raise ExportError(
             f"it has {made.choice.micro_batches} micro-batches for {made.devices} devices: nemo-automodel "
             "takes as many as devices, or more",
-            f"Make a plan with more: pplan solve --micro-batches {made.devices}",
+            f"Make a plan with more: pplan.solve(micro_batches={made.devices})",
         )
     words = _words(made.model)
-    names = _with_positions(made.model, parts(made.model, made.ends, words))
+    names = _with_positions(made.model, list_modules(made.model, made.ends, words))
     document = NemoExport(
         **made.fields,
         module_fqns_per_model_part=names,
@@ -62,7 +62,9 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[NemoExport, str
         actions=list(made.actions),
         made_by=made_by,
     )
-    return document, joined(made.remark, on_devices(made.choice), None if words else _others(made.model))
+    return document, join_remarks(
+        made.remark, device_remark(made.choice), None if words else _others(made.model)
+    )
 
 
 def _others(model: Transformer) -> str:
@@ -74,12 +76,12 @@ def _others(model: Transformer) -> str:
     )
 
 
-def _words(model: Transformer) -> Words | None:
+def _words(model: Transformer) -> ModuleNames | None:
     """The names of a model built as Hugging Face's Llama is; None: they are kept."""
     inner = model.list_name.rpartition(".")[0]
     if not is_decoder(model) or model.embedding[0] != f"{inner}.embed_tokens":
         return None
-    return Words(model.embedding[0], model.list_name, f"{inner}.norm", "lm_head")
+    return ModuleNames(model.embedding[0], model.list_name, f"{inner}.norm", "lm_head")
 
 
 def _with_positions(model: Transformer, names: list[list[str]]) -> list[list[str]]:
@@ -90,7 +92,7 @@ def _with_positions(model: Transformer, names: list[list[str]]) -> list[list[str
     return [[*own, rotary] if any(name.startswith(blocks) for name in own) else own for own in names]
 
 
-def _sections(made: Chosen, names: list[list[str]]) -> dict[str, dict[str, Any]]:
+def _sections(made: TransformerChoice, names: list[list[str]]) -> dict[str, dict[str, Any]]:
     choice = made.choice
     batch = choice.micro_batches * choice.micro_batch_size
     return {

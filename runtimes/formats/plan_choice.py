@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..cost_models.errors import ExportError
-from ..cost_models.runtime import Runtime, runtime_named
-from ..planner.plan_file import Alternative, Plan, Recompute
+from ...cost_models.errors import ExportError
+from ...cost_models.runtime import Runtime, runtime_named
+from ...planner.plan_file import Alternative, Plan, Recompute
 
-STRAIGHT = frozenset({"naive", "gpipe", "1f1b", "dapple"})
+LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
 """Schedules of one stage a device that run a mini-batch whole before the next: they differ in order only."""
 
 
@@ -54,7 +54,7 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
         raise ExportError(
             f"{runtime.name} cannot run this plan of {plan.model}: {'; '.join(reasons)}; "
             f"and none of the plan's {len(plan.alternatives)} alternatives is for {runtime.name}",
-            f"Make a plan for it: pplan solve --runtime {runtime.name}",
+            f"Make a plan for it: pplan.solve(runtime={runtime.name!r})",
         )
     best = min(usable, key=lambda alternative: alternative.step_seconds)
     if reasons:
@@ -136,7 +136,7 @@ def stage_recompute(plan: Plan) -> tuple[Recompute, ...]:
 def _runs_schedule(plan: Plan, runtime: Runtime) -> bool:
     if plan.schedule in runtime.schedules:
         return True
-    if plan.schedule not in STRAIGHT:
+    if plan.schedule not in LINEAR:
         return False
     if plan.micro_batches == 1:
         return True  # one forward, then one backward, on every stage: all these orders are the same

@@ -14,13 +14,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ...cost_models.errors import MachineError, UsageError
-from ..torch_pipelining import TorchExport
+from ..formats.torch_export import TorchExport
 
 Replicate = Literal["ddp", "fsdp"]
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankCoordinates:
     """A process's place: its device of the pipeline, its replica of that, and the groups of both.
 
     `pipeline`: the processes that hand each other micro-batches, None for all. `replicas`: a mesh of those
@@ -33,7 +33,7 @@ class Seat:
     replicas: DeviceMesh | None
 
 
-def seat_of(document: TorchExport, device: torch.device, mesh: DeviceMesh | None) -> Seat:
+def find_coordinates(document: TorchExport, device: torch.device, mesh: DeviceMesh | None) -> RankCoordinates:
     """This process's. Raises MachineError where there are other processes than the plan needs."""
     devices, replicas = len(document.stages), document.replicas
     if not (dist.is_available() and dist.is_initialized()):
@@ -44,12 +44,12 @@ def seat_of(document: TorchExport, device: torch.device, mesh: DeviceMesh | None
     if mesh is None:
         _check_number(dist.get_world_size(), document)
         if replicas == 1:
-            return Seat(dist.get_rank(), 0, None, None)
+            return RankCoordinates(dist.get_rank(), 0, None, None)
         mesh = init_device_mesh(device.type, (devices, replicas), mesh_dim_names=("pp", "dp"))
     return _in_mesh(mesh, document)
 
 
-def _in_mesh(mesh: DeviceMesh, document: TorchExport) -> Seat:
+def _in_mesh(mesh: DeviceMesh, document: TorchExport) -> RankCoordinates:
     names, needed = mesh.mesh_dim_names or (), {"pp": len(document.stages), "dp": document.replicas}
     for name, size in needed.items():
         found = mesh.size(names.index(name)) if name in names else 1
@@ -61,8 +61,8 @@ def _in_mesh(mesh: DeviceMesh, document: TorchExport) -> Seat:
     pipeline: Any = mesh.get_group("pp")
     index = dist.get_rank(pipeline)
     if document.replicas == 1:
-        return Seat(index, 0, pipeline, None)
-    return Seat(index, mesh.get_local_rank("dp"), pipeline, mesh["dp"])
+        return RankCoordinates(index, 0, pipeline, None)
+    return RankCoordinates(index, mesh.get_local_rank("dp"), pipeline, mesh["dp"])
 
 
 def _check_number(processes: int, document: TorchExport) -> None:
@@ -75,7 +75,9 @@ def _check_number(processes: int, document: TorchExport) -> None:
         )
 
 
-def shared_out(module: nn.Module, mesh: DeviceMesh, how: Replicate, *, splits_backward: bool) -> nn.Module:
+def replicate_stage(
+    module: nn.Module, mesh: DeviceMesh, how: Replicate, *, splits_backward: bool
+) -> nn.Module:
     """A stage whose replicas begin alike, and average its gradients after the last backward of a step.
 
     Where `splits_backward`, DistributedDataParallel does not see the weight gradients come: then it is the

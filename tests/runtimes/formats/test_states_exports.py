@@ -10,7 +10,8 @@ import pytest
 from pplan.cost_models.document import MadeBy
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes import deepspeed, megatron, nemo, torch_pipelining, torchtitan
+from pplan.runtimes import deepspeed, torch_pipelining
+from pplan.runtimes.formats import megatron_export, nemo_export, torchtitan_export
 
 MakePlan = Callable[..., Plan]
 SPREAD: dict[str, Any] = {"precision": "mixed", "gradient_dtype": "fp32", "zero": 1}
@@ -37,12 +38,14 @@ def test_deepspeed_has_zero_1_and_its_gradients(plan: Plan) -> None:
 
 
 def test_megatrons_distributed_optimizer(plan: Plan) -> None:
-    assert "--use-distributed-optimizer" in exported(megatron, plan, **SPREAD).arguments
-    assert "--grad-reduce-in-bf16" not in exported(megatron, plan, **SPREAD).arguments
-    without = exported(megatron, plan, precision="mixed", gradient_dtype="bf16").arguments
+    assert "--use-distributed-optimizer" in exported(megatron_export, plan, **SPREAD).arguments
+    assert "--grad-reduce-in-bf16" not in exported(megatron_export, plan, **SPREAD).arguments
+    without = exported(megatron_export, plan, precision="mixed", gradient_dtype="bf16").arguments
     assert "--use-distributed-optimizer" not in without
     assert "--grad-reduce-in-bf16" in without
-    document, _ = megatron.export_bridge(plan.model_copy(update=SPREAD), device="cuda", made_by=MadeBy())
+    document, _ = megatron_export.export_bridge(
+        plan.model_copy(update=SPREAD), device="cuda", made_by=MadeBy()
+    )
     assert "ddp.use_distributed_optimizer=true" in document.arguments
     assert "ddp.grad_reduce_in_fp32=true" in document.arguments
 
@@ -50,11 +53,11 @@ def test_megatrons_distributed_optimizer(plan: Plan) -> None:
 def test_pytorchs_trainers_shard_over_the_replicas(plan: Plan) -> None:
     assert exported(torch_pipelining, plan, **SPREAD).zero == 1
     assert exported(torch_pipelining, plan).zero == 0
-    arguments = exported(torchtitan, plan, **SPREAD).arguments
+    arguments = exported(torchtitan_export, plan, **SPREAD).arguments
     degree = {name: arguments[arguments.index(name) + 1] for name in arguments if name.endswith("_degree")}
     assert degree["--parallelism.data_parallel_shard_degree"] == "2"
     assert degree["--parallelism.data_parallel_replicate_degree"] == "1"
-    assert exported(nemo, plan, **SPREAD).sections["distributed"]["dp_replicate_size"] == 1
+    assert exported(nemo_export, plan, **SPREAD).sections["distributed"]["dp_replicate_size"] == 1
 
 
 @pytest.mark.parametrize(
@@ -62,8 +65,12 @@ def test_pytorchs_trainers_shard_over_the_replicas(plan: Plan) -> None:
     [
         (deepspeed, SPREAD | {"zero": 2}, "ZeRO-2: its pipeline engine runs ZeRO stage 1 only"),
         (torch_pipelining, SPREAD | {"zero": 3}, "of FSDP2 that is ZeRO-1"),
-        (megatron, SPREAD | {"zero": 3}, "its distributed optimizer"),
-        (megatron, {"precision": "bf16"}, "it trains in pure bf16, megatron keeps float32 master weights"),
+        (megatron_export, SPREAD | {"zero": 3}, "its distributed optimizer"),
+        (
+            megatron_export,
+            {"precision": "bf16"},
+            "it trains in pure bf16, megatron keeps float32 master weights",
+        ),
     ],
 )
 def test_what_a_runtime_does_not_train(plan: Plan, runtime: Any, keys: dict[str, Any], says: str) -> None:

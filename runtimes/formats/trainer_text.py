@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ..cost_models.document import MadeBy
-from ..cost_models.quantities import format_seconds
-from ..planner.plan_file import Plan, ScheduleName
-from .choice import Choice
-from .exported import Count, Exported, layers_hash
+from ...cost_models.document import MadeBy
+from ...cost_models.quantities import format_seconds
+from ...planner.plan_file import Plan, ScheduleName
+from .export_document import Count, ExportDocument, hash_layers
+from .plan_choice import Choice
 
 
-class TrainerText(Exported):
+class TrainerText(ExportDocument):
     """A plan as a trainer's own text.
 
     The file is that text; one whose name ends in `.json` is this document instead, which pplan reads again.
@@ -42,7 +42,7 @@ class TrainerText(Exported):
     """Where the trainer is given the order of the actions: its lines, one a device of the pipeline."""
 
     @property
-    def spread(self) -> str:
+    def torchrun_options(self) -> str:
         """What a launcher is told of the processes; on several nodes it needs a rendezvous, too."""
         nodes = f"--nnodes {self.nodes} " if self.nodes > 1 else ""
         return f"{nodes}--nproc-per-node {-(-self.processes // self.nodes)}"
@@ -78,11 +78,13 @@ class TrainerArguments(TrainerText):
         estimated = " (estimated)" if self.estimated else ""
         return "\n".join(
             [
-                comment(
+                shell_comment(
                     f"{self.model} on {self.processes} devices, predicted{estimated}: "
                     f"{format_seconds(self.step_seconds)} a step"
                 ),
-                comment(f'source {path.name}; torchrun {self.spread} {self.command} ... "${{PPLAN[@]}}"'),
+                shell_comment(
+                    f'source {path.name}; torchrun {self.torchrun_options} {self.command} ... "${{PPLAN[@]}}"'
+                ),
                 "PPLAN=(",
                 *(f"  {line}" for line in _lines(self.arguments_in(path))),
                 ")",
@@ -91,14 +93,14 @@ class TrainerArguments(TrainerText):
         )
 
 
-def fields(plan: Plan, choice: Choice, runtime: str) -> dict[str, Any]:
+def trainer_fields(plan: Plan, choice: Choice, runtime: str) -> dict[str, Any]:
     """The fields that every TrainerText has, but `actions` and `made_by`."""
     devices = len(choice.balance) // choice.virtual_stages
     processes = devices * choice.replicas
     return {
         "runtime": runtime,
         "model": plan.model,
-        "layers_sha256": layers_hash(plan),
+        "layers_sha256": hash_layers(plan),
         "mini_batch": choice.micro_batches * choice.micro_batch_size,
         "micro_batch_size": choice.micro_batch_size,
         "step_seconds": choice.step_seconds,
@@ -112,7 +114,7 @@ def fields(plan: Plan, choice: Choice, runtime: str) -> dict[str, Any]:
     }
 
 
-def comment(text: str) -> str:
+def shell_comment(text: str) -> str:
     """A line of comment: names out of a file may not begin another."""
     return "# " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
@@ -128,12 +130,12 @@ def _lines(arguments: Sequence[str]) -> list[str]:
     return [" ".join(line) for line in lines]
 
 
-def joined(*remarks: str | None) -> str | None:
+def join_remarks(*remarks: str | None) -> str | None:
     """The sentences that there are, as one remark."""
     return " ".join(remark for remark in remarks if remark) or None
 
 
-def on_devices(choice: Choice) -> str | None:
+def device_remark(choice: Choice) -> str | None:
     """A sentence where the ranks are not to be started on devices 0, 1, ... in turn: the trainer numbers its
     processes itself."""
     if choice.devices == tuple(range(len(choice.devices))):
