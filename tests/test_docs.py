@@ -18,7 +18,7 @@ from pplan.cost_models.schedules import SCHEDULES
 from pplan.planner.plan_file import Plan
 from pplan.planner.planners import PLANNERS
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.export import EXPORTERS
+from pplan.runtimes.formats.exporters import EXPORTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
