@@ -50,7 +50,7 @@ def signals_as_in_a_terminal() -> Iterator[None]:
     Shells start background jobs with SIGINT ignored, and so do some CI runners; programs inherit it, and a
     child that is to be interrupted would go on for ever.
     """
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     ignored = [number for number in defaults if signal.getsignal(number) is signal.SIG_IGN]
     for number in ignored:
         signal.signal(number, defaults[number])
