@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from pplan.cost_models.layer import Chain, joined
-from pplan.planner.planners.nearest_cuts import allows, nearest_cuts
+from pplan.planner.planners.base import allows, nearest_cuts
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.planner.planners import PLANNERS
-from pplan.planner.planners.deepspeed_balance import DeepSpeedBalance, deepspeed_ends
+from pplan.planner.planners.deepspeed_partition import DeepSpeedBalance, deepspeed_ends
 from pplan.planner.problem import Problem
 
 MakeProblem = Callable[..., Problem]

@@ -15,12 +15,10 @@ from pplan.cost_models.precision import training_precision
 from pplan.planner.candidate import Proposal
 from pplan.planner.planners import PLANNERS, planner_named
 from pplan.planner.planners.base import refusal
-from pplan.planner.planners.deepspeed_balance import DeepSpeedBalance, deepspeed_ends
-from pplan.planner.planners.deepspeed_type import DeepSpeedType
-from pplan.planner.planners.even import even_ends
-from pplan.planner.planners.megatron import block_ends
-from pplan.planner.planners.repeated_blocks import repeated_blocks
-from pplan.planner.planners.torchgpipe_size import parameter_copies
+from pplan.planner.planners.deepspeed_partition import DeepSpeedBalance, DeepSpeedType, deepspeed_ends
+from pplan.planner.planners.rules import even_ends
+from pplan.planner.planners.torchgpipe_balance import parameter_copies
+from pplan.planner.planners.transformer_blocks import block_ends, repeated_blocks
 from pplan.planner.problem import Problem
 
 MakeChain = Callable[..., Chain]

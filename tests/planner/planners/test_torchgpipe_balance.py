@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pplan.planner.balance import balance
-from pplan.planner.planners.block_partition import block_partition
+from pplan.planner.planners.torchgpipe_balance import block_partition
 
 
 def counts_of(costs: list[float], stages: int) -> list[int]:

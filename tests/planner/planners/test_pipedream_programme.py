@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.planner.planners.pipedream_published import PUBLISHED
+from pplan.planner.planners.pipedream import PUBLISHED
+from pplan.planner.planners.pipedream_programme import PAPER, Bools, Floats, Instance, Part, Recurrence, Tier
 from pplan.planner.planners.pipedream_search import Solution, fastest
-from pplan.planner.planners.pipedream_table import PAPER, Bools, Floats, Instance, Part, Recurrence, Tier
 
 Parts = tuple[Part, ...]
 

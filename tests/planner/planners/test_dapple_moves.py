@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pplan.planner.planners.dapple_moves import machines_of
-from pplan.planner.planners.dapple_placement import append_first, fresh_first, ranks_of, scatter_first
+from pplan.planner.planners.dapple_moves import (
+    append_first,
+    fresh_first,
+    machines_of,
+    ranks_of,
+    scatter_first,
+)
 
 TWO = (4, 4)
 

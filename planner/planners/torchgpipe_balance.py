@@ -1,13 +1,23 @@
-"""torchgpipe's way to cut a chain: block partitions, which even out stages by one layer at a time.
+"""torchgpipe's way to cut a chain: block partitions, of the layers' seconds and of their bytes.
 
-Bárány and Grinberg, "Block Partitions of Sequences", arXiv:1308.2452: a partition in which the largest block
-exceeds the smallest by no more than the largest item. torchgpipe 0.0.7 first takes the smallest cost off
-every layer, so that seven equal layers in four stages stay as they begin: 1, 1, 1, 4.
+A block partition evens out stages by one layer at a time. `balance_by_time` takes a layer's forward and
+backward at the size of a micro-batch; `balance_by_size` its parameters, times as many copies as training
+holds (`param_scale`: weight, gradient and the optimizer's states), and the activations that it keeps of a
+micro-batch for its backward. torchgpipe knows no forbidden cuts: where it makes one, it is moved to the
+nearest that is allowed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ...cost_models.optimizers import Precision, optimizer_named
+from ..candidate import Proposal
+from .base import Ends, linear_configs, linear_pipelines, nearest_cuts, work_seconds
+
+if TYPE_CHECKING:
+    from ..problem import Problem
 
 
 def block_partition(costs: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -77,3 +87,50 @@ class _Blocks:
             self.ends[taker] += 1
         for block in (giver, taker):
             self.sizes[block] = sum(self.items[slice(*self.bounds(block))])
+
+
+class TorchgpipeTime:
+    """GPipe's schedule on the cuts of `balance_by_time`."""
+
+    name = "torchgpipe-time"
+
+    def propose(self, problem: Problem) -> Iterator[Proposal]:
+        """Each number of stages, a device of one node a stage: one process, without replicas."""
+        configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
+
+        def ends(stages: int, size: int) -> Ends:
+            seconds = work_seconds(problem, size).tolist()
+            return nearest_cuts(problem.space.chain, block_partition(seconds, stages))
+
+        yield from linear_pipelines(problem, configs, ends, of_a_node=True)
+
+
+BY_TIME = TorchgpipeTime()
+
+
+class TorchgpipeSize:
+    """GPipe's schedule on the cuts of `balance_by_size`."""
+
+    name = "torchgpipe-size"
+
+    def propose(self, problem: Problem) -> Iterator[Proposal]:
+        """Each number of stages, a device of one node a stage: one process, without replicas."""
+        configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
+        copies = parameter_copies(problem.wishes.optimizer, problem.precision.bytes)
+
+        def ends(stages: int, size: int) -> Ends:
+            costs = problem.space.chain.at(size, past_largest=True)
+            sizes = costs.parameter_bytes * copies + costs.saved_bytes
+            return nearest_cuts(problem.space.chain, block_partition(sizes.tolist(), stages))
+
+        yield from linear_pipelines(problem, configs, ends, of_a_node=True)
+
+
+def parameter_copies(optimizer: str, precision: Precision) -> float:
+    """torchgpipe's `param_scale`: 2 for SGD, 3 with momentum, 4 for Adam; more with master weights. Raises
+    UsageError."""
+    states = optimizer_named(optimizer).bytes_per_parameter(precision)
+    return 1 + (precision.gradient + states) / precision.weight
+
+
+BY_SIZE = TorchgpipeSize()
