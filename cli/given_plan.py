@@ -106,7 +106,7 @@ def _micro_batches(read: Partition, given: Given, mini_batch: int | None) -> int
     whole = read.samples * given.replicas
     if mini_batch % whole:
         raise UsageError(
-            f"a mini-batch of {mini_batch} does not divide into micro-batches of {read.samples} samples on "
+            f"a global batch of {mini_batch} does not divide into micro-batches of {read.samples} samples on "
             f"each of {given.replicas} replicas, as the partition says",
             "Give --micro-batches, or another --mini-batch or --replicas.",
         )

@@ -131,7 +131,7 @@ def check_grid(grid: Any, options: Mapping[str, Any]) -> None:
             raise UsageError(f"{key}: is no option of solve", f"{guess}There are: {', '.join(known)}.")
     twice = next((key for key in grid if key in options), None)
     if twice is not None:
-        raise UsageError(f"{twice}: is in the grid and an option besides", "Leave one of the two away.")
+        raise UsageError(f"{twice}: is in the grid and an option besides", "Omit one of the two.")
     for key, values in grid.items():
         if isinstance(values, str) or not isinstance(values, Sequence):
             raise UsageError(

@@ -73,7 +73,7 @@ class Topology:
         if self.capacity is not None and self.gpus > self.capacity:
             raise UsageError(
                 f"--gpus {self.gpus}: the levels hold {self.capacity} devices",
-                "Use fewer, or leave the size of the outermost level away: then it holds any number.",
+                "Use fewer, or omit the size of the outermost level: then it holds any number.",
             )
 
     def _check_sizes(self) -> None:

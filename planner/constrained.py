@@ -45,7 +45,7 @@ def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], wishes: Wishes) -> Ite
         if not cut_after[layer]:
             raise UsageError(
                 f"--cut-after {name}: --keep-together keeps it with {chain.names[layer + 1]}",
-                "Leave one of the two away.",
+                "Omit one of the two.",
             )
         yield layer
 

@@ -68,7 +68,7 @@ class Wishes:
         if self.robust and self.planner != "best":
             raise UsageError(
                 f"--robust with --planner {self.planner}: a tool's own plan leaves nothing to choose",
-                "Leave one of the two away.",
+                "Omit one of the two.",
             )
         self._check_words()
 

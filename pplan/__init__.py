@@ -231,7 +231,7 @@ def frontier(
     for name in ("objective", "price"):
         if name in options:
             raise UsageError(
-                f"{name}={options[name]!r}: a frontier is of step time against memory", f"Leave {name} away."
+                f"{name}={options[name]!r}: a frontier is of step time against memory", f"Omit {name}."
             )
     measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
     problem = ProblemArguments(**options).problem(measured, reference)
@@ -953,7 +953,7 @@ def _loaded(
         raise UsageError("a module is given without example_input", "Give a batch of its input as a tensor.")
     if input_shape is not None or classes is not None or settings:
         raise UsageError(
-            "input_shape, classes or settings are given with a module", "Leave them away: the module decides."
+            "input_shape, classes or settings are given with a module", "Omit them: the module decides."
         )
     return from_module(model, example_input)
 

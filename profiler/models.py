@@ -121,7 +121,7 @@ def _refuse(name: str, why: str, **options: object) -> None:
     for option, value in options.items():
         if value is not None:
             shown = "x".join(map(str, value)) if isinstance(value, tuple) else value
-            raise UsageError(f"--{option} {shown}: {name} {why}", f"Leave --{option} away.")
+            raise UsageError(f"--{option} {shown}: {name} {why}", f"Omit --{option}.")
 
 
 def _from_transformers(

@@ -28,7 +28,7 @@ def check_seconds_of(word: str | None, profiled: ProfiledDevice) -> None:
         where = profiled.name or profiled.device
         raise UsageError(
             f"--seconds-of {word}: the profile's seconds are not those of a processor but of {where}",
-            "Leave the option away: it is for planning GPUs with a processor's seconds.",
+            "Omit the option: it is for planning GPUs with a processor's seconds.",
         )
 
 

@@ -33,7 +33,7 @@ def best_for(objective: Objective, problem: Problem) -> Outcome:
     if problem.wishes.robust and objective.name != STEP_TIME:
         raise UsageError(
             f"--robust with --objective {objective.name}: it is of the step's time",
-            "Leave one of the two away.",
+            "Omit one of the two.",
         )
     if objective.name == THROUGHPUT:
         return throughput(problem)
@@ -75,7 +75,7 @@ def solve_for(
 
 def _lessened(problem: Problem, smaller: Problem) -> str:
     return (
-        f"no plan with {problem.samples_per_device} samples a device fits: the mini-batch is "
+        f"no plan with {problem.samples_per_device} samples a device fits: the global batch is "
         f"{smaller.mini_batch}, not {problem.mini_batch}"
     )
 

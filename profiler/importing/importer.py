@@ -130,13 +130,13 @@ def _of_table(rows: list[Row], path: Path, options: ImportOptions) -> Profile:
     if options.granularity is not None:
         raise UsageError(
             f"--granularity {options.granularity}: {path} is a table, its rows are the layers",
-            "Leave it away: it is for graphs.",
+            "Omit it: it is for graphs.",
         )
     given = table_layers.says_its_sizes(rows)
     if given and options.micro_batch_size is not None:
         raise UsageError(
             f"--micro-batch-size {options.micro_batch_size}: {path} has a column micro_batch_size",
-            "Leave the option away, or take the column out.",
+            "Omit the option, or take the column out.",
         )
     size = options.micro_batch_size or TABLE_SAMPLES
     made = table_layers.layers_of(rows, str(path), size)

@@ -97,9 +97,7 @@ def checked(partition: Partition, where: str) -> Partition:
     """The partition, where no stage is empty. Raises FileError."""
     for stage, (first, end) in enumerate(pairwise((0, *partition.ends))):
         if end <= first:
-            raise refused(
-                where, f"stage {stage} holds no layer", "pplan's stages hold one or more: leave it away."
-            )
+            raise refused(where, f"stage {stage} holds no layer", "pplan's stages hold one or more: omit it.")
     return partition
 
 

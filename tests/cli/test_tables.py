@@ -245,8 +245,8 @@ def test_names_do_not_steer_the_terminal(plan: Plan, profile: Profile, terminal:
 @pytest.mark.parametrize(
     ("low", "high", "shown"),
     [
-        (0.012, 0.0131, "Step 12.4 ms (12.0 to 13.1 ms in 8 of 10 cases), "),
-        (0.0009, 0.0131, "Step 12.4 ms (900 µs to 13.1 ms in 8 of 10 cases), "),
+        (0.012, 0.0131, "Step 12.4 ms (80 % interval 12.0 to 13.1 ms), "),
+        (0.0009, 0.0131, "Step 12.4 ms (80 % interval 900 µs to 13.1 ms), "),
         (0.0124001, 0.0124002, "Step 12.4 ms, "),
         (None, None, "Step 12.4 ms, "),
     ],

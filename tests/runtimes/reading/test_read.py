@@ -107,7 +107,7 @@ FORMATS = "Give a balance list"
         ("0,8,4,12", "stage 1 has -4 layers", ""),
         ("3,3", "the balance adds up to 6 layers, the profile has 12", "--profile FILE"),
         ("Et*4|t*4L", "it places 8 transformer blocks, the profile has 9", "--profile FILE"),
-        ("Et*4||t*5L", "stage 1 holds no layer", "leave it away"),
+        ("Et*4||t*5L", "stage 1 holds no layer", "omit it"),
         ("Et*4|t*5mL", "'m' is none of E, t, L and |", "predicts further tokens"),
         ("Et*4|t*5", "must begin with E and end with L", ""),
         ("Et*4|Et*5L", "must begin with E and end with L", ""),
