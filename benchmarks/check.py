@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from verified import verified
 
 from pplan import profile as measure
 from pplan.cli.check_cases import prepared
@@ -188,8 +189,8 @@ def plans(name: str, devices: int) -> Iterator[tuple[str, Plan | str, Profile, T
             problem = problem_of(profile.chain(), topology, wishes, reference, {})
             answer = find(problem)
             best = answer.best
-            made = "no plan" if best is None else bare_plan(
-                problem, best, answer.found, model=name, profile=reference
+            made = "no plan" if best is None else verified(
+                bare_plan(problem, best, answer.found, model=name, profile=reference), profile
             )  # fmt: skip
         except PplanError as error:
             made = error.what

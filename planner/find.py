@@ -7,7 +7,7 @@ Neither is lowered to the step of a plan: a step below its bound is a defect, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -78,7 +78,8 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> Answer:
     if not found.exact:
         found = _with(problem, found, _on_fewer(problem))
     if found.best is not None and (other := along_other_orders(problem, found.best)) is not None:
-        found = _with(problem, found, [other])
+        moved = _on_other_devices(problem, [other])
+        found = _with(problem, found, [other] if moved is None else [other, moved])
     return Answer(found, by_planner)
 
 
@@ -164,9 +165,7 @@ def joint_search(problem: Problem, seeds: Iterable[Candidate] = ()) -> Found:
     search, plans that are made of its own. With a bound on all of them."""
     seeds = [_as_searched(problem, seed) for seed in seeds]
     found = searched(problem, seeds)
-    known = [*seeds, *([] if found.best is None else [found.best])]
-    limit = min((plan.step_seconds for plan in known), default=inf)
-    others = fastest(problem.space, reassigned(problem, known), limit * (1 - TIE))
+    others = _on_other_devices(problem, [*seeds, *([] if found.best is None else [found.best])])
     made = fastest(problem.space, transplanted(problem, problem.unsearched, found.best))
     more = [plan for plan in (others, made) if plan is not None]
     # Among equals the one of the searched space.
@@ -175,6 +174,12 @@ def joint_search(problem: Problem, seeds: Iterable[Candidate] = ()) -> Found:
         if best is None or plan.step_seconds < best.step_seconds * (1 - TIE):
             best = plan
     return with_bound(problem, best, found)
+
+
+def _on_other_devices(problem: Problem, known: Sequence[Candidate]) -> Candidate | None:
+    """A plan that is faster than all these: the fastest of them, on other devices."""
+    limit = min((plan.step_seconds for plan in known), default=inf)
+    return fastest(problem.space, reassigned(problem, known, limit), limit * (1 - TIE))
 
 
 def _as_searched(problem: Problem, plan: Candidate) -> Candidate:

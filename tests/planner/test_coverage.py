@@ -197,6 +197,26 @@ def test_no_other_assignment_of_the_devices_is_faster(seed: int, make_chain: Mak
     assert answer.found.exact == (best.step_seconds >= in_order.bound_seconds * (1 - 1e-9))
 
 
+@pytest.mark.parametrize(("seed", "devices"), [(1, 6), (2, 6), (3, 5)])
+def test_no_assignment_of_devices_of_as_many_kinds_is_faster(
+    seed: int, devices: int, make_chain: MakeChain
+) -> None:
+    """Every permutation, of devices no two of which are alike, for the cuts and replicas of the answer."""
+    groups = tuple(Group(Device(f"kind{i}", None, 1 + 0.3 * i), 1) for i in range(devices))
+    topology = Topology(groups, (Level("node", None, Link(20.0, 0.0)),))
+    problem = Problem(make_chain(seed, 9, traffic=0.02, cuts=1.1), topology, Wishes(mini_batch=8))
+    best = find(problem).best
+    assert best is not None
+    others = []
+    for order in permutations(range(devices), sum(best.proposal.replicas)):
+        ranks = iter(order)
+        own = tuple(tuple(next(ranks) for _ in range(count)) for count in best.proposal.replicas)
+        others.append(Proposal(best.setting, best.proposal.ends, own))
+    other = fastest(problem.space, others)
+    assert other is not None
+    assert best.step_seconds <= other.step_seconds * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("name", ["memory", "cost", "throughput"])
 def test_objectives_say_which_plans_they_speak_of(name: str, make_chain: MakeChain) -> None:
     prices = {"": 1.0} if name == "cost" else {}

@@ -54,6 +54,8 @@ OUTER = '[[level]]\nname = "hall"\nbandwidth = "1GB/s"\n'
     ("text", "what", "hint"),
     [
         ("gpu = ", "not a TOML file", "bandwidth ="),
+        pytest.param("gpus = " + "9" * 5000, "not a TOML file", "bandwidth =", id="a number too long"),
+        pytest.param("a = " + "[" * 20_000, "not a TOML file", "bandwidth =", id="nested too deep"),
         ("bandwith = 3", "unknown key 'bandwith'", "Did you mean bandwidth?"),
         ("[nodes]\na = 1", "unknown key 'nodes'", "gpus_per_node"),
         ("[[levels]]\na = 1", "unknown key 'levels'", "Did you mean level?"),
