@@ -243,7 +243,8 @@ def test_a_reader_that_has_gone_is_no_error(here: Path, plan: Plan) -> None:
     shown.stdout.close()
     err = shown.stderr.read().decode()
     shown.stderr.close()
-    assert (shown.wait(timeout=60), err) == (0, "Using toy.plan.json (newest profile or plan in this directory)\n")
+    assert shown.wait(timeout=60) == 0
+    assert err == "Using toy.plan.json (newest profile or plan in this directory)\n"
 
 
 def test_a_full_standard_output(here: Path, plan: Plan) -> None:
