@@ -102,6 +102,6 @@ def test_ctrl_c_writes_what_there_is(zoo: Path, own_cache: Path, monkeypatch: py
     assert f"Wrote {file.name}" in err.splitlines()
     profile = Profile.load(file)
     assert [whole.micro_batch_size for whole in profile.whole] == [1, 2]
-    assert any(note.startswith("interrupted after ") and "--resume" in note for note in profile.notes)
+    assert any(note.startswith("interrupted after ") and "`resume`" in note for note in profile.notes)
     assert "interrupted after" in out
     assert [entry.suffix for entry in own_cache.iterdir()] == [".journal"]

@@ -276,5 +276,5 @@ def test_models_by_their_names(
     _, example = pplan.load_model("zoo_of_one:make", settings={"by_name": True})
     assert isinstance(example, dict)
     assert list(example) == ["input"]
-    with pytest.raises(pplan.UsageError, match="--classes 3: zoo_of_one:make"):
+    with pytest.raises(pplan.UsageError, match="classes=3: zoo_of_one:make"):
         pplan.load_model("zoo_of_one:make", classes=3)

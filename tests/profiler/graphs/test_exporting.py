@@ -373,7 +373,7 @@ def test_what_cannot_be_traced_is_told_with_its_line(
     assert words in caught.value.what
     assert line in caught.value.what
     assert Path(__file__).name in caught.value.what
-    assert "--granularity module:" in caught.value.hint
+    assert "granularity='module:" in caught.value.hint
     assert "nn.Sequential" in caught.value.hint
     assert capfd.readouterr() == ("", "")
 
