@@ -219,13 +219,9 @@ def _print_current(found: SplitComparison, console: Console) -> None:
     titled(console, "The stages of the plan", _stages(found.plan, console))
 
 
-<<<<<<< HEAD
-def _causes(found: CurrentSplit, console: Console) -> Table:
+def _causes(found: SplitComparison, console: Console) -> Table:
     own, step = found.current.plan.step_seconds, found.plan.plan.step_seconds
     least = SAME * own
-=======
-def _causes(found: SplitComparison, console: Console) -> Table:
->>>>>>> main
     columns = [
         text("what", folds_at=12),
         figure(f"split:\nstage {found.current.busiest.stage}"),

@@ -97,15 +97,9 @@ def export_command(
     from ..cost_models.document import MadeBy, write_whole
     from ..cost_models.runtime import runtime_named
     from ..planner.plan_file import Plan
-<<<<<<< HEAD
-    from ..runtimes.export import SUFFIXES, export
-    from ..runtimes.exported import device_of, layers_hash
-    from .default_input import named_or_newest
-=======
     from ..runtimes.formats.export_document import default_device, hash_layers
     from ..runtimes.formats.exporters import SUFFIXES, export
-    from .newest import named_or_newest
->>>>>>> main
+    from .default_input import named_or_newest
     from .output import chosen_target, file_stem
     from .provenance import command_line, made_by
     from .settings import parse_settings

@@ -10,12 +10,8 @@ from rich.table import Table
 
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..profiler.profile_file import LayerMeasurement, MeasuredLoss, Profile, ProfiledLayer, WholeMeasurement
-<<<<<<< HEAD
-from .number_format import percent, three_digits
-=======
 from .field_names import as_options
-from .figures import percent, three_digits
->>>>>>> main
+from .number_format import percent, three_digits
 from .table_style import Column, figure, line, table, text, titled
 
 HEAVIEST = 10

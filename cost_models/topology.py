@@ -74,11 +74,7 @@ class Topology:
         self._check_sizes()
         if self.capacity is not None and self.gpus > self.capacity:
             raise UsageError(
-<<<<<<< HEAD
-                f"--gpus {self.gpus}: the levels hold {self.capacity} devices",
-=======
                 f"gpus={self.gpus}: the levels hold {self.capacity} devices",
->>>>>>> main
                 "Use fewer, or omit the size of the outermost level: then it holds any number.",
             )
 

@@ -42,11 +42,7 @@ def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], wishes: Wishes) -> Ite
             )
         if not cut_after[layer]:
             raise UsageError(
-<<<<<<< HEAD
-                f"--cut-after {name}: --keep-together keeps it with {chain.names[layer + 1]}",
-=======
                 f"cut_after={name!r}: `keep_together` keeps it with {chain.names[layer + 1]}",
->>>>>>> main
                 "Omit one of the two.",
             )
         yield layer

@@ -114,17 +114,10 @@ def _of_searched(problem: Problem) -> str:
 
 
 def _none_left(problem: Problem) -> str:
-<<<<<<< HEAD
-    if problem.unsearched and any(setting.schedule in SEARCHED for setting in problem.settings):
-        return f"no plan{_of_searched(problem)} is allowed by these options, whatever the memory"
-    if any(setting.schedule in SEARCHED for setting in problem.settings):
-        return "no plan is allowed by these options, whatever the memory"
-=======
     if problem.unsearched and any(config.schedule in SEARCHED for config in problem.configs):
-        return f"no plan{_of_searched(problem)} is left by these wishes, whatever the memory"
+        return f"no plan{_of_searched(problem)} is allowed by these options, whatever the memory"
     if any(config.schedule in SEARCHED for config in problem.configs):
-        return "no plan is left by these wishes, whatever the memory"
->>>>>>> main
+        return "no plan is allowed by these options, whatever the memory"
     names = ", ".join(problem.schedules)
     return f"no plan under {names} was found for these options, whatever the memory; not all are looked at"
 

@@ -337,11 +337,7 @@ class Problem:
         if batch % micro_batches:
             fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
             raise UsageError(
-<<<<<<< HEAD
-                f"--micro-batches {micro_batches}: a global batch of {batch} does not divide into so many",
-=======
-                f"micro_batches={micro_batches}: a mini-batch of {batch} does not divide into so many",
->>>>>>> main
+                f"micro_batches={micro_batches}: a global batch of {batch} does not divide into so many",
                 f"Use a divisor of {batch}: {some(fitting)}.",
             )
         if len(self.chain.sizes) == 1:

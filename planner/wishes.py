@@ -67,11 +67,7 @@ class Wishes:
             raise UsageError(f"time_limit={self.time_limit:g}: must be above 0", "Give 30s, say.")
         if self.robust and self.planner != "best":
             raise UsageError(
-<<<<<<< HEAD
-                f"--robust with --planner {self.planner}: a tool's own plan leaves nothing to choose",
-=======
                 f"`robust` with planner={self.planner!r}: a tool's own plan leaves nothing to choose",
->>>>>>> main
                 "Omit one of the two.",
             )
         self._check_words()

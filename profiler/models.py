@@ -120,12 +120,7 @@ def _refuse(name: str, why: str, **options: object) -> None:
     """Raises UsageError where an option is given that such a model does not take."""
     for option, value in options.items():
         if value is not None:
-<<<<<<< HEAD
-            shown = "x".join(map(str, value)) if isinstance(value, tuple) else value
-            raise UsageError(f"--{option} {shown}: {name} {why}", f"Omit --{option}.")
-=======
             raise UsageError(f"{option}={value!r}: {name} {why}", f"Omit `{option}`.")
->>>>>>> main
 
 
 def _from_transformers(

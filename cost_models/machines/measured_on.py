@@ -27,13 +27,8 @@ def check_seconds_of(word: str | None, profiled: ProfiledDevice) -> None:
     if not profiled.is_cpu:
         where = profiled.name or profiled.device
         raise UsageError(
-<<<<<<< HEAD
-            f"--seconds-of {word}: the profile's seconds are not those of a processor but of {where}",
-            "Omit the option: it is for planning GPUs with a processor's seconds.",
-=======
             f"seconds_of={word!r}: the profile's seconds are not those of a processor but of {where}",
             "Omit it: it is for planning GPUs with a processor's seconds.",
->>>>>>> main
         )
 
 

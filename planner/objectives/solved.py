@@ -32,11 +32,7 @@ def best_for(objective: Objective, problem: Problem) -> ObjectiveResult:
     """What the objective comes to. Raises UsageError."""
     if problem.wishes.robust and objective.name != STEP_TIME:
         raise UsageError(
-<<<<<<< HEAD
-            f"--robust with --objective {objective.name}: it is of the step's time",
-=======
             f"`robust` with objective={objective.name!r}: it is of the step's time",
->>>>>>> main
             "Omit one of the two.",
         )
     if objective.name == THROUGHPUT:

@@ -58,24 +58,4 @@ def planner_named(name: str) -> Planner:
     raise UsageError(f"planner {name!r} is unknown", f"{guess}There are: best, {', '.join(PLANNERS)}.")
 
 
-<<<<<<< HEAD
-@runtime_checkable
-class Refusing(Protocol):
-    """A planner that says why it proposes nothing."""
-
-    def refusal(self, problem: Problem) -> str:
-        """In words; for a problem of which it proposed nothing."""
-        ...
-
-
-def refusal(planner: Planner, problem: Problem) -> str:
-    """Why a planner proposed nothing for the problem, in words."""
-    if isinstance(planner, Refusing):
-        return planner.refusal(problem)
-    return "not applicable to this problem"
-
-
-__all__ = ["PLANNERS", "Refusing", "planner_named", "refusal"]
-=======
 __all__ = ["PLANNERS", "planner_named"]
->>>>>>> main

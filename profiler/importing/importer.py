@@ -129,23 +129,14 @@ def _of_graph(text: str, path: Path, options: ImportOptions) -> Profile:
 def _of_table(rows: list[Row], path: Path, options: ImportOptions) -> Profile:
     if options.granularity is not None:
         raise UsageError(
-<<<<<<< HEAD
-            f"--granularity {options.granularity}: {path} is a table, its rows are the layers",
-=======
             f"granularity={options.granularity!r}: {path} is a table, its rows are the layers",
->>>>>>> main
             "Omit it: it is for graphs.",
         )
     given = table_layers.says_its_sizes(rows)
     if given and options.micro_batch_size is not None:
         raise UsageError(
-<<<<<<< HEAD
-            f"--micro-batch-size {options.micro_batch_size}: {path} has a column micro_batch_size",
-            "Omit the option, or take the column out.",
-=======
             f"micro_batch_size={options.micro_batch_size}: {path} has a column micro_batch_size",
             "Omit it, or take the column out.",
->>>>>>> main
         )
     size = options.micro_batch_size or TABLE_SAMPLES
     made = table_layers.layers_of(rows, str(path), size)

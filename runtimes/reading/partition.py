@@ -97,11 +97,7 @@ def checked(partition: Partition, where: str) -> Partition:
     """The partition, where no stage is empty. Raises FileError."""
     for stage, (first, end) in enumerate(pairwise((0, *partition.ends))):
         if end <= first:
-<<<<<<< HEAD
-            raise refused(where, f"stage {stage} holds no layer", "pplan's stages hold one or more: omit it.")
-=======
             raise refused(where, f"stage {stage} holds no layer", "Omit it: every stage holds one or more.")
->>>>>>> main
     return partition
 
 

@@ -105,15 +105,9 @@ FORMATS = "Give a balance list"
         ("4,0,8", "stage 1 has 0 layers", ""),
         ("0,4,4,12", "stage 1 has 0 layers", ""),
         ("0,8,4,12", "stage 1 has -4 layers", ""),
-<<<<<<< HEAD
-        ("3,3", "the balance adds up to 6 layers, the profile has 12", "--profile FILE"),
-        ("Et*4|t*4L", "it places 8 transformer blocks, the profile has 9", "--profile FILE"),
-        ("Et*4||t*5L", "stage 1 holds no layer", "omit it"),
-=======
         ("3,3", "the balance adds up to 6 layers, the profile has 12", "profile=FILE"),
         ("Et*4|t*4L", "it places 8 transformer blocks, the profile has 9", "profile=FILE"),
         ("Et*4||t*5L", "stage 1 holds no layer", "Omit it"),
->>>>>>> main
         ("Et*4|t*5mL", "'m' is none of E, t, L and |", "predicts further tokens"),
         ("Et*4|t*5", "must begin with E and end with L", ""),
         ("Et*4|Et*5L", "must begin with E and end with L", ""),
