@@ -134,9 +134,9 @@ def _gain(found: Check) -> list[str]:
     said = []
     for other in found.cases:
         if other.name != PLAN:
-            found = compared(own, other.measured_step_seconds)
+            versus = compared(own, other.measured_step_seconds)
             than = {"the same": "as fast as", "nearly the same": "nearly as fast as"}.get(
-                found, f"{found} than"
+                versus, f"{versus} than"
             )
             said.append(f"The plan is {than} the {other.name}, measured.")
     return said
