@@ -21,7 +21,7 @@ from statistics import median
 import torch
 
 from pplan import profile as measure
-from pplan.cli.check_cases import prepared
+from pplan.api.check_cases import prepared
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.find import find

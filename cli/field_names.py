@@ -12,6 +12,11 @@ FIELDS: dict[str, str] = {
     name: "--" + name.replace("_", "-")
     for name in [
         "accumulate",
+        "backward_ms",
+        "emulate",
+        "forward_ms",
+        "transfer_ms",
+        "weight_ms",
         "backend",
         "bandwidth",
         "calibrate",
@@ -26,7 +31,6 @@ FIELDS: dict[str, str] = {
         "device",
         "devices",
         "dtype",
-        "emulate",
         "fail_above",
         "format",
         "force",
@@ -93,7 +97,14 @@ FIELDS: dict[str, str] = {
         "what_if",
         "memory_step",
     ]
-} | {"memory_bytes": "--memory", "memory": "--memory", "pins": "--pin", "pin": "--pin", "settings": "--set"}
+} | {
+    "memory_bytes": "--memory",
+    "memory": "--memory",
+    "pins": "--pin",
+    "pin": "--pin",
+    "settings": "--set",
+    "even": "--no-even",
+}
 """By the name of a field, the option that sets it."""
 
 _NAMES = "|".join(sorted(FIELDS, key=len, reverse=True))
@@ -109,7 +120,7 @@ def as_options(text: str) -> str:
 def _option(found: re.Match[str]) -> str:
     name, value = found[1] or found[3], found[2] or found[4]
     option = FIELDS[name]
-    if value is None or value == "True":
+    if value in (None, "True") or (value == "False" and option.startswith("--no-")):
         return option
     if name == "pins" and value.startswith("("):
         layer, _, stage = value[1:-1].rpartition(", ")
