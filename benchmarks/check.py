@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -19,12 +20,13 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from verified import verified
 
 from pplan import profile as measure
 from pplan.api.check_cases import prepared
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.solve import bare_plan, problem_of
 from pplan.planner.wishes import Wishes
@@ -32,8 +34,8 @@ from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.job import Case, CaseResult, Job, Measured, Predicted, StageSeconds, Waits
 from pplan.runtimes.checking.job import Link as CutLink
 from pplan.runtimes.checking.launching import Telling, run_in_processes
-from pplan.runtimes.torch_actions import action_rows, class_of, program_of, stages_of
-from pplan.runtimes.torch_pipelining import TorchExport
+from pplan.runtimes.formats.torch_actions import action_rows, build_program, device_stages, schedule_class
+from pplan.runtimes.formats.torch_export import TorchExport
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}
 """With their virtual stages a device."""
@@ -79,8 +81,8 @@ CALIBRATION = StageSet("calibration", (1.2, 0.9), 2**17, backward=0.05)
 def step_case(schedule: str, devices: int, micro_batches: int, stages: StageSet) -> Case:
     """Raises UsageError where the schedule does not run with these numbers."""
     virtual = SCHEDULES[schedule]
-    program = program_of(schedule, devices, micro_batches, virtual)
-    parts = program.places
+    program = build_program(schedule, devices, micro_batches, virtual)
+    parts = program.slots
     document = TorchExport(
         runtime="torch",
         model="emulated",
@@ -89,9 +91,9 @@ def step_case(schedule: str, devices: int, micro_batches: int, stages: StageSet)
         step_seconds=1.0,
         micro_batches=micro_batches,
         order=schedule,
-        schedule=class_of(schedule, program),
+        schedule=schedule_class(schedule, program),
         parts=list(range(parts + 1)),
-        stages=stages_of(program),
+        stages=device_stages(program),
         replicas=1,
         devices=list(range(devices)),
         recompute=["never"] * parts,
@@ -188,8 +190,8 @@ def plans(name: str, devices: int) -> Iterator[tuple[str, Plan | str, Profile, T
             problem = problem_of(profile.chain(), topology, wishes, reference, {})
             answer = find(problem)
             best = answer.best
-            made = "no plan" if best is None else bare_plan(
-                problem, best, answer.found, model=name, profile=reference
+            made = "no plan" if best is None else verified(
+                bare_plan(problem, best, answer.found, model=name, profile=reference), profile
             )  # fmt: skip
         except PplanError as error:
             made = error.what
@@ -248,9 +250,13 @@ def main() -> None:
         "--all", action="store_true", help="every set of stages, which takes three times as long"
     )
     parser.add_argument("--table", choices=("steps", "plans", "both"), default="both")
-    parser.add_argument("--predictions", type=Path, default=Path("check.predictions.jsonl"))
+    parser.add_argument(
+        "--predictions", type=Path, help="file of the predictions; default: one in a temporary folder"
+    )
     chosen = parser.parse_args()
-    told = telling(chosen.predictions)
+    predictions = chosen.predictions or Path(tempfile.mkdtemp()) / "check.predictions.jsonl"
+    told = telling(predictions)
+    print(f"Predictions are written to {predictions}")
     # As the processes of the check have it: a profile of two threads says nothing of one.
     torch.set_num_threads(1)
     print(f"Python {platform.python_version()}, torch {torch.__version__}, median of {STEPS} steps\n")

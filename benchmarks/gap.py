@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from gap_models import MODELS, profile_of
+from verified import verified
 
 import pplan
 from pplan import InfeasibleError
@@ -52,6 +53,7 @@ def solved(profile: pplan.Profile, gpus: int, bandwidth: float) -> Row | None:
     except InfeasibleError:
         return None
     seconds = time.perf_counter() - start
+    verified(plan, profile)
     deep = plan.micro_batches >= 4 * len(plan.stages)
     return Row(plan.prediction.gap, plan.prediction.exact, deep, seconds)
 

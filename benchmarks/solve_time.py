@@ -18,7 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from generated_chains import generated_chain
+from generated_chains import generated_profile
+from verified import verified
+
+import pplan
+from pplan.cost_models.quantities import parse_bytes
 
 CASES: dict[str, tuple[int, int, int, str, float]] = {
     "50 x 64": (50, 64, 1024, "80GiB", 5),
@@ -60,28 +64,24 @@ def _in_a_process(name: str) -> dict[str, object]:
 
 def solved(name: str) -> dict[str, object]:
     """One case."""
-    from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
-    from pplan.cost_models.quantities import parse_bytes
-    from pplan.planner.plan_file import ProfileReference
-    from pplan.planner.solve import solve
-    from pplan.planner.wishes import Wishes
-
     layers, gpus, mini_batch, memory, _ = CASES[name]
+    profile = generated_profile(layers)
     start = time.perf_counter()
-    topology = make_topology(
+    plan = pplan.solve(
+        profile,
         gpus=gpus,
-        file=Path("dgx-a100"),
-        memory_bytes=parse_bytes(memory, name="memory"),
-        profiled=ProfiledDevice("cuda", "NVIDIA A100-SXM4-80GB", None),
+        topology="dgx-a100",
+        memory_bytes=int(parse_bytes(memory, name="memory")),
+        optimizer="adam",
+        mini_batch=mini_batch,
     )
-    wishes = Wishes(optimizer="adam", mini_batch=mini_batch)
-    reference = ProfileReference(file="generated", sha256="")
-    plan = solve(generated_chain(layers), topology, wishes, model="generated", profile=reference)
     seconds = time.perf_counter() - start
     stages = f"{len(plan.stages)} stages, replicas {'-'.join(map(str, plan.replicas[:12]))}"
+    gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    verified(plan, profile)
     return {
         "seconds": seconds,
-        "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "gib": gib,
         "gap": plan.prediction.gap,
         "exact": plan.prediction.exact,
         "plan": f"{stages}, {plan.micro_batches} x {plan.micro_batch_size}, {plan.schedule}",
@@ -106,6 +106,7 @@ def command() -> dict[str, object]:
                 text=True,
             )
             taken.append(time.perf_counter() - start)
+        subprocess.run([script, "verify"], cwd=folder, check=True, capture_output=True)
     plan = json.loads(ran.stdout)
     used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     stages = "-".join(str(stage["replicas"]) for stage in plan["stages"])

@@ -13,11 +13,19 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from generated_chains import generated_chain
+from generated_chains import generated_profile
+from verified import verified
+
+import pplan
+from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
+from pplan.cost_models.machines.topology_text import to_toml
+from pplan.cost_models.quantities import parse_bytes
+from pplan.cost_models.topology import Group
 
 CASES = (
     (200, 64, 1, "16GiB", 1.0),
@@ -59,13 +67,27 @@ def main() -> None:
 
 def solved(layers: int, gpus: int, kinds: int, memory: str, limit: float) -> dict[str, object]:
     """One case."""
-    from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
-    from pplan.cost_models.quantities import parse_bytes
-    from pplan.cost_models.topology import Group
-    from pplan.planner.plan_file import ProfileReference
-    from pplan.planner.solve import solve
-    from pplan.planner.wishes import Wishes
+    profile = generated_profile(layers)
+    with tempfile.TemporaryDirectory() as folder:
+        topology = _topology(Path(folder) / "machine.toml", gpus, kinds, memory)
+        start = time.process_time()
+        plan = pplan.solve(
+            profile, gpus=gpus, topology=topology, optimizer="adam", mini_batch=16 * gpus, time_limit=limit
+        )
+        seconds = time.process_time() - start
+    gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    verified(plan, profile)
+    return {
+        "seconds": seconds,
+        "gib": gib,
+        "gap": plan.prediction.gap,
+        "plan": f"{len(plan.stages)} stages, replicas {'-'.join(map(str, plan.replicas[:8]))}, "
+        f"{plan.micro_batches} x {plan.micro_batch_size}, {plan.schedule}",
+    }
 
+
+def _topology(path: Path, gpus: int, kinds: int, memory: str) -> Path:
+    """The file of the machine."""
     topology = make_topology(
         gpus=gpus,
         file=Path("dgx-a100"),
@@ -76,17 +98,8 @@ def solved(layers: int, gpus: int, kinds: int, memory: str, limit: float) -> dic
         fast = topology.groups[0].device
         groups = (Group(fast, gpus // 2), Group(replace(fast, name="slow", speed=0.5), gpus - gpus // 2))
         topology = replace(topology, groups=groups)
-    wishes = Wishes(optimizer="adam", mini_batch=16 * gpus, time_limit=limit)
-    chain, reference = generated_chain(layers), ProfileReference(file="generated", sha256="")
-    start = time.process_time()
-    plan = solve(chain, topology, wishes, model="generated", profile=reference)
-    return {
-        "seconds": time.process_time() - start,
-        "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "gap": plan.prediction.gap,
-        "plan": f"{len(plan.stages)} stages, replicas {'-'.join(map(str, plan.replicas[:8]))}, "
-        f"{plan.micro_batches} x {plan.micro_batch_size}, {plan.schedule}",
-    }
+    path.write_text(to_toml(topology))
+    return path
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ from rich.table import Table
 from ..cost_models.optimizers import optimizer_named
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..cost_models.runtime import runtime_named
+from ..planner.pipeline_config import SEARCHED
 from ..planner.plan_file import TIE, Alternative, Baseline, Plan, PlannedStage, Prediction
-from ..planner.setting import SEARCHED
 from .aim_lines import aim_line, aim_proof
 from .default_lines import default_lines
+from .field_names import as_options
 from .figures import percent, ranges, three_digits
 from .table_style import figure, line, table, text, titled, word
 
@@ -25,7 +26,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     for further in more:
         line(console, further)
     for warning in plan.warnings:
-        line(console, f"Warning: {warning}")
+        line(console, f"Warning: {as_options(warning)}")
     each = " on one replica" if max(plan.replicas) > 1 else ""
     titled(console, f"Stages; seconds of one micro-batch{each}", _stages(plan, console))
     console.print()
@@ -39,7 +40,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.notes:
         console.print()
     for note in plan.notes:
-        line(console, f"Note: {note}")
+        line(console, f"Note: {as_options(note)}")
 
 
 def answer_lines(plan: Plan) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .field_names import as_options
 from .options import AsJson, Force, Output, shape, sizes, whole_number, word
 from .streams import console, printable, remark, watched
 
@@ -244,7 +245,7 @@ def profile_command(
                 progress=progress,
                 cache=not no_cache,
                 resume=resume,
-                remark=remark,
+                remark=lambda text: remark(as_options(text)),
             )
     except Interrupted as interruption:
         write(interruption.profile)

@@ -7,23 +7,28 @@ equal neighbours are taken in other orders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations, groupby, islice, permutations
+from math import inf
 
+from ..cost_models.schedules import schedule_named
 from ..cost_models.topology import Topology
-from .candidate import Candidate, Proposal
+from .candidate import Proposal, ScoredPlan
+from .pipeline_config import SEARCHED
 from .problem import Problem
 from .search.branch_and_bound import search
+from .search.pipelines import cheapest_mode
 from .search.placements import REORDERED, placement_of
+from .search.space import Space, narrowed
 from .symmetry import Shape, Symmetry, path_of
 
 FEW = 8
 """Devices of which all assignments are looked at."""
 SHAPES = 2
 """Plans whose stages are given other devices."""
-MOST_ASSIGNMENTS = 400
-"""Of the devices to the stages of a plan."""
+MOST_ASSIGNMENTS = 40_320
+"""Of the devices to the stages of a plan: eight of which no two are alike to eight stages."""
 MOST_ORDERS = 24
 """Of the devices, in which stages take them one run after another."""
 MOST_ENTRIES = 4_000
@@ -32,23 +37,24 @@ WORK = 5e8
 """Of the search along further orders, see `search.work.Work`; less of a time limit below a second."""
 
 
-def reassigned(problem: Problem, plans: Iterable[Candidate]) -> Iterator[Proposal]:
-    """The fastest of these plans on other devices; none where a runtime numbers the devices."""
+def reassigned(problem: Problem, plans: Iterable[ScoredPlan], limit: float = inf) -> Iterator[Proposal]:
+    """The fastest of these plans on other devices; none where a runtime numbers the devices. Of few devices
+    all that fit and whose busiest stage alone leaves a step below `limit` seconds possible."""
     if problem.runtime is not None or _is_uniform(problem.topology):
         return
-    straight = [plan for plan in plans if plan.setting.virtual_stages == 1]
+    linear = [plan for plan in plans if plan.config.virtual_stages == 1]
     shapes = dict[tuple[object, ...], Proposal]()
-    for plan in sorted(straight, key=lambda plan: plan.step_seconds):
+    for plan in sorted(linear, key=lambda plan: plan.step_seconds):
         own = plan.proposal
-        shapes.setdefault((own.setting, own.ends, own.replicas), own)
+        shapes.setdefault((own.config, own.ends, own.replicas), own)
     for proposal in islice(shapes.values(), SHAPES):
-        for devices in _assignments(problem.topology, proposal.replicas):
+        for devices in _assignments(problem.space, proposal, limit):
             changed = replace(proposal, devices=devices)
             if problem.allows(changed):
                 yield changed
 
 
-def along_other_orders(problem: Problem, best: Candidate) -> Candidate | None:
+def along_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     """A faster plan of the best one's schedule, where a short search along other orders of few devices finds
     one."""
     topology = problem.topology
@@ -64,7 +70,7 @@ def along_other_orders(problem: Problem, best: Candidate) -> Candidate | None:
     families = [
         replace(family, placement=placement)
         for family in problem.families
-        if family.placement == problem.placements[0] and family.setting.schedule == best.setting.schedule
+        if family.placement == problem.placements[0] and family.config.schedule == best.config.schedule
         for placement in placements[:most]
     ]
     if not families:
@@ -78,18 +84,56 @@ def _is_uniform(topology: Topology) -> bool:
     return len({path_of(topology, rank) for rank in range(topology.gpus)}) == len(topology.kinds) == 1
 
 
-def _assignments(topology: Topology, replicas: Sequence[int]) -> Iterator[Shape]:
-    """Devices for stages of so many replicas."""
+def _assignments(space: Space, proposal: Proposal, limit: float) -> Iterator[Shape]:
+    """Devices for the stages of a plan."""
+    topology = space.topology
     if topology.gpus <= FEW:
-        yield from _all_assignments(topology, replicas)
+        leaves = _Possible(narrowed(space, proposal.ends), proposal, limit)
+        yield from _all_assignments(topology, proposal.replicas, leaves if leaves.is_judged else None)
     else:
         for order in _orders(topology):
             ranks = iter(order)
-            yield tuple(tuple(islice(ranks, count)) for count in replicas)
+            yield tuple(tuple(islice(ranks, count)) for count in proposal.replicas)
 
 
-def _all_assignments(topology: Topology, replicas: Sequence[int]) -> list[Shape]:
-    """Of each kind that symmetry makes alike one, stage by stage; of too many the first."""
+@dataclass(frozen=True)
+class _Possible:
+    """Whether the stages of a plan can be on some devices, in a step of less than `limit` seconds."""
+
+    space: Space
+    proposal: Proposal
+    limit: float
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the schedule is one of which `__call__` knows the memory."""
+        return self.proposal.config.schedule in SEARCHED
+
+    def __call__(self, shape: Shape) -> bool:
+        """Of the devices of the first stages, the last of which fits and, between the first forward that it
+        waits for and the backward that waits for it, computes all micro-batches."""
+        stage, config = len(shape) - 1, self.proposal.config
+        schedule, stages = schedule_named(config.schedule), len(self.proposal.ends)
+        in_flight = schedule.in_flight(stage, stages, config.micro_batches)
+        team = self.space.team(config.micro_batch_size, shape[-1])
+        if cheapest_mode(team, config, stage, stage + 1, in_flight) is None:
+            return False
+        before = sum(self._once(number, own) for number, own in enumerate(shape[:-1]))
+        return before + config.micro_batches * self._once(stage, shape[-1]) < self.limit
+
+    def _once(self, stage: int, devices: Sequence[int]) -> float:
+        """Seconds of one micro-batch, forward and backward."""
+        team = self.space.team(self.proposal.config.micro_batch_size, devices)
+        return float(team.forward[stage, stage + 1] + team.backward[stage, stage + 1])
+
+
+def _all_assignments(
+    topology: Topology,
+    replicas: Sequence[int],
+    possible: Callable[[Shape], bool] | None = None,
+    most: int = MOST_ASSIGNMENTS,
+) -> list[Shape]:
+    """Of those that symmetry makes alike one, stage by stage, of `possible` first stages only."""
     symmetry, found = Symmetry(topology), [Shape()]
     for count in replicas:
         longer = dict[object, Shape]()
@@ -97,17 +141,19 @@ def _all_assignments(topology: Topology, replicas: Sequence[int]) -> list[Shape]
             taken = {rank for own in shape for rank in own}
             free = [rank for rank in range(topology.gpus) if rank not in taken]
             for own in combinations(free, count):
-                longer.setdefault(symmetry.key((*shape, own)), (*shape, own))
-            if len(longer) > MOST_ASSIGNMENTS:
+                made = (*shape, own)
+                if possible is None or possible(made):
+                    longer.setdefault(symmetry.key(made), made)
+            if len(longer) > most:
                 break
-        found = list(longer.values())[:MOST_ASSIGNMENTS]
+        found = list(longer.values())[:most]
     return found
 
 
 def _orders(topology: Topology) -> list[tuple[int, ...]]:
     """Of all devices: of few all that differ, of many with the runs of equal neighbours in other orders."""
     if topology.gpus <= FEW:
-        shapes = _all_assignments(topology, [1] * topology.gpus)
+        shapes = _all_assignments(topology, [1] * topology.gpus, most=10 * MOST_ORDERS)
         return [tuple(rank for own in shape for rank in own) for shape in shapes][:MOST_ORDERS]
     runs = [tuple(own) for _, own in groupby(range(topology.gpus), key=lambda r: path_of(topology, r))]
     if len(runs) == 1:

@@ -46,8 +46,8 @@ def target_named(device: str | None, calibrate: str | Path | Profile | None = No
     if device is None or device.partition(":")[0] != DEVICE:
         if calibrate is not None:
             raise UsageError(
-                f"--calibrate with --device {device or '(none)'}: what is measured needs no calibration",
-                "Leave it away, or estimate: --device analytic:h100",
+                f"`calibrate` with device={device!r}: what is measured needs no calibration",
+                "Omit it, or estimate: device='analytic:h100'",
             )
         return None
     name = device.partition(":")[2]
@@ -56,8 +56,8 @@ def target_named(device: str | None, calibrate: str | Path | Profile | None = No
     if measured is not None and (measured.estimated or measured.structure_only or measured.compiled):
         kind = "compiled" if measured.compiled else "not a measurement"
         raise UsageError(
-            f"--calibrate: the profile of {measured.model} is {kind}",
-            "Give one that was measured on a GPU, without --compile.",
+            f"`calibrate`: the profile of {measured.model} is {kind}",
+            "Give one that was measured on a GPU, without `compile`.",
         )
     return Target(roofline, measured)
 
@@ -159,12 +159,12 @@ def _check_same(subject: Subject, measured: Profile) -> None:
     elif measured.input_shape not in (None, shape):
         what = f"an input of {measured.input_shape}, not {shape}"
     elif (measured.dtype, measured.amp) != (dtype, subject.modes.amp):
-        what = f"{measured.dtype}{f' with --amp {measured.amp}' if measured.amp else ''}, not {dtype}"
+        what = f"{measured.dtype}{f' with amp={measured.amp!r}' if measured.amp else ''}, not {dtype}"
     else:
         return
     raise UsageError(
-        f"--calibrate: the profile of {measured.model} is of {what}",
-        "Calibrate with a profile of the same model, --input, --dtype and --granularity.",
+        f"`calibrate`: the profile of {measured.model} is of {what}",
+        "Calibrate with a profile of the same model, `input_shape`, `dtype` and `granularity`.",
     )
 
 
@@ -175,8 +175,8 @@ def _roofline_of(measured: Profile, roofline: Roofline) -> Roofline:
     preset = match_device(measured.device_name)
     if preset is None or preset.name not in ROOFLINES:
         raise UsageError(
-            f"--calibrate: the profile was measured on {measured.device_name or measured.device}, "
+            f"`calibrate`: the profile was measured on {measured.device_name or measured.device}, "
             "of which there are no figures",
-            "Estimate for a file of its figures, whose name is this one: --device analytic:my.toml",
+            "Estimate for a file of its figures, whose name is this one: device='analytic:my.toml'",
         )
     return ROOFLINES[preset.name]

@@ -153,7 +153,7 @@ def _whole(result: SizeResult) -> WholeMeasurement:
     if forward + backward <= 0 or own_forward + own_backward <= 0:
         raise MachineError(
             f"micro-batch size {result.size}: the clock reads 0 s for the whole pass",
-            "The model is too fast for this machine's clock: name larger --micro-batch-sizes.",
+            "The model is too fast for this machine's clock: name larger `micro_batch_sizes`.",
         )
     return WholeMeasurement(
         micro_batch_size=result.size,
@@ -188,7 +188,7 @@ def _evaluation_note(subject: Subject) -> list[str]:
 def _checkpoint_note(chain: LayerChain) -> list[str]:
     note = (
         "the model recomputes parts of itself (torch.utils.checkpoint), which its layers do not: "
-        "pplan solve plans recomputation itself"
+        "pplan plans recomputation itself"
     )
     return [note] if chain.drops_checkpoints else []
 
@@ -208,7 +208,7 @@ def _dominating_note(chain: LayerChain, layers: Sequence[ProfiledLayer]) -> list
     )
     return [
         f"layer {layers[heaviest].name} {takes}; "
-        "--granularity fine cuts inside it, where several tensors cross"
+        "granularity='fine' cuts inside it, where several tensors cross"
     ]
 
 

@@ -80,7 +80,7 @@ def fitted(works: list[Work], seconds: Vector, launch: float) -> Curves:
         best = min(best or (error, curves), (error, curves), key=lambda found: found[0])
     if best is None:
         raise UsageError(
-            "--calibrate: no efficiency makes the estimate like the measured seconds",
+            "`calibrate`: no efficiency makes the estimate like the measured seconds",
             "Calibrate with a profile of larger layers or micro-batch sizes, measured on an idle GPU.",
         )
     return best[1]

@@ -128,17 +128,17 @@ class Keeper:
             return None
         if not stored.request.answers(request):
             return None
-        self.remark(f"Taken from the cache of {profile.made_by.time}; --no-cache measures anew")
+        self.remark(f"Taken from the cache of {profile.made_by.time}; `cache=False` measures anew")
         return profile
 
     def _journal(self, path: Path, key: str, layers: int) -> Journal | None:
         try:
             journal = Journal.opened(path, key, layers, resume=self.resume)
         except BlockingIOError:
-            self.remark("Another process measures the same: this one keeps no journal for --resume")
+            self.remark("Another process measures the same: this one keeps no journal for `resume`")
             return None
         except OSError as error:
-            self.remark(f"No journal is kept for --resume: {error}")
+            self.remark(f"No journal is kept for `resume`: {error}")
             return None
         if journal.passes:
             self.remark(f"Continuing an interrupted profile: {journal.passes} passes of it are kept")
@@ -147,7 +147,7 @@ class Keeper:
         elif journal.passes_found:
             self.remark(
                 f"An interrupted profile of this, of {journal.passes_found} passes, is begun anew; "
-                "--resume would have continued it"
+                "`resume` would have continued it"
             )
         return journal
 

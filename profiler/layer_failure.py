@@ -35,15 +35,15 @@ def _described(given: Any) -> str:
 def _hint(said: str) -> str:
     """What may mend a layer's failure, by torch's words."""
     if "more than 1 value per channel" in said:
-        return "Name micro-batch sizes of 2 or more, as in --micro-batch-sizes 2,4,8."
+        return "Name micro-batch sizes of 2 or more, as in micro_batch_sizes=(2, 4, 8)."
     if "device meta" in said or "register_meta function" in said or "on meta tensors" in said:
         return (
-            "The meta device has shapes and no values: measure for real, as in --device cpu; a tensor that "
+            "The meta device has shapes and no values: measure for real, as in device='cpu'; a tensor that "
             "forward reads must be a parameter or a registered buffer."
         )
     if re.search(_OTHER_DTYPE, said):
         return (
             "Give an input of the dtype that the layer takes (a factory may return one with its module), "
-            "or name another --dtype."
+            "or name another `dtype`."
         )
-    return "Give the shape of one sample that the model takes, without the batch, as in --input 3x224x224."
+    return "Give the shape of one sample, without the batch, as in input_shape=(3, 224, 224)."

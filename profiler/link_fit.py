@@ -53,11 +53,11 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit:
     bytes, measured = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if len(set(sizes)) < 2:
         raise UsageError(
-            f"--sizes: {len(set(sizes))} sizes do not tell latency from bandwidth",
-            "Give at least two different ones, as in --sizes 1KiB,16MiB.",
+            f"sizes={tuple(sizes)!r}: {len(set(sizes))} sizes do not tell latency from bandwidth",
+            "Give at least two different ones, as in sizes=(1024, 16777216).",
         )
     if not (np.all(bytes > 0) and np.all(measured > 0) and np.all(np.isfinite(measured))):
-        raise UsageError("--sizes: a size or its measured seconds are not above 0", "Give larger sizes.")
+        raise UsageError("`sizes`: a size or its measured seconds are not above 0", "Give larger sizes.")
     first = _least_deviations(bytes, measured)
     near = np.abs(np.log(_ratios(first, bytes, measured))) <= math.log(FAR_OFF)
     latency, per_byte = first

@@ -85,13 +85,13 @@ def _listening(doing: str, timeout_seconds: float) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise MachineError(
             "profile-links: the transfers do not fit in the GPU's memory",
-            "Give smaller ones, as in --sizes 1KiB,1MiB, or end what else uses the GPU.",
+            "Give smaller ones, as in sizes=(1024, 1048576), or end what else uses the GPU.",
         ) from error
     except RuntimeError as error:  # gloo's are plain ones, the others derive from it
         first = re.sub(r"^\[\S*\] *", "", (str(error).splitlines() or [""])[0])  # gloo's line of C++
         raise MachineError(
             f"profile-links: lost another process while {doing}: {first[:200]}",
-            f"It has failed, or did not answer within {timeout_seconds:g} s (--timeout): see what it "
+            f"It has failed, or did not answer within {timeout_seconds:g} s (`timeout_seconds`): see what it "
             "printed, and whether the machines reach one another.",
         ) from error
 

@@ -48,7 +48,7 @@ class Loss:
             said = f"{first_line(error)}{at_user_line(error)}"
             raise ModelError(
                 f"the loss {self.name} failed on the model's output: {said}",
-                "Name another with --loss, or none.",
+                "Name another with `loss`, or none.",
             ) from error
         return _checked(made, self.name)
 
@@ -132,7 +132,7 @@ def _class_dimension(output: Tensor) -> int:
     if output.dim() == 1:
         raise ModelError(
             f"cross-entropy needs a dimension of classes; the model's output has shape {tuple(output.shape)}",
-            "Name another loss: --loss mse, --loss package.module:function, or none.",
+            "Name another: loss='mse', loss='package.module:function', or none.",
         )
     return 2 if output.dim() == 3 else 1
 

@@ -203,7 +203,7 @@ def _subject(loaded: LoadedModel, setup: Setup, smallest: int, *, host: bool = F
         said = refusal(error)
     raise DoesNotFit(
         f"{loaded.name}: the model does not fit on {place}: {said}",
-        "Use a smaller --dtype, a smaller model, or a device of more memory.",
+        "Use a smaller `dtype`, a smaller model, or a device of more memory.",
     )
 
 

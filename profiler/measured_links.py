@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..cost_models.communication import all_reduce_seconds
 from ..cost_models.document import MadeBy, Record
-from ..cost_models.machines.hardware import Device, Link
+from ..cost_models.hardware import Device, Link
 from ..cost_models.machines.presets import match_device
 from ..cost_models.quantities import counted, format_bytes, format_rate, format_seconds
 from ..cost_models.topology import Topology, two_level_topology
@@ -143,7 +143,7 @@ class MeasuredLinks(Record):
         return MeasuredAndFitted(**dict(self), fitted=fitted).model_dump_json(indent=1) + "\n"
 
     def to_toml(self) -> str:
-        """The topology file that `pplan solve --topology` reads, what was measured in its comments."""
+        """The topology file that `topology` names, what was measured in its comments."""
         return "\n".join([*self._head(), "", *self._keys(), "", *self._tables()]) + "\n"
 
     def _head(self) -> list[str]:
@@ -194,7 +194,7 @@ class MeasuredLinks(Record):
 
 
 class MeasuredAndFitted(MeasuredLinks):
-    """As `--json` prints it: the link of each level beside what was measured."""
+    """As it is printed in JSON: the link of each level beside what was measured."""
 
     fitted: dict[str, dict[str, float]]
 

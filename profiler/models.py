@@ -47,13 +47,13 @@ def load_model(
     such a model does not take; MachineError without transformers.
     """
     if known_only and not may_name(name):
-        raise ModelError(f"model {shown(name)}: a file's word runs no code", "Name it yourself: --model NAME")
+        raise ModelError(f"model {shown(name)}: a file's word runs no code", "Name it yourself: `model`.")
     seed = checked_seed(seed)
     shape = None if input_shape is None else _checked_shape(input_shape)
     if classes is not None and not is_positive(classes):
         raise UsageError(f"classes {classes!r}: must be a whole number of at least 1", "As in classes=1000.")
     if name.startswith(_TRANSFORMERS) or name.endswith(".json"):
-        _refuse(name, "takes its sizes from its configuration", classes=classes, input=shape)
+        _refuse(name, "takes its sizes from its configuration", classes=classes, input_shape=shape)
         kind = name.removeprefix(_TRANSFORMERS)
         return _from_transformers(kind, settings or {}, seed, on_meta=on_meta, known_only=known_only)
     if ":" in name:
@@ -63,8 +63,8 @@ def load_model(
 
     if settings:
         raise UsageError(
-            f"--set {', '.join(settings)}: {name} is no factory and no transformers model",
-            "torchvision's models are named with --classes and --input; a factory can call them as it likes.",
+            f"settings={dict(settings)!r}: {name} is no factory and no transformers model",
+            "torchvision's models take `classes` and `input_shape`; a factory can call them as it likes.",
         )
     return load_torchvision(name, classes, shape, seed, on_meta=on_meta, known_only=known_only)
 
@@ -120,8 +120,7 @@ def _refuse(name: str, why: str, **options: object) -> None:
     """Raises UsageError where an option is given that such a model does not take."""
     for option, value in options.items():
         if value is not None:
-            shown = "x".join(map(str, value)) if isinstance(value, tuple) else value
-            raise UsageError(f"--{option} {shown}: {name} {why}", f"Leave --{option} away.")
+            raise UsageError(f"{option}={value!r}: {name} {why}", f"Omit `{option}`.")
 
 
 def _from_transformers(
@@ -165,8 +164,8 @@ def _reshaped(given: ModelInput, shape: tuple[int, ...], name: str, seed: int) -
     """The example with samples of another shape, where it is one tensor."""
     if len(given.tensors) > 1:
         raise UsageError(
-            f"--input {'x'.join(map(str, shape))}: {name} takes {len(given.tensors)} tensors",
-            "Leave --input away: the factory's example input says what the model takes.",
+            f"input_shape={shape!r}: {name} takes {len(given.tensors)} tensors",
+            "Omit `input_shape`: the factory's example input says what the model takes.",
         )
     tensor = given.tensors[0]
     if tuple(tensor.shape[1:]) == shape:

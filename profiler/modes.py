@@ -46,13 +46,13 @@ class Modes:
             raise UsageError(f"amp {self.amp!r} is not known", f"Use one of {', '.join(AMP)}.")
         if self.compile and device.type == "meta":
             raise UsageError(
-                "--compile on meta: nothing is computed there",
-                "Leave --compile away, or measure with --device cpu or cuda.",
+                "`compile` on meta: nothing is computed there",
+                "Omit `compile`, or measure with device='cpu' or 'cuda'.",
             )
         if self.tf32 and device.type != "cuda":
             raise UsageError(
-                f"--tf32 on {device.type}: only CUDA devices compute in TF32",
-                "Leave --tf32 away, or measure with --device cuda.",
+                f"`tf32` on {device.type}: only CUDA devices compute in TF32",
+                "Omit `tf32`, or measure with device='cuda'.",
             )
 
     @property
@@ -133,11 +133,11 @@ def compiler_failure(error: BaseException) -> MachineError | None:
     if missing is not None:
         return MachineError(
             f"torch.compile finds no C++ compiler: {first_line(missing)}",
-            "Install one (g++, clang++), name it in the environment variable CXX, or leave --compile away.",
+            "Install one (g++, clang++), name it in the environment variable CXX, or omit `compile`.",
         )
     return MachineError(
         f"torch.compile failed: {first_line(getattr(error, 'inner_exception', error))}",
-        "Check that torch.compile(model) trains, or leave --compile away.",
+        "Check that torch.compile(model) trains, or omit `compile`.",
     )
 
 

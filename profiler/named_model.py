@@ -7,7 +7,6 @@ Needs no torch: whether such a name exists is seen where it is built (`load_mode
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +79,7 @@ def loss_for(profile: Profile, loss: str | None) -> str:
         typed = own if _FACTORY.fullmatch(own) and len(own) <= SHOWN else "package.module:function"
         raise ModelError(
             f"the profile names the loss {shown(own)}: a file's word runs no code",
-            f"Name it yourself, if it is yours: --loss {typed}; or one of {', '.join(LOSSES)}.",
+            f"Name it yourself, if it is yours: loss={typed!r}; or one of {', '.join(LOSSES)}.",
         )
     return own
 
@@ -124,9 +123,9 @@ def _typed(profile: Profile) -> str:
         all(_KEY.fullmatch(key) and _fits(value) for key, value in settings.items()) and len(settings) <= 6
     )
     if len(name) <= SHOWN and plain and (_FACTORY.fullmatch(name) or may_name(name)):
-        pairs = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        return f"Name it yourself, if you know and trust it: {shlex.join(['--model', name, *pairs])}"
-    return "Name the model yourself: --model package.module:factory, with its settings as --set NAME=VALUE."
+        given = f", settings={dict(settings)!r}" if settings else ""
+        return f"Name it yourself, if you know and trust it: model={name!r}{given}"
+    return "Name the model yourself: model='package.module:factory', with its `settings`."
 
 
 def _fits(value: object) -> bool:

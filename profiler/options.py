@@ -24,8 +24,8 @@ def checked_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
         right = len(sizes) > 0 and all(map(is_positive, sizes))
     if not right:
         raise UsageError(
-            f"micro-batch sizes {seen}: whole numbers of at least 1 are needed",
-            "For example 1, 2, 4 and 8: --micro-batch-sizes 1,2,4,8.",
+            f"micro_batch_sizes {seen}: whole numbers of at least 1 are needed",
+            "As in micro_batch_sizes=(1, 2, 4, 8).",
         )
     return tuple(sorted(set(map(int, sizes))))
 
@@ -33,12 +33,12 @@ def checked_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
 def check_effort(budget_seconds: float, rounds: int | None, memory_bytes: int | None) -> None:
     """Raises UsageError."""
     if not budget_seconds > 0 or budget_seconds == float("inf"):
-        raise UsageError(f"budget {budget_seconds:g} s: must be above 0", "Give seconds, as in --budget 60s.")
+        raise UsageError(f"budget_seconds={budget_seconds:g}: must be above 0", "As in budget_seconds=60.")
     if rounds is not None and rounds < 1:
-        raise UsageError(f"rounds {rounds}: must be at least 1", "Measure once at least.")
+        raise UsageError(f"rounds={rounds}: must be at least 1", "Measure once at least.")
     if memory_bytes is not None and memory_bytes < 1:
         raise UsageError(
-            f"memory_bytes {memory_bytes}: must be at least 1", "Give the device's memory in bytes."
+            f"memory_bytes={memory_bytes}: must be at least 1", "Give the device's memory in bytes."
         )
 
 
@@ -60,7 +60,7 @@ def dtype_for(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple
     if own is not None and own in DTYPES.values():
         return own, ()
     kinds = sorted({_name(tensor.dtype) for _, tensor in tensors if tensor.dtype.is_floating_point})
-    note = f"the model is in {' and '.join(kinds)} and was measured in float32; choose another with --dtype"
+    note = f"the model is in {' and '.join(kinds)} and was measured in float32; choose another with `dtype`"
     return torch.float32, (note,) if kinds else ()
 
 

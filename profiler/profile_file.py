@@ -259,7 +259,7 @@ class Profile(Document):
         if self.structure_only:
             raise UsageError(
                 f"the profile of {self.model} was made on the meta device and has no seconds",
-                f"Measure it: pplan profile {self.model} --device cpu, or cuda where there is one.",
+                f"Profile {self.model} with device='cpu', or 'cuda' where there is one.",
             )
 
         workspace = [[cost.workspace_bytes for cost in layer.costs] for layer in self.layers]

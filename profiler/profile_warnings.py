@@ -68,14 +68,14 @@ def _of_a_processor(name: str, topology: Topology) -> str:
     gpus = [kind.name for kind in gpus_with_the_seconds(topology)]
     if gpus:
         return (
-            f"the seconds are those of a processor, {name}, and not of {' and '.join(gpus)}: --seconds-of "
-            "cpu says that this is meant"
+            f"the seconds are those of a processor, {name}, and not of {' and '.join(gpus)}: "
+            "seconds_of='cpu' says that this is meant"
         )
     if any(is_gpu(kind.name) for kind in topology.kinds):
         return f"the seconds of the GPUs are made of those of a processor, {name}, by the stated speeds"
     return (
         f"the layers' seconds are those of this processor, {name}, and the devices are taken to be such "
-        "processors: for GPUs profile on one, or estimate with pplan profile --device analytic:h100"
+        "processors: for GPUs profile on one, or estimate with device='analytic:h100'"
     )
 
 

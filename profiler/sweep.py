@@ -183,7 +183,7 @@ class Sweep:
         if not self.runs:
             raise DoesNotFit(
                 f"{self.subject.loaded.name}: the smallest micro-batch size, {size}, does not fit: {said}",
-                "Use a smaller one with --micro-batch-sizes, a smaller --dtype, or a device of more memory.",
+                "Use smaller `micro_batch_sizes`, a smaller `dtype`, or a device of more memory.",
             )
         return "does not fit", said
 
@@ -225,7 +225,7 @@ class Sweep:
         if self._pending:
             self._refusals.setdefault(self._pending[0], ("interrupted", "the measuring was interrupted"))
         rounds = sum(len(run.rounds) for run in self.runs)
-        more = "; the same command with --resume continues" if self.journal else ""
+        more = "; the same with `resume` continues" if self.journal else ""
         sizes = ", ".join(str(run.size) for run in self.runs)
         self.notes.append(f"interrupted after {rounds} rounds at micro-batch size {sizes}{more}")
 

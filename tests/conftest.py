@@ -1,4 +1,4 @@
-"""What all tests share: a profile and a plan, caches of their own, collections that are quick, `gpu`."""
+"""What all tests share: a profile, a plan, caches of their own, signals as in a terminal, `gpu`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import itertools
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,24 @@ def own_cache(cache_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     folder = next(cache_folders)
     monkeypatch.setenv("PPLAN_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_as_in_a_terminal() -> Iterator[None]:
+    """Signals that the caller ignores are not ignored by the tests' child processes.
+
+    Shells start background jobs with SIGINT ignored, and so do some CI runners; programs inherit it, and a
+    child that is to be interrupted would go on for ever.
+    """
+    defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    ignored = [number for number in defaults if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, defaults[number])
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, defaults)
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="session")

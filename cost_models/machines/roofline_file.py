@@ -1,4 +1,4 @@
-"""A GPU's limits as a TOML file, for `--device analytic:my.toml`.
+"""A GPU's limits as a TOML file, for `device="analytic:my.toml"`.
 
     name = "My GPU"           # as its driver names it: plans take links of its preset, where there is one
     memory = "48GiB"
@@ -87,7 +87,7 @@ def _finite(rate: float, given: str, source: str) -> Figure:
 def _read_keys(path: Path) -> _Keys:
     try:
         content = tomllib.loads(read_text(path, "roofline"))
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: not TOML, or a number that is too long
         raise FileError(f"{path}: not a TOML file: {error}", _EXAMPLE) from error
     try:
         return _Keys.model_validate(content)

@@ -44,9 +44,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..document import read_text
 from ..errors import FileError, UsageError
+from ..hardware import Device, Group, Level, Link
 from ..quantities import parse_bytes, parse_rate, parse_seconds
 from ..topology import Topology, check_devices
-from .hardware import Device, Group, Level, Link
 from .presets import find_preset
 
 Count = Annotated[int, Field(ge=1)]
@@ -251,7 +251,7 @@ def _devices_per_port(keys: _LevelKeys, inner: int | None, where: str) -> int:
 def _read_keys(text: str, path: Path) -> _FileKeys:
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: not TOML, or a number that is too long
         raise FileError(f"{path}: not a TOML file: {error}", _EXAMPLE) from error
     # One level may be given without the brackets.
     levels = {key: [content[key]] for key in ("bandwidth", "latency") if isinstance(content.get(key), str)}

@@ -9,10 +9,10 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..planner.explanation.compare import Comparison
 from ..planner.explanation.compare import compare as compare_plans
-from ..planner.explanation.current import Current
+from ..planner.explanation.current_split import CurrentSplit
 from ..planner.explanation.explain import Explanation
 from ..planner.explanation.explain import explain as explain_plan
-from ..planner.explanation.question import question_of
+from ..planner.explanation.explain_context import context_of
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from .load import as_plan, check_layers, profile_and_reference
@@ -45,7 +45,7 @@ def explain(
         arguments.optional_whole("micro_batches", micro_batches),
         arguments.optional_word("schedule", schedule),
     )
-    used = None if split is None else Current(split, *of_it)
+    used = None if split is None else CurrentSplit(split, *of_it)
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     plan = as_plan(plan)
     measured, reference = profile_and_reference(profile, "", "")
@@ -76,4 +76,4 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
     check_layers(first, reference)
     folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
     machine, profiles = planned_machine(first, measured, folder)
-    return compare_plans(named, question_of(first, measured.chain(), machine, profiles))
+    return compare_plans(named, context_of(first, measured.chain(), machine, profiles))

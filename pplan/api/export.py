@@ -8,13 +8,13 @@ from typing import Literal
 from ..cost_models import arguments
 from ..cost_models.document import MadeBy
 from ..planner.plan_file import Plan
-from ..runtimes.export import export as export_plan
-from ..runtimes.exported import Exported
+from ..runtimes.formats.export_document import ExportDocument
+from ..runtimes.formats.exporters import export as export_plan
 from .load import check_is_plan
 from .provenance import made_by
 
 
-def export(runtime: str, plan: Plan, *, device: Literal["cuda", "cpu"] | str | None = None) -> Exported:
+def export(runtime: str, plan: Plan, *, device: Literal["cuda", "cpu"] | str | None = None) -> ExportDocument:
     """`plan` in the words of `runtime`, one of those that `pplan export --help` names.
 
     Where the runtime cannot run the plan itself, the best of its alternatives is taken, and a UserWarning

@@ -12,7 +12,7 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.measured_on import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
-from ..planner.find import BEST
+from ..planner.joint_search import BEST
 from ..planner.objectives.objective import ANY, Objective, objective_of, prices_of
 from ..planner.planners import planner_named
 from ..planner.problem import Problem

@@ -215,7 +215,7 @@ def _simulated(figures: Figures) -> Step:
 
 
 def _work(figures: Figures, wiring: Wired) -> Work:
-    order, last = figures.order, len(figures.order.route_of) - 1
+    order, last, splits = figures.order, len(figures.order.route_of) - 1, figures.order.splits
     split = {
         (device, *own[1:]) for device, actions in enumerate(order.lists) for own in actions if own[0] == "W"
     }
@@ -236,7 +236,7 @@ def _work(figures: Figures, wiring: Wired) -> Work:
             own = forward
         elif kind == "W":
             own = figure(part, device, "backward_weight_seconds")
-        elif not order.splits:
+        elif not splits:
             own = figure(part, device, "backward_seconds") + repeat * forward
         else:
             whole = (device, batch, chunk) not in split

@@ -43,7 +43,7 @@ from .remodule import attribute, drop_aliases, leaf_calls_made_whole, path_of, t
 from .transformers_masks import masks_as_in_training
 
 _INSTEAD = (
-    "Give --granularity module:PATTERN with modules around what cannot be traced, "
+    "Give granularity='module:PATTERN' with modules around what cannot be traced, "
     "or make the model an nn.Sequential of its layers."
 )
 

@@ -22,7 +22,7 @@ from .graph import TracedGraph
 from .graph_module import named
 
 INSTEAD = (
-    "Name modules of yours to be layers, as in --granularity 'module:PATTERN' (what is inside them is then "
+    "Name modules of yours to be layers, as in granularity='module:PATTERN' (what is inside them is then "
     "not traced), or make the model an nn.Sequential of its layers."
 )
 _CONTAINERS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)

@@ -44,12 +44,12 @@ class ImportOptions:
 
     def check(self) -> None:
         """Raises UsageError for words that are not known."""
-        for option, word, known in (
-            ("--format", self.format, FORMATS),
-            ("--granularity", self.granularity, GRANULARITIES),
+        for field, word, known in (
+            ("format", self.format, FORMATS),
+            ("granularity", self.granularity, GRANULARITIES),
         ):
             if word is not None and word not in known:
-                raise UsageError(f"{option} {word!r}: not known", f"Use one of: {', '.join(known)}.")
+                raise UsageError(f"{field}={word!r}: not known", f"Use one of: {', '.join(known)}.")
         precision_of(self.dtype)
 
 
@@ -92,7 +92,7 @@ def _recognised(text: str, path: Path) -> Format:
     raise FileError(
         f"{path}: line 1: {text.strip().splitlines()[0][:80]!r} begins no format that is known",
         "A PipeDream graph, or CSV or JSON with name, forward_seconds, backward_seconds, activation_bytes, "
-        "parameter_bytes. --format names it.",
+        "parameter_bytes. `format` names it.",
     )
 
 
@@ -106,12 +106,12 @@ def _of_graph(text: str, path: Path, options: ImportOptions) -> Profile:
     if options.micro_batch_size is None:
         notes.append(
             f"the graph does not say its micro-batch size: {size} is assumed, as in PipeDream's own; "
-            "--micro-batch-size gives another"
+            "`micro_batch_size` gives another"
         )
     if loading:
         notes.append(f"loading the data, {format_seconds(loading)} in the graph, is not counted")
     if len(made.layers) == 1 and len(graph.nodes) > 2 and granularity == "block":
-        notes.append("one tensor alone crosses no place of the graph: --granularity fine cuts at the others")
+        notes.append("one tensor alone crosses no place of the graph: granularity='fine' cuts at the others")
     notes.append(
         "the graph has no saved bytes: each operation is taken to save its output, and a stage keeps its "
         "input besides"
@@ -129,22 +129,22 @@ def _of_graph(text: str, path: Path, options: ImportOptions) -> Profile:
 def _of_table(rows: list[Row], path: Path, options: ImportOptions) -> Profile:
     if options.granularity is not None:
         raise UsageError(
-            f"--granularity {options.granularity}: {path} is a table, its rows are the layers",
-            "Leave it away: it is for graphs.",
+            f"granularity={options.granularity!r}: {path} is a table, its rows are the layers",
+            "Omit it: it is for graphs.",
         )
     given = table_layers.says_its_sizes(rows)
     if given and options.micro_batch_size is not None:
         raise UsageError(
-            f"--micro-batch-size {options.micro_batch_size}: {path} has a column micro_batch_size",
-            "Leave the option away, or take the column out.",
+            f"micro_batch_size={options.micro_batch_size}: {path} has a column micro_batch_size",
+            "Omit it, or take the column out.",
         )
     size = options.micro_batch_size or TABLE_SAMPLES
     made = table_layers.layers_of(rows, str(path), size)
     notes = [f"imported from {path.name}, a table of {counted(len(made.layers), 'layer')}"]
     if not given and options.micro_batch_size is None:
         notes.append(
-            f"the table does not say its micro-batch size: {size} is assumed; --micro-batch-size gives "
-            "another"
+            f"the table does not say its micro-batch size: {size} is assumed; "
+            "`micro_batch_size` gives another"
         )
     return _profile(options, made.layers, made.edges, [*notes, *made.notes])
 
@@ -166,7 +166,7 @@ def _profile(
             "flatters small ones"
         )
     notes.append(
-        "the device, its launch times and workspace are not in the file; solve takes --gpu or --memory"
+        "the device, its launch times and workspace are not in the file; solve takes `gpu` or `memory_bytes`"
     )
     return Profile(
         model=options.model or "model",

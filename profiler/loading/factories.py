@@ -48,8 +48,8 @@ def made_by_factory(name: str, settings: Mapping[str, object] | None = None) -> 
         return _called(target, name, settings or {})
     if settings:
         raise UsageError(
-            f"--set {next(iter(settings))}: {name} is a module already built, which takes no options",
-            f"Leave --set away, or name a factory: a function that builds the {type(target).__name__}.",
+            f"settings={dict(settings)!r}: {name} is a module already built, which takes no options",
+            f"Omit `settings`, or name a factory: a function that builds the {type(target).__name__}.",
         )
     return target
 
@@ -194,7 +194,7 @@ def _refuse_unexpected(factory: Callable[..., Any], name: str, settings: Mapping
             near = difflib.get_close_matches(key, by_keyword, n=3)
             hint = f"Nearest: {', '.join(near)}. " if near else ""
             raise UsageError(
-                f"--set {key}: {name} takes no keyword {key!r}",
+                f"settings[{key!r}]: {name} takes no keyword {key!r}",
                 f"{hint}Its signature is {name.partition(':')[2]}{signature}.",
             )
 

@@ -89,7 +89,7 @@ def _built(name: str, builder: Any, classes: int | None, seed: int, *, on_meta: 
                 raise
             raise ModelError(
                 f"model {name!r}: torchvision could not build it: {first_line(error)}",
-                "Check --classes, or name another model.",
+                "Check `classes`, or name another model.",
             ) from error
 
 

@@ -125,7 +125,7 @@ class _Changes:
         self.values |= followed
         if followed:
             shown = ", ".join(f"{key}={value}" for key, value in followed.items())
-            causes = [f"--{word}" for word in ("hidden", "heads") if word in self._words]
+            causes = [f"`{word}`" for word in ("hidden", "heads") if word in self._words]
             self.notes.append(f"{shown}: in proportion to {' and '.join(causes)}")
         if "vocab_size" in self.values:
             self._special_tokens(self.values["vocab_size"])
@@ -140,22 +140,21 @@ class _Changes:
 
     def _take_word(self, word: str, value: object) -> None:
         if not _is_size(value):
-            raise UsageError(
-                f"--{word} {value!r}: a whole number of at least 1 is needed", f"As in --{word} 8."
-            )
+            raise UsageError(f"{word}={value!r}: a whole number of at least 1 is needed", f"As in {word}=8.")
         if word == "sequence":
             self._take_sequence(value)
             return
         keys = _keys_of(self._config, word)
         if not keys or (word == "classes" and not self._classifies()):
             raise UsageError(
-                f"--{word} {value}: the configuration {self._name} has no key for it",
-                f"Set a key of its own with --set: {', '.join(sorted(_names(self._config)))}.",
+                f"{word}={value}: the configuration {self._name} has no key for it",
+                f"Set a key of its own with `settings`: {', '.join(sorted(_names(self._config)))}.",
             )
         for key in keys:
             if key in self.values:
                 raise UsageError(
-                    f"--{word} {value} and --set {key}={self.values[key]!r} set the same", "Give one of them."
+                    f"{word}={value} and settings={{{key!r}: {self.values[key]!r}}} set the same",
+                    "Give one of them.",
                 )
         self.values |= dict.fromkeys(keys, value)
         if word == "classes":
@@ -172,15 +171,15 @@ class _Changes:
         """A table of positions that is too short for it is made longer."""
         if size_of(self._config, "vocabulary") is None:
             raise UsageError(
-                f"--sequence {sequence}: {self._name} takes no tokens",
-                "Leave it away; the size of an image is set with --set image_size=224.",
+                f"sequence={sequence}: {self._name} takes no tokens",
+                "Omit it; the size of an image is set with settings={'image_size': 224}.",
             )
         self.sequence = sequence
         for key in _keys_of(self._config, "positions"):
             room = _value(self._config, key)
             if key not in self.values and _is_size(room) and room < sequence:
                 self.values[key] = sequence
-                self.notes.append(f"{key}={sequence} instead of {room}: --sequence needs as many")
+                self.notes.append(f"{key}={sequence} instead of {room}: `sequence` needs as many")
 
     def _widths(self) -> dict[str, Any]:
         hidden = self._words["hidden"]
@@ -241,7 +240,7 @@ class _Changes:
             return mapped if mapped in names else key
         near = difflib.get_close_matches(key, sorted({*known, *_WORDS}), n=4, cutoff=0.5)
         raise UsageError(
-            f"--set {key}: the configuration {self._name} has no key of this name",
+            f"settings[{key!r}]: the configuration {self._name} has no key of this name",
             f"Nearest: {', '.join(near)}." if near else f"It has {', '.join(sorted(names))}.",
         )
 
@@ -307,7 +306,7 @@ def _built(family: Any, values: Mapping[str, Any], name: str) -> Any:
         # The strict classes of its configurations say which check failed, and tell why in the cause.
         raise ModelError(
             f"hf:{name}: transformers refuses the configuration: {first_line(error.__cause__ or error)}",
-            "Change the sizes, or the key with --set.",
+            "Change the sizes, or the key with `settings`.",
         ) from error
 
 

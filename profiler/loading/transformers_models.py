@@ -95,7 +95,7 @@ def _class_of(transformers: Any, config: Any, name: str) -> Any:
             return _class_named(transformers, found if isinstance(found, str) else found[0], name)
     raise ModelError(
         f"hf:{name}: transformers has no model for a configuration of type {config.model_type}",
-        "Name its class with --set 'architectures=[\"...\"]', or build it in a package.module:factory.",
+        "Name its class with settings={'architectures': ['...']}, or build it in a package.module:factory.",
     )
 
 
@@ -122,11 +122,11 @@ def _built(family: Any, config: Any, name: str, device: torch.device) -> nn.Modu
         if is_out_of_memory(error):
             raise MachineError(
                 f"hf:{name}: its weights do not fit in memory: {first_line(error)}",
-                "Make it smaller: --layers, --hidden.",
+                "Make it smaller: `layers`, `hidden`.",
             ) from error
         raise ModelError(
             f"hf:{name}: transformers could not build it: {first_line(error)}",
-            "Change the sizes (--layers, --hidden, --heads, --vocabulary), or a key with --set.",
+            "Change the sizes (`layers`, `hidden`, `heads`, `vocabulary`), or a key with `settings`.",
         ) from error
     return module.float().train()
 
@@ -143,7 +143,7 @@ def _sequence(module: nn.Module, config: Any, asked: int | None, name: str) -> i
     if room is not None and asked > room:
         raise ModelError(
             f"hf:{name}: a sequence of {asked} tokens, and positions for {room}",
-            f"--sequence {room}, or more positions with --set max_position_embeddings={asked + 2}.",
+            f"Give sequence={room}, or more with settings={{'max_position_embeddings': {asked + 2}}}.",
         )
     return asked
 
@@ -222,7 +222,7 @@ def _ties(module: nn.Module, patterns: list[str], config: Any) -> Iterator[str]:
     groups = {tuple(sorted(paths)) for paths in owners.values()}
     for group in sorted(groups):
         if len({_layer_of(path, patterns) for path in group}) > 1 or (len(group) > 1 and not patterns):
-            free = "; --set tie_word_embeddings=false gives each its own"
+            free = "; settings={'tie_word_embeddings': False} gives each its own"
             shown = f"{', '.join(group[:-1])} and {group[-1]} share a weight: no cut between them is allowed"
             yield shown + (free if getattr(config, "tie_word_embeddings", False) else "")
 

@@ -132,7 +132,7 @@ def segments_that_fit(
             raise MachineError(
                 f"layer {layers[index].name} does not fit on {device} even alone: it needs "
                 f"{format_bytes(alone)}, {format_bytes(free_bytes)} are free",
-                "Use smaller --micro-batch-sizes, a smaller --dtype, or a device of more memory.",
+                "Use smaller `micro_batch_sizes`, a smaller `dtype`, or a device of more memory.",
             )
     # By number of layers from the front: the fewest segments, and where the last of them starts.
     fewest, start = [0, *[count + 1] * count], [0] * (count + 1)

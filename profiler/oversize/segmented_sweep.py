@@ -132,7 +132,7 @@ class SegmentedSweep:
             release(self.subject.device)
         raise DoesNotFit(
             f"{self._of(size)} does not fit even in segments: {said}",
-            "Use a smaller one with --micro-batch-sizes, a smaller --dtype, or a device of more memory.",
+            "Use smaller `micro_batch_sizes`, a smaller `dtype`, or a device of more memory.",
         )
 
     def _refused(self, size: int, segments: Sequence[range]) -> str:

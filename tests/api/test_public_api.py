@@ -111,6 +111,7 @@ def test_solve_takes_a_profile_by_its_path(tmp_path: Path, profile: Profile) -> 
         pplan.solve(tmp_path / "b.profile.json", gpus=2)
 
 
+@pytest.mark.slow
 def test_solve_takes_what_the_command_line_takes(tmp_path: Path, profile: Profile) -> None:
     (tmp_path / "two.toml").write_text('memory = "8GiB"\n')
     one = pplan.solve(profile, gpus=2, bandwidth=5e9, latency=1e-5, micro_batches="auto")
@@ -276,5 +277,5 @@ def test_models_by_their_names(
     _, example = pplan.load_model("zoo_of_one:make", settings={"by_name": True})
     assert isinstance(example, dict)
     assert list(example) == ["input"]
-    with pytest.raises(pplan.UsageError, match="--classes 3: zoo_of_one:make"):
+    with pytest.raises(pplan.UsageError, match="classes=3: zoo_of_one:make"):
         pplan.load_model("zoo_of_one:make", classes=3)

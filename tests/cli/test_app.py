@@ -271,6 +271,7 @@ WITHOUT_TORCH = "raise ImportError('torch is made unimportable')\n"
 COSTS = "--schedule zb-v --stages 2 --micro-batches 4 --forward-ms 1 --backward-ms 1 --weight-ms 1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -37,8 +37,7 @@ from pplan.runtimes.checking.launching import Telling
 from pplan.runtimes.checking.prediction import predicted_step
 from pplan.runtimes.checking.report import Check
 from pplan.runtimes.checking.runtime_prediction import predicted_seconds
-from pplan.runtimes.fairscale import FairscaleExport
-from pplan.runtimes.torchgpipe import TorchgpipeExport
+from pplan.runtimes.formats.pipe_export import FairscaleExport, TorchgpipeExport
 
 Run = Callable[..., Any]
 SLOWER = 1.25
@@ -469,6 +468,7 @@ def small(here: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(here)}
 
 
+@pytest.mark.slow
 def test_two_processes_of_torchrun(here: Path, small: dict[str, str]) -> None:
     """Each is a process of the check; the first prints and writes."""
     (here / "run_pplan.py").write_text("import sys; from pplan.cli.app import main; sys.exit(main())")
@@ -497,6 +497,7 @@ def test_two_processes_of_torchrun(here: Path, small: dict[str, str]) -> None:
     assert median(found.of_plan.step_seconds) > 0
 
 
+@pytest.mark.slow
 def test_a_port_that_is_in_use(here: Path, small: dict[str, str]) -> None:
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as taken:
         taken.bind(("", 0))

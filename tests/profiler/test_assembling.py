@@ -133,7 +133,7 @@ def test_how_it_was_run_is_told() -> None:
 
 
 def test_a_layer_that_holds_most_of_the_model_is_pointed_at() -> None:
-    hint = "--granularity fine cuts inside it"
+    hint = "granularity='fine' cuts inside it"
     assert any(hint in note for note in skips().notes)
     assert not any(hint in note for note in skips(granularity="fine").notes)
 

@@ -69,7 +69,7 @@ def test_the_same_again_is_taken_from_the_cache(own_cache: Path) -> None:
     first, said = kept()
     assert not said
     again, said = kept()
-    assert said == [f"Taken from the cache of {first.made_by.time}; --no-cache measures anew"]
+    assert said == [f"Taken from the cache of {first.made_by.time}; `cache=False` measures anew"]
     assert again == first
     (file,) = own_cache.iterdir()
     assert Profile.load(file) == first
@@ -182,7 +182,7 @@ def test_a_journal_or_profile_that_cannot_be_written_is_a_remark(own_cache: Path
     Path(str(file).replace(".profile.json", ".journal")).mkdir()
     _, said = kept()
     assert [text.split(":")[0] for text in said] == [
-        "No journal is kept for --resume",
+        "No journal is kept for `resume`",
         "The profile is not kept for a later run",
     ]
 
@@ -203,7 +203,7 @@ def test_an_interruption_holds_what_there_is_and_resume_goes_on(own_cache: Path)
     half = caught.value.profile
     assert [(whole.micro_batch_size, whole.rounds) for whole in half.whole] == [(1, 3), (2, 2)]
     assert half.notes[0] == (
-        "interrupted after 5 rounds at micro-batch size 1, 2; the same command with --resume continues"
+        "interrupted after 5 rounds at micro-batch size 1, 2; the same with `resume` continues"
     )
     assert [(left.micro_batch_size, left.reason) for left in half.unmeasured] == [(4, "interrupted")]
     assert [file.suffix for file in own_cache.iterdir()] == [".journal"]
@@ -231,7 +231,7 @@ def test_without_resume_an_interrupted_profile_is_begun_anew() -> None:
         kept(rounds=2, progress=after(1))
     _, (said,) = kept(rounds=2)
     assert said == (
-        "An interrupted profile of this, of 3 passes, is begun anew; --resume would have continued it"
+        "An interrupted profile of this, of 3 passes, is begun anew; `resume` would have continued it"
     )
     assert kept(model(9), resume=True)[1] == [
         "There is no interrupted profile of this to resume: measuring from the beginning"

@@ -377,14 +377,14 @@ def test_several_inputs_and_outputs(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 64, 64), (1, 3, 16, 16), (1, 3)])
-def test_a_wrong_input_shape_names_layer_shape_and_option(shape: tuple[int, ...]) -> None:
+def test_a_wrong_input_shape_names_layer_shape_and_field(shape: tuple[int, ...]) -> None:
     with torch.device("meta"):
         model = torchvision.models.vgg11()
     with pytest.raises(ModelError) as caught:
         chain_of(model, torch.empty(shape, device="meta"))
     assert "layer features." in caught.value.what
     assert "input of shape 1x" in caught.value.what
-    assert "--input 3x224x224" in caught.value.hint
+    assert "input_shape=(3, 224, 224)" in caught.value.hint
 
 
 def test_a_failing_layer_of_the_users_is_told_its_line() -> None:
@@ -439,8 +439,8 @@ def test_frozen_parameters_are_not_trainable() -> None:
         (nn.Conv1d(4, 4, 1).double(), torch.ones(1, 4, 4), "dtype that the layer takes"),
         (nn.LayerNorm(4), torch.ones(1, 4, dtype=torch.float64), "dtype that the layer takes"),
         (nn.Softmax(1), torch.ones(1, 4, dtype=torch.int64), "dtype that the layer takes"),
-        (nn.Linear(4, 4), torch.ones(1, 3), "--input 3x224x224"),
-        (nn.Bilinear(4, 4, 4), torch.ones(1, 4), "--input 3x224x224"),
+        (nn.Linear(4, 4), torch.ones(1, 3), "input_shape=(3, 224, 224)"),
+        (nn.Bilinear(4, 4, 4), torch.ones(1, 4), "input_shape=(3, 224, 224)"),
     ],
 )
 def test_the_hint_fits_what_the_layer_said(layer: nn.Module, given: Tensor, hint: str) -> None:

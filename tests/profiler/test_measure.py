@@ -149,7 +149,7 @@ def test_a_clock_that_reads_nothing_is_an_error(clock: Any, takes: Any) -> None:
     model = (nn.Sequential(takes(clock, 0, 0)), torch.ones(1, 4))
     with pytest.raises(MachineError, match="micro-batch size 2: the clock reads 0 s") as caught:
         profile_model(model, micro_batch_sizes=[2], rounds=1, device="cpu", clock=clock)
-    assert "--micro-batch-sizes" in caught.value.hint
+    assert "`micro_batch_sizes`" in caught.value.hint
 
 
 def test_a_direction_of_no_time_has_no_closing_ratio(clock: Any, takes: Any) -> None:

@@ -156,7 +156,7 @@ def test_half_a_name(name: str) -> None:
 
 
 def test_classes_are_not_for_factories() -> None:
-    with pytest.raises(UsageError, match="--classes 10"):
+    with pytest.raises(UsageError, match="classes=10"):
         load_model("a:b", classes=10)
 
 

@@ -24,7 +24,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def test_tf32_is_cudas() -> None:
     Modes(tf32=True).check(CUDA)
-    with pytest.raises(UsageError, match="--tf32 on cpu"):
+    with pytest.raises(UsageError, match="`tf32` on cpu"):
         Modes(tf32=True).check(CPU)
     Modes(compile=True, channels_last=True, amp="fp16").check(CPU)
     with pytest.raises(UsageError, match="amp 'fp8'"):
@@ -67,6 +67,7 @@ for setting in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="asks for processes that are copies of each other")
 def test_the_process_flags_are_put_back_exactly() -> None:
     # In processes of their own: torch cannot go back to how it was before one of these was set.
@@ -168,7 +169,7 @@ def test_a_missing_compiler_is_the_machines_lack(monkeypatch: pytest.MonkeyPatch
     layers = modes.layers(chain_of(nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)).layers)
     with modes.process(), pytest.raises(MachineError, match=r"finds no C\+\+ compiler") as caught:
         run_layers(layers, torch.ones(1, 4), OutputGradients(0), Together())
-    assert "--compile" in caught.value.hint
+    assert "`compile`" in caught.value.hint
 
 
 def test_what_the_compiler_cannot_do_is_told_from_the_models_own_errors(

@@ -114,11 +114,9 @@ def test_what_to_type() -> None:
         return caught.value.hint
 
     assert hint("zoo.a:make", width=7, kind="b c").endswith(
-        "--model zoo.a:make --set width=7 --set 'kind=b c'"
+        "model='zoo.a:make', settings={'width': 7, 'kind': 'b c'}"
     )
-    general = (
-        "Name the model yourself: --model package.module:factory, with its settings as --set NAME=VALUE."
-    )
+    general = "Name the model yourself: model='package.module:factory', with its `settings`."
     for name, settings in (
         ("a\x1b:b", {}),
         ("zoo:make", {"a\n": 1}),

@@ -455,7 +455,7 @@ def test_out_of_memory_at_the_smallest_size_is_an_error(clock: Any, takes: Any) 
     said = "smallest micro-batch size, 4, does not fit: CUDA out of"
     with pytest.raises(MachineError, match=said) as caught:
         swept(subject_of(model, clock), [4, 8])
-    assert "--micro-batch-sizes" in caught.value.hint
+    assert "`micro_batch_sizes`" in caught.value.hint
 
 
 def test_out_of_memory_in_a_later_round_keeps_the_whole_rounds(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import export
+from pplan.runtimes.formats.exporters import export
 
 MakePlan = Callable[..., Plan]
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -27,6 +27,7 @@ def test_fewer_than_thirty_lines(name: str) -> None:
     assert 0 < len((EXAMPLES / name).read_text().splitlines()) < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["torchgpipe", "fairscale"])
 def test_the_script_trains(make_plan: MakePlan, tmp_path: Path, runtime: str) -> None:
     """On 32 x 32 pixels, on the CPU. FairScale's must also come to its end."""

@@ -43,7 +43,7 @@ def test_a_graph(tmp_path: Path, residual: str) -> None:
         "input besides",
         "there is one micro-batch size, 4: at any other, costs scale with the samples, which flatters small "
         "ones",
-        "the device, its launch times and workspace are not in the file; solve takes --gpu or --memory",
+        "the device, its launch times and workspace are not in the file; solve takes `gpu` or `memory_bytes`",
     ]
     costs = profile.chain().at(1)
     assert costs.forward_seconds.sum() == pytest.approx(7.75e-3 / 4)
@@ -54,7 +54,7 @@ def test_a_graph(tmp_path: Path, residual: str) -> None:
 def test_a_graph_of_unknown_batch_is_said_to_be_pipedreams(tmp_path: Path, residual: str) -> None:
     profile = imported(tmp_path, residual, granularity="fine", model="mine", dtype="bfloat16")
     assert profile.micro_batch_sizes == [128]
-    assert any("128 is assumed" in note and "--micro-batch-size" in note for note in profile.notes)
+    assert any("128 is assumed" in note and "`micro_batch_size`" in note for note in profile.notes)
     assert (profile.granularity, profile.model, profile.dtype) == ("fine", "mine", "bfloat16")
     assert len(profile.layers) == 8
 
@@ -63,7 +63,7 @@ def test_blocks_that_cannot_be_told_apart_point_to_fine(tmp_path: Path, residual
     skip = residual + "\tnode1 -- node9\n"
     profile = imported(tmp_path, skip, micro_batch_size=4)
     assert len(profile.layers) == 1
-    assert any("--granularity fine" in note for note in profile.notes)
+    assert any("granularity='fine'" in note for note in profile.notes)
 
 
 def test_tables(tmp_path: Path) -> None:
@@ -93,13 +93,13 @@ def test_several_sizes_are_interpolated(tmp_path: Path) -> None:
 
 
 def test_options_that_do_not_go_with_the_file(tmp_path: Path, residual: str) -> None:
-    with pytest.raises(UsageError, match=r"--granularity fine: .* is a table"):
+    with pytest.raises(UsageError, match=r"granularity='fine': .* is a table"):
         imported(tmp_path, TABLE, granularity="fine")
-    with pytest.raises(UsageError, match=r"--micro-batch-size 8: .* has a column"):
+    with pytest.raises(UsageError, match=r"micro_batch_size=8: .* has a column"):
         imported(tmp_path, SIZES, micro_batch_size=8)
-    with pytest.raises(UsageError, match="--format 'xml': not known"):
+    with pytest.raises(UsageError, match="format='xml': not known"):
         imported(tmp_path, residual, format="xml")
-    with pytest.raises(UsageError, match="--granularity 'coarse': not known"):
+    with pytest.raises(UsageError, match="granularity='coarse': not known"):
         imported(tmp_path, residual, granularity="coarse")
     with pytest.raises(UsageError, match="dtype 'int8' is unknown"):
         imported(tmp_path, residual, dtype="int8")

@@ -64,7 +64,7 @@ def test_an_unexpected_keyword_is_told_with_the_signature(module: Callable[[str]
     with pytest.raises(UsageError) as raised:
         made_by_factory(module("build"), {"width": 3, "dept": 5})
     name = module("build")
-    assert raised.value.what == f"--set dept: {name} takes no keyword 'dept'"
+    assert raised.value.what == f"settings['dept']: {name} takes no keyword 'dept'"
     assert raised.value.hint.startswith("Nearest: depth. Its signature is build(depth: ")
     with pytest.raises(UsageError, match=r"positional\(depth, /\)"):
         made_by_factory(module("positional"), {"depth": 1})

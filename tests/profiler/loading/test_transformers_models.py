@@ -194,7 +194,7 @@ def test_a_longer_sequence_makes_the_table_of_positions_longer() -> None:
     made = load_transformers("gpt2", {**_TEXT, "sequence": 1500}, seed=0)
     assert made.example.tensors[0].shape == (2, 1500)
     assert made.module.get_submodule("transformer.wpe").num_embeddings == 1500
-    assert "n_positions=1500 instead of 1024: --sequence needs as many" in made.notes
+    assert "n_positions=1500 instead of 1024: `sequence` needs as many" in made.notes
 
 
 def test_roberta_has_fewer_positions_than_its_table() -> None:
@@ -230,7 +230,7 @@ def test_tied_embeddings_are_told_and_untied_on_request() -> None:
     tied = _load("gpt2")
     assert tied.notes[-1] == (
         "lm_head and transformer.wte share a weight: no cut between them is allowed; "
-        "--set tie_word_embeddings=false gives each its own"
+        "settings={'tie_word_embeddings': False} gives each its own"
     )
     assert "encoder.embed_tokens, lm_head and shared share a weight" in _load("t5").notes[-1]
 
@@ -320,12 +320,12 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str, told: str) -
         ("meta-llama/Llama-3", {}, FileError, "Nothing is downloaded"),
         ("gpt2", {"n_layers": 3}, UsageError, "Nearest: n_layer"),
         ("gpt2", {"n_layer": "x"}, ModelError, "expected int, got str"),
-        ("gpt2", {"layers": 0}, UsageError, "--layers 0: a whole number"),
+        ("gpt2", {"layers": 0}, UsageError, "layers=0: a whole number"),
         ("gpt2", {"layers": True}, UsageError, "a whole number of at least 1"),
-        ("bert", {"layers": 1, "num_hidden_layers": 3}, UsageError, "num_hidden_layers=3 set the same"),
-        ("gpt2", {"layers": 1, "num_hidden_layers": 3}, UsageError, "--set n_layer=3 set the same"),
-        ("gpt2", {"classes": 5}, UsageError, "--classes 5: the configuration gpt2 has no key for it"),
-        ("vit", {"vocabulary": 5}, UsageError, "--vocabulary 5: the configuration vit has no key for it"),
+        ("bert", {"layers": 1, "num_hidden_layers": 3}, UsageError, "{'num_hidden_layers': 3} set the same"),
+        ("gpt2", {"layers": 1, "num_hidden_layers": 3}, UsageError, "settings={'n_layer': 3} set the same"),
+        ("gpt2", {"classes": 5}, UsageError, "classes=5: the configuration gpt2 has no key for it"),
+        ("vit", {"vocabulary": 5}, UsageError, "vocabulary=5: the configuration vit has no key for it"),
         ("vit", {"sequence": 5}, UsageError, "vit takes no tokens"),
         ("gpt2", {"hidden": 50, "heads": 4}, ModelError, "must be divisible by num_heads"),
         ("llama", {"hidden": 50, "heads": 4}, ModelError, "not a multiple of the number of attention heads"),

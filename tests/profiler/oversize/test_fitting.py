@@ -81,7 +81,7 @@ def test_a_layer_that_does_not_fit_is_named_with_its_bytes() -> None:
     layers = [LayerNeeds("small", {1: 10}, 1, 1, 1), LayerNeeds("head", {2: 2**31}, 0, 0, 0)]
     with pytest.raises(MachineError, match=r"layer head .*needs 2\.10 GiB, 1\.00 GiB are free") as caught:
         segments_that_fit(layers, 1, 2**30)
-    assert "--micro-batch-sizes" in caught.value.hint
+    assert "`micro_batch_sizes`" in caught.value.hint
 
 
 def layer_of(name: str, module: nn.Module) -> Layer:

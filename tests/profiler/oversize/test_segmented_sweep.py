@@ -157,7 +157,7 @@ def test_a_layer_too_large_at_the_smallest_size_is_an_error(clock: Any, takes: A
         DoesNotFit, match="micro-batch size 4: layer 0 does not fit on cpu even alone"
     ) as caught:
         swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), 100, [4, 8])
-    assert "--micro-batch-sizes" in caught.value.hint
+    assert "`micro_batch_sizes`" in caught.value.hint
 
 
 class Refusing:
