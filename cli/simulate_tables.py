@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from ..api.simulation import Simulation
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.plan_file import TIE
 from .field_names import as_options
 from .ledger_table import StageMemory, print_ledger
 from .number_format import compared, percent, ranges, three_digits
-from .simulation import Simulation
 from .table_style import Column, figure, line, table, text, titled
 from .timeline_drawing import print_drawing
 
