@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pplan.cli.ledger_table import planned_memory, print_ledger
-from pplan.cli.plan_tables import answer_lines, print_plan
+from pplan.cli.plan_answer import answer_lines
+from pplan.cli.plan_tables import print_plan
 from pplan.cli.profile_tables import print_profile
 from pplan.cli.table_style import figure, table, text, word
 from pplan.cost_models.document import MadeBy
