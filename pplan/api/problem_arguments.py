@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.measured_on import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
@@ -18,8 +19,7 @@ from ..planner.problem import Problem
 from ..planner.solve import problem_of
 from ..planner.wishes import Wishes
 from ..profiler.profile_warnings import profiled_device
-from . import arguments
-from .own_profiles import own_profiles
+from .machine import own_profiles
 
 if TYPE_CHECKING:
     from ..planner.plan_file import ProfileReference
@@ -131,7 +131,7 @@ def check_grid(grid: Any, options: Mapping[str, Any]) -> None:
             raise UsageError(f"{key}: is no option of solve", f"{guess}There are: {', '.join(known)}.")
     twice = next((key for key in grid if key in options), None)
     if twice is not None:
-        raise UsageError(f"{twice}: is in the grid and an option besides", "Leave one of the two away.")
+        raise UsageError(f"{twice}: is in the grid and an option besides", "Omit one of the two.")
     for key, values in grid.items():
         if isinstance(values, str) or not isinstance(values, Sequence):
             raise UsageError(
