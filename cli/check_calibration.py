@@ -11,7 +11,7 @@ from ..cost_models.quantities import format_seconds
 from ..cost_models.topology import Device, Group, Topology
 from ..planner.joint_search import find
 from ..planner.plan_file import Plan
-from ..planner.solve import bare_plan, problem_of
+from ..planner.solve import bare_plan, build_problem
 from ..planner.wishes import Wishes
 from ..runtimes.checking.calibration_file import Calibration
 from ..runtimes.checking.job import Corrections
@@ -48,7 +48,7 @@ def write_and_solve(found: Check, read: Measured, stem: str) -> None:
     remark(f"Wrote {' and '.join(map(str, files))}")
     try:
         wishes = Wishes(**read.plan.wishes.model_dump())
-        problem = problem_of(read.profile.chain(), corrected, wishes, read.plan.profile, profiles)
+        problem = build_problem(read.profile.chain(), corrected, wishes, read.plan.profile, profiles)
         answer = find(problem)
     except PplanError as error:
         remark(f"Solved again: {error.what}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..cost_models.layer import Chain
 from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
 from ..cost_models.topology import Topology
-from ..planner.layout import Overrides, devices_needed, machine_of
+from ..planner.layout import Overrides, devices_needed, read_machine
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from .own_profiles import own_profiles
@@ -20,7 +20,7 @@ def planned_machine(plan: Plan, profile: Profile, folder: Path) -> tuple[Topolog
     """
     topology = make_topology(
         gpus=devices_needed(plan, Overrides()),
-        file=machine_of(plan, "plan"),
+        file=read_machine(plan, "plan"),
         profiled=ProfiledDevice(profile.device, profile.device_name, profile.device_memory_bytes),
     )
     return topology, own_profiles(topology, folder)

@@ -11,7 +11,7 @@ from ..cost_models.machines.measured_on import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
 from ..cost_models.quantities import format_seconds
 from ..cost_models.topology import Topology
-from ..planner.layout import Overrides, devices_needed, machine_of
+from ..planner.layout import Overrides, devices_needed, read_machine
 from ..planner.plan_file import TIE, Plan
 from ..planner.simulated import simulate_plan
 from ..profiler.profile_file import Profile
@@ -98,7 +98,7 @@ def _topology(read: Measured, machine: MachineOptions, gpus: int) -> Topology:
     topology = make_topology(
         gpus=gpus,
         **machine.arguments(),
-        file=machine.topology if another else machine_of(plan, str(read.plan_file)),
+        file=machine.topology if another else read_machine(plan, str(read.plan_file)),
         profiled=profiled_device(profile),
     )
     if another:

@@ -225,7 +225,7 @@ def frontier(
     from .cli import arguments
     from .cli.problem_arguments import ProblemArguments
     from .cli.provenance import made_by
-    from .planner.objectives.frontier import frontier_of
+    from .planner.objectives.frontier import build_frontier
     from .profiler.profile_warnings import warnings_of
 
     for name in ("objective", "price"):
@@ -235,7 +235,7 @@ def frontier(
             )
     measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
     problem = ProblemArguments(**options).problem(measured, reference)
-    found = frontier_of(
+    found = build_frontier(
         problem,
         model=measured.model,
         profile=reference,
@@ -271,13 +271,13 @@ def sweep(
     from .cli.problem_arguments import check_grid
     from .cli.provenance import made_by
     from .cost_models.document import MadeBy
-    from .planner.sweep import Sweep, points_of, solve_points
+    from .planner.sweep import Sweep, list_points, solve_points
 
     check_grid(grid, options)
     measured, reference = _profile_and_origin(profile, profile_file, profile_sha256)
     rows = solve_points(
         partial(_solved_point, measured, reference.file, reference.sha256, options),
-        points_of(grid),
+        list_points(grid),
         backend=arguments.word("backend", backend),
         jobs=arguments.optional_whole("jobs", jobs),
     )
@@ -326,7 +326,7 @@ def simulate(
     from .cli.own_profiles import own_profiles
     from .cost_models.machines.measured_on import check_processor_seconds
     from .cost_models.machines.topology_options import make_topology
-    from .planner.layout import Overrides, devices_needed, machine_of
+    from .planner.layout import Overrides, devices_needed, read_machine
     from .planner.simulated import simulate_plan
 
     plan = _plan(plan)
@@ -342,7 +342,7 @@ def simulate(
     file = None if topology is None else arguments.path("topology", topology)
     machine = make_topology(
         gpus=devices_needed(plan, overrides),
-        file=machine_of(plan, "plan") if file is None else file,
+        file=read_machine(plan, "plan") if file is None else file,
         profiled=_profiled(measured),
     )
     if file is not None:
@@ -467,7 +467,7 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
     """
     from .cli.planned_machine import planned_machine
     from .planner.explanation.compare import compare as compare_plans
-    from .planner.explanation.explain_context import context_of
+    from .planner.explanation.explain_context import make_context
 
     if not plans:
         raise UsageError("compare: no plan is given", "Give plans, or the paths of their files.")
@@ -482,7 +482,7 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
     _check_layers(first, reference)
     folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
     machine, profiles = planned_machine(first, measured, folder)
-    return compare_plans(named, context_of(first, measured.chain(), machine, profiles))
+    return compare_plans(named, make_context(first, measured.chain(), machine, profiles))
 
 
 def profile(
