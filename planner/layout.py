@@ -108,7 +108,7 @@ class Layout:
         if batch % count:
             fitting = [parts for parts in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % parts == 0]
             raise UsageError(
-                f"micro-batches {count}: a mini-batch of {batch} does not divide into so many",
+                f"micro-batches {count}: a global batch of {batch} does not divide into so many",
                 f"Use a divisor of {batch}: {some(fitting)}.",
             )
         return batch // count

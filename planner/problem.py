@@ -337,7 +337,7 @@ class Problem:
         if batch % micro_batches:
             fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
             raise UsageError(
-                f"micro_batches={micro_batches}: a mini-batch of {batch} does not divide into so many",
+                f"micro_batches={micro_batches}: a global batch of {batch} does not divide into so many",
                 f"Use a divisor of {batch}: {some(fitting)}.",
             )
         if len(self.chain.sizes) == 1:
@@ -366,7 +366,7 @@ class Problem:
     def searched(self) -> str:
         """The searched space in words, and what is proposed besides."""
         names = ", ".join(self.unsearched)
-        return self.exactly_searched() + (f"; of {names} the proposed plans" if names else "")
+        return self.exactly_searched() + (f"; {names}: heuristic only" if names else "")
 
     def exactly_searched(self, *, relaxed: bool = False) -> str:
         """The searched space in words; `relaxed`: with what a large problem's proof has besides, every number

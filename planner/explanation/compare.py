@@ -161,6 +161,6 @@ def _differences(named: Sequence[tuple[str, Plan]]) -> Iterator[str]:
         elif plan.profile.sha256 != own.profile.sha256:
             yield f"{name} was made from another profile than {first}"
         if plan.mini_batch != own.mini_batch:
-            yield f"{name} has a mini-batch of {plan.mini_batch}, {first} of {own.mini_batch}: see samples/s"
+            yield f"{name} has global batch {plan.mini_batch}, {first} {own.mini_batch}: compare samples/s"
         if plan.topology != own.topology:
             yield f"{name} is for {plan.topology or 'an unknown machine'}"

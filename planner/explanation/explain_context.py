@@ -99,7 +99,7 @@ def _check_cuts(problem: Problem, plan: Plan) -> None:
     for number, stage in enumerate(plan.stages):
         if stage.last_layer + 1 not in allowed:
             raise UsageError(
-                f"the plan's stage {number} ends with layer {stage.last_layer}, after which its wishes or "
+                f"the plan's stage {number} ends with layer {stage.last_layer}, after which its options or "
                 "its profile allow no cut",
                 "It was edited, it seems. Make it again: pplan solve",
             )

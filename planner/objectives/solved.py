@@ -75,7 +75,7 @@ def solve_for(
 
 def _lessened(problem: Problem, smaller: Problem) -> str:
     return (
-        f"no plan with {problem.samples_per_device} samples a device fits: the mini-batch is "
+        f"no plan with {problem.samples_per_device} samples a device fits: the global batch is "
         f"{smaller.mini_batch}, not {problem.mini_batch}"
     )
 

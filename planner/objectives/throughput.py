@@ -58,7 +58,7 @@ def asynchronous_refusal(problem: Problem) -> str:
     if wishes.zero:
         return f"ZeRO-{wishes.zero} gathers the weights once a step: asynchronous schedules were left out"
     if wishes.schedule != "auto":
-        return f"schedule {wishes.schedule} is wished: asynchronous ones were left out"
+        return f"schedule {wishes.schedule} was given: asynchronous ones were left out"
     if runtime is not None and not runtime.schedules & set(ASYNCHRONOUS):
         return f"{runtime.name} runs no asynchronous schedule"
     if not _modes(problem):

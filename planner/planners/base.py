@@ -46,7 +46,7 @@ def refusal(planner: Planner, problem: Problem) -> str:
     """Why a planner proposed nothing for the problem, in words."""
     if isinstance(planner, Refusing):
         return planner.refusal(problem)
-    return "makes no plan of these layers, devices and wishes"
+    return "not applicable to this problem"
 
 
 EVERY_COUNT = 64

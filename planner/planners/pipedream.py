@@ -329,8 +329,8 @@ class _Stages:
         return InfeasibleError(
             f"{what} into {format_bytes(int(self.limit))} each; the whole model needs "
             f"{format_bytes(round(alone))} on one",
-            "Use a smaller mini-batch, recompute always, more devices or memory; or a schedule with a flush, "
-            "which keeps one version of the weights.",
+            "Use a smaller global batch, recompute always, more devices or memory; or a schedule with a "
+            "flush, which keeps one version of the weights.",
         )
 
 

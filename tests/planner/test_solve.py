@@ -214,7 +214,7 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
     [
         ({"mini_batch": 0}, "mini_batch=0: must be at least 1"),
         ({"mini_batch": 64, "micro_batches": 0}, "micro_batches=0: must be at least 1"),
-        ({"mini_batch": 64, "micro_batches": 5}, "micro_batches=5: a mini-batch of 64 does not divide"),
+        ({"mini_batch": 64, "micro_batches": 5}, "micro_batches=5: a global batch of 64 does not divide"),
         ({"mini_batch": 10**20}, "in at most 16384 micro-batches"),
         ({"mini_batch": 10**20, "micro_batches": 7}, "does not divide into so many"),
         (

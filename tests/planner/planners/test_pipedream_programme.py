@@ -132,6 +132,7 @@ def random_instance(seed: int, levels: str, published: bool) -> Instance:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("published", [False, True], ids=["paper", "published"])
 @pytest.mark.parametrize("levels", LEVELS)
 def test_no_plan_is_faster(levels: str, published: bool) -> None:
