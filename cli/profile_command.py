@@ -189,7 +189,7 @@ def profile_command(
     from .. import profile as measure
     from ..cost_models.errors import UsageError
     from ..cost_models.quantities import parse_seconds
-    from ..profiler.interrupted import Interrupted
+    from ..profiler.profile_file import Interrupted
     from .output import chosen_target, file_stem
     from .provenance import command_line, made_by
     from .settings import parse_settings

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from .planner.objectives.frontier_file import Frontier
     from .planner.plan_file import Plan, ProfileReference
     from .planner.sweep import Sweep
-    from .profiler.loaded_model import LoadedModel
     from .profiler.profile_file import Profile
     from .profiler.sweep import Progress
+    from .profiler.user_model.loaded_model import LoadedModel
     from .runtimes.checking.report import Check
     from .runtimes.exported import Exported
     from .verification.report import Report

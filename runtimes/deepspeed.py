@@ -163,7 +163,7 @@ def build(
     refuse; ModelError as `pplan.sequential` does; MachineError without DeepSpeed, before
     `deepspeed.init_distributed()` or with another number of processes.
     """
-    from ..profiler.inputs import ModelInput
+    from ..profiler.user_model.loaded_model import ModelInput
     from .pipelining.at_cut import safe_at_cuts
     from .pipelining.planned_layers import check_sharing, planned_layers
 

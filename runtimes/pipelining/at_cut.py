@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...profiler.inputs import ModelInput
+from ...profiler.user_model.loaded_model import ModelInput
 from .crossing import Crossing, all_attached, sent, with_zero_gradients
 from .inputs import InputForm
 from .shapes import stage_shapes

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...cost_models.errors import ExportError, MachineError, UsageError
-from ...profiler.inputs import ModelInput
+from ...profiler.user_model.loaded_model import ModelInput
 from ..exported import bounds_of
 from ..pipe import PipeExport
 from .at_cut import safe_at_cuts

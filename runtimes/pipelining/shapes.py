@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...profiler.copies import copied_to_meta
+from ...profiler.user_model.copies import copied_to_meta
 from .crossing import Crossing
 from .inputs import InputForm
 from .stage_module import StageModule

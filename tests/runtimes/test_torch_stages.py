@@ -15,8 +15,8 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from pplan.cost_models.document import sha256
 from pplan.cost_models.errors import ExportError, FileError, MachineError, UsageError
 from pplan.planner.plan_file import Plan
-from pplan.profiler.inputs import ModelInput
-from pplan.profiler.layers import chain_of
+from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.user_model.loaded_model import ModelInput
 from pplan.runtimes.export import export
 from pplan.runtimes.pipelining.crossing import Crossing, handed_on, sent, with_zero_gradients
 from pplan.runtimes.pipelining.inputs import InputForm

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....profiler.inputs import ModelInput
+from ....profiler.user_model.loaded_model import ModelInput
 from ...pipelining.inputs import InputForm
 from ...pipelining.process import PipelineProcess
 from ...pipelining.stage_module import StageModule, loss_of

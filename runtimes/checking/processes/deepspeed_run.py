@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....profiler.inputs import ModelInput
+from ....profiler.user_model.loaded_model import ModelInput
 from ...deepspeed import DeepspeedExport, build
 from ...exported import missing_package
 from ..job import CaseResult, Job, Losses, Predicted, Ran, RuntimeCase, StageSeconds
