@@ -25,7 +25,7 @@ from pplan import profile as measure
 from pplan.cli.check_cases import prepared
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.solve import bare_plan, problem_of
 from pplan.planner.wishes import Wishes
@@ -33,8 +33,8 @@ from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.job import Case, CaseResult, Job, Measured, Predicted, StageSeconds, Waits
 from pplan.runtimes.checking.job import Link as CutLink
 from pplan.runtimes.checking.launching import Telling, run_in_processes
-from pplan.runtimes.torch_actions import action_rows, class_of, program_of, stages_of
-from pplan.runtimes.torch_pipelining import TorchExport
+from pplan.runtimes.formats.torch_actions import action_rows, build_program, device_stages, schedule_class
+from pplan.runtimes.formats.torch_export import TorchExport
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}
 """With their virtual stages a device."""
@@ -80,8 +80,8 @@ CALIBRATION = StageSet("calibration", (1.2, 0.9), 2**17, backward=0.05)
 def step_case(schedule: str, devices: int, micro_batches: int, stages: StageSet) -> Case:
     """Raises UsageError where the schedule does not run with these numbers."""
     virtual = SCHEDULES[schedule]
-    program = program_of(schedule, devices, micro_batches, virtual)
-    parts = program.places
+    program = build_program(schedule, devices, micro_batches, virtual)
+    parts = program.slots
     document = TorchExport(
         runtime="torch",
         model="emulated",
@@ -90,9 +90,9 @@ def step_case(schedule: str, devices: int, micro_batches: int, stages: StageSet)
         step_seconds=1.0,
         micro_batches=micro_batches,
         order=schedule,
-        schedule=class_of(schedule, program),
+        schedule=schedule_class(schedule, program),
         parts=list(range(parts + 1)),
-        stages=stages_of(program),
+        stages=device_stages(program),
         replicas=1,
         devices=list(range(devices)),
         recompute=["never"] * parts,

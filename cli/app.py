@@ -57,9 +57,12 @@ def _report(error: Exception, given: Sequence[str], *, debug: bool) -> int:
 
     known = _as_ours(error, given)
     if known is not None:
+        from ..cost_models.errors import InfeasibleError
         from .field_names import as_options
 
         known.what, known.hint = as_options(known.what), as_options(known.hint)
+        if isinstance(known, InfeasibleError) and "would_fit" in known.details:
+            known.details["would_fit"] = [as_options(change) for change in known.details["would_fit"]]
     if debug:
         import traceback
 

@@ -9,7 +9,7 @@ from ..cost_models.errors import PplanError
 from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.quantities import format_seconds
 from ..cost_models.topology import Device, Group, Topology
-from ..planner.find import find
+from ..planner.joint_search import find
 from ..planner.plan_file import Plan
 from ..planner.solve import bare_plan, problem_of
 from ..planner.wishes import Wishes

@@ -15,15 +15,15 @@ from ..cost_models.layer import Chain
 from ..cost_models.simulator.costs import Costs
 from ..cost_models.topology import Topology
 from ..planner.balance import balance
-from ..planner.given import Given, given_plan
+from ..planner.fixed_partition import FixedPartition, given_plan
 from ..planner.plan_file import Plan
 from ..planner.simulated import SimulatedPlan, simulate_plan
 from ..planner.solve import problem_of
 from ..planner.wishes import Wishes
 from ..runtimes.checking.job import Case, CaseResult, Link, RuntimeCase, StageSeconds, Waits
 from ..runtimes.checking.report import PLAN, CheckedCase, CheckedDevice, CheckedStage
-from ..runtimes.torch_pipelining import TorchExport
-from ..runtimes.torch_pipelining import export as export_for_torch
+from ..runtimes.formats.torch_export import TorchExport
+from ..runtimes.formats.torch_export import export as export_for_torch
 
 EVEN = "even split"
 C_co = TypeVar("C_co", Case, RuntimeCase, covariant=True)
@@ -102,7 +102,7 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
             zero=plan.zero,
             runtime=plan.runtime,
         )
-        given = Given(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
+        given = FixedPartition(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
         problem = problem_of(chain, topology, wishes, plan.profile, profiles)
         made = given_plan(problem, given, model=plan.model, profile=plan.profile)
     except PplanError as error:

@@ -12,22 +12,22 @@ from ..cost_models.errors import ExportError, MachineError, UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.runtime import runtime_named
 from ..cost_models.topology import Topology
-from ..planner.given import Given, given_plan
+from ..planner.fixed_partition import FixedPartition, given_plan
 from ..planner.plan_file import Plan
 from ..planner.simulated import simulate_plan
 from ..planner.solve import problem_of
 from ..planner.wishes import Wishes
-from ..runtimes import deepspeed, fairscale, torchgpipe
 from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument
 from ..runtimes.checking.runtime_prediction import is_serial
-from ..runtimes.choice import Choice, choose
+from ..runtimes.formats import deepspeed_export, pipe_export
+from ..runtimes.formats.plan_choice import Choice, choose
 from .check_cases import Prepared, even_plan, links_of
 
 TORCH = "torch"
 EXPORTS: dict[str, Callable[..., tuple[RuntimeDocument, str | None]]] = {
-    "torchgpipe": torchgpipe.export,
-    "fairscale": fairscale.export,
-    "deepspeed": deepspeed.export,
+    "torchgpipe": pipe_export.export_torchgpipe,
+    "fairscale": pipe_export.export_fairscale,
+    "deepspeed": deepspeed_export.export,
 }
 
 
@@ -65,7 +65,7 @@ class Placed:
             runtime=runtime,
         )
         problem = problem_of(self.chain, self.topology, wishes, plan.profile, self.profiles)
-        given = Given(tuple(accumulate(choice.balance)), 1, choice.replicas)
+        given = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
         return given_plan(problem, given, model=plan.model, profile=plan.profile)
 
     def even(self, plan: Plan) -> Plan:

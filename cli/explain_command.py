@@ -20,7 +20,7 @@ ProfileFile = Annotated[
     typer.Option("--profile", metavar="FILE", help="The plan's profile, where it is not beside it."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-Current = Annotated[
+CurrentSplit = Annotated[
     str | None,
     typer.Option(
         "--current",
@@ -64,7 +64,7 @@ Schedule = Annotated[
 def explain_command(
     plan_file: PlanFile = None,
     profile_file: ProfileFile = None,
-    current: Current = None,
+    current: CurrentSplit = None,
     replicas: Replicas = None,
     micro_batches: MicroBatches = None,
     schedule: Schedule = None,

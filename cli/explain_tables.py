@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ..cost_models.quantities import counted, format_bytes, format_seconds
-from ..planner.explanation.current import CurrentSplit, Side
+from ..planner.explanation.current_split import Side, SplitComparison
 from ..planner.explanation.explain import Explanation
 from ..planner.explanation.limits import Limits, PathShare
-from ..planner.explanation.outline import Outline
-from ..planner.explanation.reach import WORTH, Reach, Turn
-from ..planner.explanation.rivals import Rival
+from ..planner.explanation.plan_summary import PlanSummary
+from ..planner.explanation.runner_up import RunnerUp
+from ..planner.explanation.sensitivity import WORTH, Sensitivity, Turn
 from ..planner.explanation.what_if import WhatIf
 from ..planner.plan_file import TIE, PlannedStage
 from .figures import percent, ranges
@@ -75,12 +75,12 @@ def answer_lines(found: Explanation) -> list[str]:
     return lines
 
 
-def _takes(other: Outline, own: Outline) -> str:
+def _takes(other: PlanSummary, own: PlanSummary) -> str:
     step = other.step_seconds
     return f"{described(other)} takes {format_seconds(step)}, {compared(step, own.step_seconds)}"
 
 
-def described(plan: Outline) -> str:
+def described(plan: PlanSummary) -> str:
     """A plan in words."""
     balance = "-".join(map(str, islice(plan.balance, 16))) + ("-…" if len(plan.balance) > 16 else "")
     parts = [f"{counted(plan.stages, 'stage')} of {balance} layers"]
@@ -141,7 +141,7 @@ def _rivals(found: Explanation, console: Console) -> Table:
     return table(console, columns, rows)
 
 
-def _rival_row(rival: Rival, own: Outline) -> list[str]:
+def _rival_row(rival: RunnerUp, own: PlanSummary) -> list[str]:
     if rival.plan is None:
         return [rival.differs, "-", "-", "none fits", _yes(rival.proven)]
     step = rival.plan.step_seconds
@@ -153,7 +153,7 @@ def _yes(proven: bool) -> str:
     return "yes" if proven else "no"
 
 
-def _holds(reaches: Sequence[Reach], console: Console) -> Table:
+def _holds(reaches: Sequence[Sensitivity], console: Console) -> Table:
     columns = [
         text("what", folds_at=14),
         text("from", folds_at=10),
@@ -164,7 +164,7 @@ def _holds(reaches: Sequence[Reach], console: Console) -> Table:
     return table(console, columns, [row for reach in reaches for row in _reach_rows(reach)])
 
 
-def _reach_rows(reach: Reach) -> Iterator[list[str]]:
+def _reach_rows(reach: Sensitivity) -> Iterator[list[str]]:
     of_layers = reach.first_layer is not None
     what = f"{reach.what} ({reach.first_layer} to {reach.last_layer})" if of_layers else reach.what
     for turn, end, way in ((reach.below, reach.least, "down"), (reach.above, reach.most, "up")):
@@ -196,7 +196,7 @@ def _what_if(found: Explanation, console: Console) -> Table:
     return table(console, columns, [_what_if_row(row, found.plan) for row in found.what_if])
 
 
-def _what_if_row(row: WhatIf, own: Outline) -> list[str]:
+def _what_if_row(row: WhatIf, own: PlanSummary) -> list[str]:
     if row.plan is None:
         return [row.change, "-", "-", row.reason, "-"]
     step = row.plan.step_seconds
@@ -204,7 +204,7 @@ def _what_if_row(row: WhatIf, own: Outline) -> list[str]:
     return [row.change, format_seconds(step), against, described(row.plan), _yes(row.proven)]
 
 
-def _print_current(found: CurrentSplit, console: Console) -> None:
+def _print_current(found: SplitComparison, console: Console) -> None:
     """The split in use, against the plan."""
     console.print()
     own, step = found.current.plan, found.plan.plan.step_seconds
@@ -228,7 +228,7 @@ def _print_current(found: CurrentSplit, console: Console) -> None:
     titled(console, "The stages of the plan", _stages(found.plan, console))
 
 
-def _causes(found: CurrentSplit, console: Console) -> Table:
+def _causes(found: SplitComparison, console: Console) -> Table:
     columns = [
         text("what", folds_at=12),
         figure(f"split:\nstage {found.current.busiest.stage}"),

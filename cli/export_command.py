@@ -13,7 +13,7 @@ from .options import AsJson, Force, Output, word
 from .streams import printable, remark, result
 
 if TYPE_CHECKING:
-    from ..runtimes.exported import Exported
+    from ..runtimes.formats.export_document import ExportDocument
     from ..runtimes.scripts.script import Script
 
 _UNSEEN = {
@@ -96,8 +96,8 @@ def export_command(
     from ..cost_models.document import MadeBy, write_whole
     from ..cost_models.runtime import runtime_named
     from ..planner.plan_file import Plan
-    from ..runtimes.export import SUFFIXES, export
-    from ..runtimes.exported import device_of, layers_hash
+    from ..runtimes.formats.export_document import default_device, hash_layers
+    from ..runtimes.formats.exporters import SUFFIXES, export
     from .newest import named_or_newest
     from .output import chosen_target, file_stem
     from .provenance import command_line, made_by
@@ -110,7 +110,7 @@ def export_command(
         output,
         f"{file_stem(plan.model)}.{name}.{SUFFIXES.get(name, 'json')}",
         force=force,
-        about={"model": plan.model, "layers_sha256": layers_hash(plan)},
+        about={"model": plan.model, "layers_sha256": hash_layers(plan)},
     )
     target.check(source)
     origin = made_by(MadeBy(), command=command_line(), measured=plan.made_by)
@@ -125,7 +125,9 @@ def export_command(
     if script is not None:
         _check_script(script, (source, target.path), force=force)
         named = (model, parse_settings(setting or ()))
-        written = _script(document, source, profile, target.path, script, device or device_of(plan), named)
+        written = _script(
+            document, source, profile, target.path, script, device or default_device(plan), named
+        )
     target.write(document, as_json=as_json, show=lambda: _show(document, target.path, written))
     if written is not None and script is not None:
         write_whole(script, written.text, force=force)
@@ -145,7 +147,7 @@ def _check_script(script: Path, others: tuple[Path, ...], *, force: bool) -> Non
 
 
 def _script(
-    document: Exported,
+    document: ExportDocument,
     source: Path,
     profile: Path | None,
     plan_path: Path,
@@ -177,10 +179,10 @@ def _script(
     )
 
 
-def _show(document: Exported, path: Path, script: Script | None) -> None:
+def _show(document: ExportDocument, path: Path, script: Script | None) -> None:
     """Prints what the runtime is given, and the lines that a training script needs where none is written."""
     from ..cost_models.quantities import format_seconds
-    from ..runtimes.trainer_text import TrainerText
+    from ..runtimes.formats.trainer_text import TrainerText
 
     if isinstance(document, TrainerText):
         result("".join(f"{printable(line)}\n" for line in document.text(path).splitlines()))

@@ -47,6 +47,7 @@ FIELDS: dict[str, str] = {
         "loss",
         "max_stages",
         "micro_batch_size",
+        "micro_batch_sizes",
         "micro_batches",
         "mini_batch",
         "model",
@@ -118,11 +119,26 @@ _GIVEN = re.compile(rf"(?<![\w.\-`/{{])({_NAMES})=({_VALUE})|`({_NAMES})(?:=({_V
 _SETTING = re.compile(rf"(?:, )?(?<![\w.\-`/{{])settings(?:=(\{{[^{{}}]*\}})|\['(\w+)'\](?:=({_VALUE}))?)")
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _QUOTES = "'\""
+_CALL = re.compile(r"\bpplan\.([a-z_]+)\(([^()]*)\)")
 
 
 def as_options(text: str) -> str:
-    """The text with each `field=value` and each field in backquotes as an option of the command line."""
-    return _GIVEN.sub(_option, _SETTING.sub(_settings, text))
+    """The text with each `field=value` and each field in backquotes as an option of the command line, and
+    each `pplan.solve(field=value)` as its command."""
+    return _GIVEN.sub(_option, _SETTING.sub(_settings, _CALL.sub(_command, text)))
+
+
+def _command(found: re.Match[str]) -> str:
+    given = [_argument(each) for each in re.split(r",\s*", found[2]) if each not in ("", "...")]
+    return " ".join(["pplan", found[1].replace("_", "-"), *given])
+
+
+def _argument(given: str) -> str:
+    """An argument of a call as the shell takes it."""
+    known = re.fullmatch(rf"({_NAMES})=({_VALUE})", given)
+    if known and known[2] != "True":
+        return f"{FIELDS[known[1]]} {shlex.quote(known[2].strip(_QUOTES))}"
+    return FIELDS[known[1]] if known else shlex.quote(given.strip(_QUOTES))
 
 
 def _option(found: re.Match[str]) -> str:

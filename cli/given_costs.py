@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..cost_models.errors import UsageError
 
 if TYPE_CHECKING:
-    from ..cost_models.schedules import Place, Program
+    from ..cost_models.schedules import Program, StageSlot
     from ..cost_models.simulator.costs import Array, Costs
 
 MOST_MILLISECONDS = 1e9
@@ -70,9 +70,9 @@ class GivenCosts:
 
         pipes = program.pipes
         rows = [[self._between(*ends, program.devices) for ends in pairwise(pipe)] for pipe in pipes]
-        return np.array(rows, dtype=np.float64).reshape(len(pipes), program.places - 1)
+        return np.array(rows, dtype=np.float64).reshape(len(pipes), program.slots - 1)
 
-    def _between(self, here: Place, there: Place, stages: int) -> float:
+    def _between(self, here: StageSlot, there: StageSlot, stages: int) -> float:
         """Between neighbours the value of the boundary, from the last stage to the first the last stage's."""
         if len(self.transfer) == 1 or here.device == there.device:
             return self.transfer[0]

@@ -12,7 +12,7 @@ from ..cost_models.document import read_text
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.measured_on import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
-from ..planner.given import Given, given_plan
+from ..planner.fixed_partition import FixedPartition, given_plan
 from ..planner.plan_file import Plan, ProfileReference
 from ..planner.solve import problem_of
 from ..planner.wishes import Wishes
@@ -51,7 +51,7 @@ def imported_plan(
     chain = profile.chain()
     read = with_virtual_stages(read_partition(text, chain.names, where), options.virtual_stages, where)
     read = replace(read, replicas=options.replicas or read.replicas)
-    given = Given(read.ends, read.virtual_stages or 1, read.replicas or 1)
+    given = FixedPartition(read.ends, read.virtual_stages or 1, read.replicas or 1)
     topology = make_topology(gpus=options.gpus or given.gpus, **options.machine)
     check_processor_seconds(profiled_device(profile), topology, options.seconds_of)
     file = options.machine["file"]
@@ -82,7 +82,7 @@ def _is_file(source: str) -> bool:
         return False
 
 
-def _wishes(read: Partition, given: Given, options: ImportOptions) -> Wishes:
+def _wishes(read: Partition, given: FixedPartition, options: ImportOptions) -> Wishes:
     several = given.virtual_stages > 1
     mini_batch = options.mini_batch or read.mini_batch
     return Wishes(
@@ -99,7 +99,7 @@ def _wishes(read: Partition, given: Given, options: ImportOptions) -> Wishes:
     )
 
 
-def _micro_batches(read: Partition, given: Given, mini_batch: int | None) -> int | None:
+def _micro_batches(read: Partition, given: FixedPartition, mini_batch: int | None) -> int | None:
     """As many as make the mini-batch of micro-batches as the partition is for; None: it does not say."""
     if mini_batch is None or read.samples is None:
         return None

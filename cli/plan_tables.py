@@ -10,8 +10,8 @@ from rich.table import Table
 from ..cost_models.optimizers import optimizer_named
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..cost_models.runtime import runtime_named
+from ..planner.pipeline_config import SEARCHED
 from ..planner.plan_file import TIE, Alternative, Baseline, Plan, PlannedStage, Prediction
-from ..planner.setting import SEARCHED
 from .aim_lines import aim_line, aim_proof
 from .default_lines import default_lines
 from .field_names import as_options

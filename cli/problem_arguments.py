@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.measured_on import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
-from ..planner.find import BEST
+from ..planner.joint_search import BEST
 from ..planner.objectives.objective import ANY, Objective, objective_of, prices_of
 from ..planner.planners import planner_named
 from ..planner.problem import Problem

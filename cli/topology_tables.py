@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..cost_models.hardware import Level
 from ..cost_models.machines.catalogue import MACHINES, Machine
-from ..cost_models.machines.hardware import Level
 from ..cost_models.machines.presets import PRESETS
 from ..cost_models.machines.transfer_times import SIZES, AllReduce, all_reduces, transfers
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds

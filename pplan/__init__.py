@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .profiler.sweep import Progress
     from .profiler.user_model.loaded_model import LoadedModel
     from .runtimes.checking.report import Check
-    from .runtimes.exported import Exported
+    from .runtimes.formats.export_document import ExportDocument
     from .verification.report import Report
 
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
@@ -373,7 +373,7 @@ def explain(
     """
     from .cli import arguments
     from .cli.planned_machine import planned_machine
-    from .planner.explanation.current import Current
+    from .planner.explanation.current_split import CurrentSplit
     from .planner.explanation.explain import explain as explain_plan
 
     split = arguments.wholes("current", current)
@@ -382,7 +382,7 @@ def explain(
         arguments.optional_whole("micro_batches", micro_batches),
         arguments.optional_word("schedule", schedule),
     )
-    used = None if split is None else Current(split, *of_it)
+    used = None if split is None else CurrentSplit(split, *of_it)
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     plan = _plan(plan)
     measured, reference = _profile_and_origin(profile, "", "")
@@ -467,7 +467,7 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
     """
     from .cli.planned_machine import planned_machine
     from .planner.explanation.compare import compare as compare_plans
-    from .planner.explanation.question import question_of
+    from .planner.explanation.explain_context import context_of
 
     if not plans:
         raise UsageError("compare: no plan is given", "Give plans, or the paths of their files.")
@@ -482,7 +482,7 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
     _check_layers(first, reference)
     folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
     machine, profiles = planned_machine(first, measured, folder)
-    return compare_plans(named, question_of(first, measured.chain(), machine, profiles))
+    return compare_plans(named, context_of(first, measured.chain(), machine, profiles))
 
 
 def profile(
@@ -769,7 +769,7 @@ def sequential(
     )
 
 
-def export(runtime: str, plan: Plan, *, device: Literal["cuda", "cpu"] | str | None = None) -> Exported:
+def export(runtime: str, plan: Plan, *, device: Literal["cuda", "cpu"] | str | None = None) -> ExportDocument:
     """`plan` in the words of `runtime`, one of those that `pplan export --help` names.
 
     Where the runtime cannot run the plan itself, the best of its alternatives is taken, and a UserWarning
@@ -784,7 +784,7 @@ def export(runtime: str, plan: Plan, *, device: Literal["cuda", "cpu"] | str | N
     from .cli import arguments
     from .cli.provenance import made_by
     from .cost_models.document import MadeBy
-    from .runtimes.export import export as export_plan
+    from .runtimes.formats.exporters import export as export_plan
 
     _check_plan(plan)
     origin = made_by(MadeBy(), measured=plan.made_by)

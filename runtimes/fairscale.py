@@ -5,30 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING
 
-from ..cost_models.document import MadeBy
 from ..planner.plan_file import Plan
-from .exported import document_of, missing_package
-from .pipe import PipeExport, fields
+from .formats.export_document import missing_package, resolve_document
+from .formats.pipe_export import FairscaleExport, export_fairscale
 
 if TYPE_CHECKING:
     import torch
     from fairscale.nn import Pipe
     from torch import nn
 
-
-class FairscaleExport(PipeExport):
-    """What `fairscale.nn.Pipe` takes."""
-
-    kind: ClassVar[str] = "fairscale"
-    runtime: Literal["fairscale"]
-
-
-def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[FairscaleExport, str | None]:
-    """The file's content, and a remark where it is not the plan itself. Raises ExportError."""
-    content, remark = fields(plan, "fairscale", device)
-    return FairscaleExport(**content, made_by=made_by), remark
+__all__ = ["FairscaleExport", "build"]
 
 
 def build(
@@ -58,10 +46,10 @@ def build(
     devices share parameters, or the plan is not for fairscale; ModelError as `pplan.sequential` does;
     MachineError without FairScale or the devices.
     """
-    from .pipelining.one_process import prepared
+    from .pipelining.one_process import prepare_pipe
 
-    document = document_of(source, FairscaleExport, export)
-    layers, arguments = prepared(document, model, example_input, devices, layer_names)
+    document = resolve_document(source, FairscaleExport, export_fairscale)
+    layers, arguments = prepare_pipe(document, model, example_input, devices, layer_names)
     try:
         from fairscale.nn import Pipe
     except ImportError as error:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import ExportError
 from ..planner.plan_file import Plan
-from .exported import check_names, opened
-from .torch_pipelining import TorchExport, export
+from .formats.export_document import check_names, load_document
+from .formats.torch_export import TorchExport, export
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,7 @@ def split_spec(
 
     if isinstance(source, Plan):
         source, _ = export(source, device="cuda", made_by=MadeBy())
-    document = opened(source, TorchExport)
+    document = load_document(source, TorchExport)
     chain = chain_of(model, example_input, granularity=document.granularity)
     names = [layer.name for layer in chain.layers]
     check_names(document, document.parts[-1], len(names), names, chain.model_name)
@@ -58,5 +58,5 @@ def _first_module(chain: LayerChain, first: int) -> str:
     raise ExportError(
         f"a stage begins with what pipeline() cannot be told: {why}",
         "Train it with pplan.runtimes.torch_pipelining.build, or cut in front of submodules: "
-        "pplan profile --granularity 'module:PATTERN', with the names of those that may begin a stage.",
+        "pplan.profile(granularity='module:PATTERN'), with the names of those that may begin a stage.",
     )

@@ -1,25 +1,16 @@
-"""torch.distributed.pipelining (PyTorch 2.11 to 2.15): any order, one process a device, several stages on it.
-
-Where PyTorch has a class for the plan's schedule, that one runs it; the others, ZB-H1 for one, are handed to
-its runtime as lists of actions.
-"""
+"""torch.distributed.pipelining: one process a device, with its stages of the model and their schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
-
-from pydantic import Field, model_validator
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..cost_models.document import MadeBy
-from ..cost_models.errors import ExportError, UsageError
-from ..cost_models.runtime import runtime_named
-from ..planner.plan_file import Plan, ScheduleName
-from .choice import Choice, choose
-from .exported import Count, Exported, layers_hash, opened
-from .torch_actions import action_rows, are_bounds, class_of, program_of, stages_of
+from ..cost_models.errors import UsageError
+from ..planner.plan_file import Plan
+from .formats.export_document import load_document
+from .formats.torch_export import TorchExport, export
 
 if TYPE_CHECKING:
     import torch
@@ -28,135 +19,7 @@ if TYPE_CHECKING:
 
     from .pipelining.process import PipelineProcess
 
-Index = Annotated[int, Field(ge=0)]
-
-
-class TorchExport(Exported):
-    """What a process of torch.distributed.pipelining is to know.
-
-    Stage i holds layers parts[i] up to, not including, parts[i + 1], and recomputes by the i-th word of
-    `recompute`. stages[d] are the stages of device d of the pipeline: rank d * replicas + r is its replica r.
-    """
-
-    kind: ClassVar[str] = "torch"
-    runtime: Literal["torch"]
-    micro_batches: Count
-    order: ScheduleName
-    """The plan's word for the schedule."""
-    schedule: str
-    """The class in torch.distributed.pipelining.schedules."""
-    parts: Annotated[list[Index], Field(min_length=2)]
-    stages: Annotated[list[list[Index]], Field(min_length=1)]
-    replicas: Count
-    """Of every stage; they share every micro-batch."""
-    zero: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: the replicas of a stage spread the optimizer's states, by FSDP2."""
-    devices: list[Index]
-    """By rank, as the plan numbers them."""
-    gpus_per_node: Count | None = None
-    recompute: list[Literal["never", "always"]]
-    granularity: str = "block"
-    """How the model is cut into layers."""
-    actions: list[str]
-    """Lines of a schedule CSV, one a device of the pipeline, as `_load_csv(path, format="compute_only")` of
-    a schedule takes them."""
-    made_by: MadeBy = MadeBy()
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        stages = len(self.parts) - 1
-        if not are_bounds(self.parts):
-            raise ValueError(f"parts {self.parts} are not the bounds of {stages} stages")
-        if sorted(stage for own in self.stages for stage in own) != list(range(stages)):
-            raise ValueError(f"stages {self.stages} are not stages 0 to {stages - 1}, once each")
-        if len(self.devices) != len(self.stages) * self.replicas:
-            raise ValueError(
-                f"devices are {len(self.devices)}, {len(self.stages)} of the pipeline times replicas "
-                f"{self.replicas} must be as many"
-            )
-        for name, words, needed in (
-            ("recompute", self.recompute, stages),
-            ("actions", self.actions, len(self.stages)),
-        ):
-            if len(words) != needed:
-                raise ValueError(f"{name} has {len(words)} entries, there must be {needed}")
-        self._check_sizes()
-        return self
-
-    def _check_sizes(self) -> None:
-        if self.micro_batches * self.micro_batch_size != self.mini_batch:
-            raise ValueError(
-                f"micro_batches {self.micro_batches} times micro_batch_size {self.micro_batch_size} "
-                f"do not make a mini_batch of {self.mini_batch}"
-            )
-        if self.micro_batch_size % self.replicas:
-            raise ValueError(
-                f"micro_batch_size {self.micro_batch_size} is not shared evenly by {self.replicas} replicas"
-            )
-
-    @property
-    def csv(self) -> str:
-        """The order as a schedule CSV, for what reads one (torchtitan's pipeline_parallel_schedule_csv)."""
-        return "\n".join(self.actions) + "\n"
-
-
-def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchExport, str | None]:
-    """The file's content, and a remark where it is not the plan itself. Raises ExportError, UsageError.
-
-    `device` changes nothing: each process takes its own.
-    """
-    del device
-    choice, remark = choose(plan, runtime_named("torch"))
-    devices = len(choice.devices) // choice.replicas
-    program = program_of(choice.schedule, devices, choice.micro_batches, choice.virtual_stages)
-    stages = stages_of(program)
-    if len(choice.balance) != program.places:
-        raise ExportError(
-            f"the plan has {len(choice.balance)} stages, {choice.schedule} with {choice.virtual_stages} "
-            f"virtual stages on {devices} devices has {program.places}",
-            "Make the plan again with pplan solve.",
-        )
-    if remark is None:
-        _check_places(plan, stages)
-    document = TorchExport(
-        runtime="torch",
-        model=plan.model,
-        layers_sha256=layers_hash(plan),
-        mini_batch=choice.micro_batches * choice.micro_batch_size,
-        micro_batch_size=choice.micro_batch_size,
-        step_seconds=choice.step_seconds,
-        micro_batches=choice.micro_batches,
-        order=choice.schedule,
-        schedule=class_of(choice.schedule, program),
-        parts=[0, *accumulate(choice.balance)],
-        stages=stages,
-        replicas=choice.replicas,
-        zero=plan.zero if choice.replicas > 1 else 0,
-        devices=list(choice.devices),
-        gpus_per_node=plan.gpus_per_node,
-        recompute=_recompute(choice),
-        granularity=plan.profile.granularity,
-        actions=action_rows(program),
-        made_by=made_by,
-    )
-    return document, remark
-
-
-def _recompute(choice: Choice) -> list[Literal["never", "always"]]:
-    return ["always" if word == "always" else "never" for word in choice.stage_recompute]
-
-
-def _check_places(plan: Plan, stages: Sequence[Sequence[int]]) -> None:
-    """The plan's parts lie where the schedule has them: in a loop over the devices, or in a V."""
-    for own in stages:
-        first = plan.stages[own[0]].devices
-        for stage in own[1:]:
-            if plan.stages[stage].devices != first:
-                raise ExportError(
-                    f"stage {stage} of the plan is on devices {plan.stages[stage].devices}, {plan.schedule} "
-                    f"has it with stage {own[0]}, on {first}",
-                    "Make the plan again with pplan solve.",
-                )
+__all__ = ["TorchExport", "build"]
 
 
 def build(
@@ -189,16 +52,16 @@ def build(
     parameters; ModelError as `pplan.sequential` does; MachineError before `init_process_group()` or with
     another number of processes.
     """
-    from .pipelining.process import built
+    from .pipelining.process import build_process
 
     if isinstance(source, Plan):
         source, _ = export(source, device="cuda", made_by=MadeBy())
-    document = opened(source, TorchExport)
+    document = load_document(source, TorchExport)
     how = replicate or ("fsdp" if document.zero else "ddp")
     if document.zero and how != "fsdp":
         raise UsageError(
             f"replicate {how!r} with a plan of zero {document.zero}: it spreads nothing over replicas",
-            "Leave replicate away, or make a plan with --zero 0.",
+            "Omit replicate, or make a plan with zero=0.",
         )
     options: dict[str, Any] = {"replicate": how, "sum_losses": sum_losses, "layer_names": layer_names}
-    return built(document, model, example_input, loss_fn, device=device, mesh=mesh, **options)
+    return build_process(document, model, example_input, loss_fn, device=device, mesh=mesh, **options)

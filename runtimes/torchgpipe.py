@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING
 
-from ..cost_models.document import MadeBy
 from ..planner.plan_file import Plan
-from .exported import document_of, missing_package
-from .pipe import PipeExport, fields
+from .formats.export_document import missing_package, resolve_document
+from .formats.pipe_export import TorchgpipeExport, export_torchgpipe
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torchgpipe import GPipe
 
-
-class TorchgpipeExport(PipeExport):
-    """What `torchgpipe.GPipe` takes."""
-
-    kind: ClassVar[str] = "torchgpipe"
-    runtime: Literal["torchgpipe"]
-
-
-def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchgpipeExport, str | None]:
-    """The file's content, and a remark where it is not the plan itself. Raises ExportError."""
-    content, remark = fields(plan, "torchgpipe", device)
-    return TorchgpipeExport(**content, made_by=made_by), remark
+__all__ = ["TorchgpipeExport", "build"]
 
 
 def build(
@@ -56,10 +44,10 @@ def build(
     devices share parameters, or the plan is not for torchgpipe; ModelError as `pplan.sequential` does;
     MachineError without torchgpipe or the devices.
     """
-    from .pipelining.one_process import prepared
+    from .pipelining.one_process import prepare_pipe
 
-    document = document_of(source, TorchgpipeExport, export)
-    layers, arguments = prepared(document, model, example_input, devices, layer_names)
+    document = resolve_document(source, TorchgpipeExport, export_torchgpipe)
+    layers, arguments = prepare_pipe(document, model, example_input, devices, layer_names)
     try:
         from torchgpipe import GPipe
     except ImportError as error:

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +25,8 @@ MAY_IMPORT = {
 }
 FROM_RUNTIMES = {"planner": {"planner.plan_file"}}
 """What a room may take of another, where that is not all of it."""
+WITHOUT_CIRCLES = ("cost_models", "planner", "profiler")
+"""Folders in which imports run one way, file by file and sub-folder by sub-folder."""
 TORCH = {"torch", "torchvision", "torchgpipe", "fairscale", "deepspeed"}
 NO_TORCH = [
     *(ROOT / "cost_models").rglob("*.py"),
@@ -69,6 +72,45 @@ def test_imports_run_one_way(room: str) -> None:
                 allowed = FROM_RUNTIMES.get(other) if room == "runtimes" else None
                 if allowed and module != other:
                     assert any(module.startswith(name) for name in allowed), f"{path} imports {module}"
+
+
+def drawn(folder: str) -> dict[str, set[str]]:
+    """By file of the folder, those of its files that it imports: at its top, inside functions and for type
+    checkers alike. A package stands for its `__init__.py`."""
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources(folder)
+    }
+    return {
+        name: {module for module, _ in imported(path) if module in paths and module != name}
+        for name, path in paths.items()
+    }
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of nodes that reach each other."""
+    graph = networkx.DiGraph((name, other) for name, others in imports.items() for other in others)
+    return [sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1]
+
+
+@pytest.mark.parametrize("folder", WITHOUT_CIRCLES)
+def test_no_files_import_each_other_in_a_circle(folder: str) -> None:
+    imports = drawn(folder)
+    assert sum(map(len, imports.values())) > len(imports)
+    assert circles(imports) == []
+
+
+@pytest.mark.parametrize("folder", WITHOUT_CIRCLES)
+def test_sub_folders_import_one_way(folder: str) -> None:
+    """Each sub-folder taken as one, beside the files of the folder itself: what a sub-folder imports, however
+    far down, imports nothing of the sub-folder."""
+    taken = dict[str, set[str]]()
+    for name, others in drawn(folder).items():
+        own = ".".join(name.split(".")[:2])
+        taken.setdefault(own, set()).update(".".join(other.split(".")[:2]) for other in others)
+    together = {name: others - {name} for name, others in taken.items()}
+    assert any((ROOT / name.replace(".", "/")).is_dir() for name in together)
+    assert circles(together) == []
 
 
 def test_verification_shares_no_code_with_what_it_verifies() -> None:

@@ -14,7 +14,7 @@ import pytest
 import pplan
 from pplan.cli.app import main
 from pplan.planner.planners import PLANNERS
-from pplan.runtimes.export import EXPORTERS
+from pplan.runtimes.formats.exporters import EXPORTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
-from pplan.planner.candidate import Candidate
-from pplan.planner.find import planned_by
+from pplan.planner.candidate import ScoredPlan
+from pplan.planner.joint_search import planned_by
 from pplan.planner.objectives.frontier import frontier_of
 from pplan.planner.objectives.objective import COST, MEMORY, THROUGHPUT
 from pplan.planner.objectives.solved import solve_for
@@ -174,7 +174,7 @@ class _Attack:
         step = self.plan.prediction.step_seconds
         for name, planner in PLANNERS.items():
             plan = planned_by(planner, self.problem)
-            if isinstance(plan, Candidate):
+            if isinstance(plan, ScoredPlan):
                 faster = plan.step_seconds < step * (1 - TOLERANCE)
                 words = f"the answer takes {step:.9g} s, that of {name} {plan.step_seconds:.9g} s: {plan}"
                 self.result.check("planners", words if faster else None)

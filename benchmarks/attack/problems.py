@@ -187,9 +187,9 @@ class _Maker:
             return topology, wishes
         costs = chain.at(chain.sizes[-1])
         weights = 3 * float(chain.parameter_bytes.sum())
-        held = float(costs.saved_bytes.sum()) * (wishes.mini_batch or 1) / chain.sizes[-1]
+        in_flight = float(costs.saved_bytes.sum()) * (wishes.mini_batch or 1) / chain.sizes[-1]
         share = self.rng.uniform(0.02, 0.25) if self.kind == "infeasible" else self.rng.uniform(0.1, 1)
-        limit = max(1, round(share * (weights + held)))
+        limit = max(1, round(share * (weights + in_flight)))
         if self.rng.random() < 0.2:
             return topology, replace(wishes, memory_limit=float(limit))
         groups = tuple(

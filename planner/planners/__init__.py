@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ...cost_models.errors import UsageError
-from ..candidate import Planner
 from . import (
     alpa,
     dapple,
@@ -23,9 +21,7 @@ from . import (
     torchgpipe_size,
     torchgpipe_time,
 )
-
-if TYPE_CHECKING:
-    from ..problem import Problem
+from .base import Planner
 
 _ALL: tuple[Planner, ...] = (
     one_gpu.PLANNER,
@@ -62,20 +58,4 @@ def planner_named(name: str) -> Planner:
     raise UsageError(f"planner {name!r} is unknown", f"{guess}There are: best, {', '.join(PLANNERS)}.")
 
 
-@runtime_checkable
-class Refusing(Protocol):
-    """A planner that says why it proposes nothing."""
-
-    def refusal(self, problem: Problem) -> str:
-        """In words; for a problem of which it proposed nothing."""
-        ...
-
-
-def refusal(planner: Planner, problem: Problem) -> str:
-    """Why a planner proposed nothing for the problem, in words."""
-    if isinstance(planner, Refusing):
-        return planner.refusal(problem)
-    return "makes no plan of these layers, devices and wishes"
-
-
-__all__ = ["PLANNERS", "Refusing", "planner_named", "refusal"]
+__all__ = ["PLANNERS", "planner_named"]

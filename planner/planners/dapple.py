@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.ways import Ways
+from ...cost_models.routes import Routes
 from ..candidate import Proposal
 from ..search.space import Space
 from ..stage_table import Floats
@@ -40,7 +40,7 @@ PROMISING = 3
 @dataclass(frozen=True)
 class Effort:
     """What a search may do. More devices than `groups` stay together with their neighbours; `entries` next
-    stages are looked at side by side, and a third as many plans, by places, are kept of each number of
+    stages are looked at side by side, and a third as many plans, by cut points, are kept of each number of
     stages, `kept` of each state."""
 
     groups: int = MOST_GROUPS
@@ -82,19 +82,19 @@ class Dapple:
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """The plan of least estimated latency for the most promising micro-batch sizes."""
         space, gpus = thinned(problem.space, BLOCKS), problem.reached
-        coarse, ways = thinned(space, GLANCE_BLOCKS), Ways(space.topology)
+        coarse, routes = thinned(space, GLANCE_BLOCKS), Routes(space.topology)
         whole = Whole(problem.stage_counts[-1], problem.wishes.use_all)
         glances = []
-        for trial in trials(problem.settings):
-            glance = plan(coarse, trial, gpus, whole, effort=GLANCE, ways=ways)
+        for trial in trials(problem.configs):
+            glance = plan(coarse, trial, gpus, whole, effort=GLANCE, routes=routes)
             if glance is not None:
                 glances.append((glance.latency_seconds, trial))
-        places = space.table(space.chain.sizes[0]).places
+        cut_points = space.table(space.chain.sizes[0]).cut_points
         for _, trial in sorted(glances, key=lambda glance: glance[0])[:PROMISING]:
-            found = plan(space, trial, gpus, whole, ways=ways)
+            found = plan(space, trial, gpus, whole, routes=routes)
             if found is not None:
-                ends = tuple(places[end] for end in found.ends)
-                yield Proposal(trial.setting(found.recomputes), ends, found.devices)
+                ends = tuple(cut_points[end] for end in found.ends)
+                yield Proposal(trial.config(found.recomputes), ends, found.devices)
 
 
 PLANNER = Dapple()
@@ -107,24 +107,24 @@ def plan(
     whole: Whole = ANY,
     *,
     effort: Effort = FULL,
-    ways: Ways | None = None,
+    routes: Routes | None = None,
 ) -> DapplePlan | None:
-    """The plan found for one micro-batch size on the first `gpus` devices; None where none fits. `ways` are
+    """The plan found for one micro-batch size on the first `gpus` devices; None where none fits. `routes` are
     remembered from one call to the next."""
     groups = gpus if replicas_of(space) == "none" else effort.groups
     machines = machines_of(gpus, min(gpus, space.topology.gpus_per_node), groups)
-    ways = ways or Ways(space.topology)
+    routes = routes or Routes(space.topology)
     best: DapplePlan | None = None
     for counts in count_rules(space, machines):
-        found = _Search(Moves(space, trial, machines, ways, counts), whole, effort).run(best)
+        found = _Search(Moves(space, trial, machines, routes, counts), whole, effort).run(best)
         best = found or best
     return best
 
 
 @dataclass(frozen=True)
 class _Starts:
-    """Unfinished plans, of as many stages each: arrays (stages, plans) of the places they end at, of their
-    moves, and of the joints from each stage to the next."""
+    """Unfinished plans, of as many stages each: arrays (stages, plans) of the cut points they end at, of
+    their moves, and of the joints from each stage to the next."""
 
     ends: Ints
     moves: Ints
@@ -149,7 +149,7 @@ class _Search:
     def __init__(self, moves: Moves, whole: Whole, effort: Effort) -> None:
         self.moves, self.whole, self.effort = moves, whole, effort
         self.trial = moves.trial
-        self.last = moves.places - 1
+        self.last = moves.cut_points - 1
         self.best: DapplePlan | None = None
         self.limit = np.inf
 
@@ -205,7 +205,7 @@ class _Search:
         if not len(which):
             return np.zeros(0, dtype=np.bool_)
         begin = starts.ends[-1][which] if len(starts.ends) else 0
-        works = self.moves.work(self.trial.held(1))[self.moves.teams(moves), begin, self.last]
+        works = self.moves.work(self.trial.in_flight(1))[self.moves.teams(moves), begin, self.last]
         rounds = self.trial.micro_batches - 1
         possible: npt.NDArray[np.bool_] = rounds * works < self.limit if rounds else works < np.inf
         if self.whole.use_all:
@@ -247,7 +247,7 @@ class _Search:
         return longer.chosen(fitting), seconds[fitting], least[which, ends][fitting]
 
     def _least(self, starts: _Starts, moves: Ints, joints: Ints) -> Floats:
-        """(moves, places): what a plan takes at least whose next stage ends there; inf where it may not.
+        """(moves, cut points): what a plan takes at least whose next stage ends there; inf where it may not.
 
         A latency is at least (M - 1) (F + B) of any stage plus F + B of all before it, transfers counted; of
         the stages that are left some one has its share of the work that is left.
@@ -262,12 +262,12 @@ class _Search:
                 work = part.forward + part.backward
                 slowest = np.maximum(slowest, before + (count - 1) * work)
                 before = before + work + 2 * transfer
-        works = self.moves.work(self.trial.held(2))[self.moves.teams(moves), begin]
+        works = self.moves.work(self.trial.in_flight(2))[self.moves.teams(moves), begin]
         left = np.maximum(self.moves.left(self.moves.states(moves)), 1)
         share = self.moves.least_work[None, :] / left[:, None]
         following = before[:, None] + np.maximum(max(count - 1, 1) * works, works + (count - 1) * share)
-        places = np.arange(self.last + 1)
-        possible = (places > begin[:, None]) & (places < self.last)
+        cut_points = np.arange(self.last + 1)
+        possible = (cut_points > begin[:, None]) & (cut_points < self.last)
         return np.where(possible, np.maximum(following, slowest[:, None]), np.inf)
 
     def _kept(self, starts: _Starts, seconds: Floats, least: Floats) -> _Starts:
@@ -300,12 +300,12 @@ class _Costed:
         for stage, end in enumerate(plans.ends):
             at = (moves.teams(plans.moves[stage]), begin, end)
             forward, backward, reduced, never, always = (table[at] for table in tables.values())
-            held = moves.trial.held(stages - stage)
-            again = held > never
+            in_flight = moves.trial.in_flight(stages - stage)
+            recompute = in_flight > never
             self.start_fits = self.fits
-            self.fits = self.fits & (~again | (held <= always))
-            self.recomputes = self.recomputes | again
-            self._stages.append(StageSeconds(forward, backward + again * forward, reduced))
+            self.fits = self.fits & (~recompute | (in_flight <= always))
+            self.recomputes = self.recomputes | recompute
+            self._stages.append(StageSeconds(forward, backward + recompute * forward, reduced))
             begin = end
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..candidate import Proposal
-from .equal_pipelines import equal_pipelines, straight_settings
+from .equal_pipelines import equal_pipelines, linear_configs
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -22,8 +22,8 @@ class DataParallel:
         devices, runtime = problem.topology.gpus, problem.runtime
         if runtime is None or runtime.runs_replicas([devices]):
             whole = (len(problem.space.chain),)
-            settings = straight_settings(problem)
-            yield from equal_pipelines(problem, settings, lambda *_: whole, 1, devices)
+            configs = linear_configs(problem)
+            yield from equal_pipelines(problem, configs, lambda *_: whole, 1, devices)
 
 
 PLANNER = DataParallel()

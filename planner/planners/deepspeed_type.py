@@ -1,6 +1,6 @@
 """DeepSpeed's `type:REGEX`: about the same number of layers that match on every stage.
 
-`--planner deepspeed-type:REGEX` searches the regular expression in the layers' names, in any case, where
+`planner="deepspeed-type:REGEX"` searches the regular expression in the layers' names, in any case, where
 DeepSpeed searches it in the names of their classes. Without one, the first layers of the transformer blocks
 are counted, where the names tell them. The cuts are those that DeepSpeed 0.19.8 makes of weights of 1 and 0
 (`deepspeed_balance`): of equal ones the latest, so that what does not match stays with the matching layer
@@ -20,7 +20,7 @@ from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain
 from ..candidate import Proposal
 from .deepspeed_balance import DeepSpeedBalance, deepspeed_ends
-from .equal_pipelines import Ends, all_pipelines, straight_settings
+from .equal_pipelines import Ends, all_pipelines, linear_configs
 from .pattern import compiled, matching
 from .repeated_blocks import repeated_blocks
 
@@ -42,7 +42,7 @@ class DeepSpeedType:
             compiled(self.pattern or "")
         except ValueError as error:
             raise UsageError(
-                f"--planner {self.name[:_SHOWN]}: {error}",
+                f"planner='{self.name[:_SHOWN]}': {error}",
                 "Give one that matches names of layers, as in deepspeed-type:attention.",
             ) from None
 
@@ -59,7 +59,7 @@ class DeepSpeedType:
         counted = self.counted(chain)
         if self.pattern is not None and not counted.any():
             raise UsageError(
-                f"--planner {self.name}: no layer's name matches (the first is {chain.names[0]!r}, the last "
+                f"planner='{self.name}': no layer's name matches (the first is {chain.names[0]!r}, the last "
                 f"{chain.names[-1]!r})",
                 "pplan show PROFILE lists the names.",
             )
@@ -69,7 +69,7 @@ class DeepSpeedType:
         def ends(stages: int, _: int) -> Ends | None:
             return deepspeed_ends(chain, made, stages) if stages <= counted.sum() else None
 
-        yield from all_pipelines(problem, straight_settings(problem), ends)
+        yield from all_pipelines(problem, linear_configs(problem), ends)
 
     def refusal(self, problem: Problem) -> str:
         """Why it proposes nothing."""
@@ -87,7 +87,7 @@ class DeepSpeedType:
                 return np.array(matching(self.pattern, chain.names), dtype=np.bool_)
             except ValueError as error:
                 raise UsageError(
-                    f"--planner {self.name[:_SHOWN]}: {error}",
+                    f"planner='{self.name[:_SHOWN]}': {error}",
                     "Give a simpler one, as in deepspeed-type:attention.",
                 ) from None
         counted = np.zeros(len(chain), dtype=np.bool_)

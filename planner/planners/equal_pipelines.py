@@ -1,4 +1,5 @@
-"""Pipelines whose stages have all the same number of replicas: which there are, and with which settings."""
+"""Pipelines whose stages have all the same number of replicas: which there are, and with which
+configurations."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.schedules import schedule_named
-from ..candidate import Proposal, replicated
-from ..setting import Setting
+from ..candidate import Proposal, replicated_pipeline
+from ..pipeline_config import PipelineConfig
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -39,12 +40,12 @@ def stage_counts(problem: Problem, parts: int = 1) -> list[int]:
     return counts
 
 
-def straight_settings(problem: Problem) -> list[Setting]:
-    """The settings whose devices have one part of the layers each."""
+def linear_configs(problem: Problem) -> list[PipelineConfig]:
+    """The configurations whose devices have one part of the layers each."""
     return [
-        setting
-        for setting in problem.settings
-        if setting.virtual_stages == 1 and schedule_named(setting.schedule).default_virtual_stages == 1
+        config
+        for config in problem.configs
+        if config.virtual_stages == 1 and schedule_named(config.schedule).default_virtual_stages == 1
     ]
 
 
@@ -63,48 +64,50 @@ def replicated_shapes(problem: Problem) -> Iterator[tuple[int, int]]:
             yield stages, replicas
 
 
-def shared_settings(problem: Problem, settings: Iterable[Setting], replicas: int) -> list[Setting]:
-    """The settings whose micro-batches so many replicas share equally, at a size that can be costed."""
+def shared_configs(
+    problem: Problem, configs: Iterable[PipelineConfig], replicas: int
+) -> list[PipelineConfig]:
+    """The configurations whose micro-batches so many replicas share equally, at a size that can be costed."""
     return [
-        setting
-        for setting in settings
-        if setting.micro_batch_size % replicas == 0
-        and problem.space.fits_someone(setting.micro_batch_size, replicas)
+        config
+        for config in configs
+        if config.micro_batch_size % replicas == 0
+        and problem.space.fits_someone(config.micro_batch_size, replicas)
     ]
 
 
-def straight_pipelines(
-    problem: Problem, settings: Sequence[Setting], rule: Rule, *, of_a_node: bool = False
+def linear_pipelines(
+    problem: Problem, configs: Sequence[PipelineConfig], rule: Rule, *, of_a_node: bool = False
 ) -> Iterator[Proposal]:
     """A device a stage, in each number of stages that the rule makes; of no more than a node's devices where
     one process drives them all."""
     most = problem.topology.gpus_per_node if of_a_node else problem.topology.gpus
     for stages in stage_counts(problem):
         if stages <= most:
-            yield from equal_pipelines(problem, settings, rule, stages, 1)
+            yield from equal_pipelines(problem, configs, rule, stages, 1)
 
 
-def all_pipelines(problem: Problem, settings: Sequence[Setting], rule: Rule) -> Iterator[Proposal]:
+def all_pipelines(problem: Problem, configs: Sequence[PipelineConfig], rule: Rule) -> Iterator[Proposal]:
     """A device a stage, and the same number of replicas of every stage on all devices; of two stages or more
     where there can be: one stage is one GPU, or data parallelism."""
-    straight = [(stages, 1) for stages in stage_counts(problem)]
-    for stages, replicas in (*straight, *replicated_shapes(problem)):
+    linear = [(stages, 1) for stages in stage_counts(problem)]
+    for stages, replicas in (*linear, *replicated_shapes(problem)):
         if stages >= fewest_stages(problem):
-            yield from equal_pipelines(problem, settings, rule, stages, replicas)
+            yield from equal_pipelines(problem, configs, rule, stages, replicas)
 
 
 def equal_pipelines(
-    problem: Problem, settings: Iterable[Setting], rule: Rule, stages: int, replicas: int
+    problem: Problem, configs: Iterable[PipelineConfig], rule: Rule, stages: int, replicas: int
 ) -> Iterator[Proposal]:
     """The rule's pipelines of these stages, each on so many devices of consecutive ranks."""
-    by_share = dict[int, Ends | None]()
-    for setting in shared_settings(problem, settings, replicas):
-        share = setting.micro_batch_size // replicas
-        if share not in by_share:
-            by_share[share] = rule(stages, share)
-        ends = by_share[share]
+    by_batch = dict[int, Ends | None]()
+    for config in shared_configs(problem, configs, replicas):
+        per_replica_batch = config.micro_batch_size // replicas
+        if per_replica_batch not in by_batch:
+            by_batch[per_replica_batch] = rule(stages, per_replica_batch)
+        ends = by_batch[per_replica_batch]
         if ends is not None:
-            yield replicated(setting, ends, [replicas] * stages)
+            yield replicated_pipeline(config, ends, [replicas] * stages)
 
 
 def ends_of(counts: Sequence[int]) -> Ends:

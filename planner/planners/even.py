@@ -10,7 +10,7 @@ import numpy as np
 from ...cost_models.layer import Chain
 from ..balance import balance
 from ..candidate import Proposal
-from .equal_pipelines import Ends, all_pipelines, ends_of, straight_settings
+from .equal_pipelines import Ends, all_pipelines, ends_of, linear_configs
 from .nearest_cuts import allows
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ class Even:
     def propose(self, problem: Problem) -> Iterator[Proposal]:
         """Each number of stages from two on, also with the same number of replicas of every stage on all
         devices; one stage where there can be no more."""
-        settings = straight_settings(problem)
-        yield from all_pipelines(problem, settings, lambda stages, _: even_ends(problem.space.chain, stages))
+        configs = linear_configs(problem)
+        yield from all_pipelines(problem, configs, lambda stages, _: even_ends(problem.space.chain, stages))
 
 
 def even_ends(chain: Chain, stages: int) -> Ends:

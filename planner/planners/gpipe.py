@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ..balance import balance
 from ..candidate import Proposal
-from ..setting import Setting
-from .equal_pipelines import Ends, ends_of, straight_pipelines, straight_settings
+from ..pipeline_config import PipelineConfig
+from .equal_pipelines import Ends, ends_of, linear_configs, linear_pipelines
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -28,20 +28,20 @@ class GPipe:
     def propose(self, problem: Problem) -> Iterator[Proposal]:
         """Each number of stages, a device a stage: the paper has no replicas."""
         chain = problem.space.chain
-        settings = recomputing(s for s in straight_settings(problem) if s.schedule == "gpipe")
-        again = 0 if all(setting.recompute == "never" for setting in settings) else 1
+        configs = recomputing(s for s in linear_configs(problem) if s.schedule == "gpipe")
+        recompute = 0 if all(config.recompute == "never" for config in configs) else 1
 
         def ends(stages: int, size: int) -> Ends:
             costs = chain.at(size, past_largest=True)
-            work = costs.forward_seconds * (1 + again) + costs.backward_seconds
+            work = costs.forward_seconds * (1 + recompute) + costs.backward_seconds
             return ends_of(balance(work, stages, cut_after=chain.cut_after))
 
-        yield from straight_pipelines(problem, settings, ends)
+        yield from linear_pipelines(problem, configs, ends)
 
 
-def recomputing(settings: Iterator[Setting]) -> list[Setting]:
+def recomputing(configs: Iterator[PipelineConfig]) -> list[PipelineConfig]:
     """Those that recompute, wholly where it was left open; as they are where none may."""
-    given = list(settings)
+    given = list(configs)
     whole = [replace(s, recompute="always") if s.recompute == "by_stage" else s for s in given]
     return [s for s in dict.fromkeys(whole) if s.recompute != "never"] or given
 

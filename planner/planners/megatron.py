@@ -17,9 +17,9 @@ from ..candidate import Proposal
 from .equal_pipelines import (
     Ends,
     equal_pipelines,
+    linear_configs,
     replicated_shapes,
     stage_counts,
-    straight_settings,
 )
 from .nearest_cuts import nearest_cuts
 from .repeated_blocks import Blocks, repeated_blocks
@@ -44,7 +44,7 @@ class Megatron:
         for stages, replicas in (*shapes, *replicated_shapes(problem)):
             yield from equal_pipelines(
                 problem,
-                straight_settings(problem),
+                linear_configs(problem),
                 lambda count, _: block_ends(chain, blocks, count),
                 stages,
                 replicas,

@@ -15,14 +15,14 @@ def nearest_cuts(chain: Chain, ends: Sequence[int]) -> tuple[int, ...]:
     that do not ascend become stages of a layer or more, too. `ends`: numbers of layers before the end of each
     stage, the last len(chain), of at most `chain.max_stages` stages.
     """
-    places, stages = joined(chain), len(ends)
+    cut_points, stages = joined(chain), len(ends)
     moved, least = list[int](), 1
     for later, end in zip(range(stages - 2, -1, -1), ends, strict=False):
-        most = len(places) - 2 - later
-        right = min(max(bisect_left(places, end), least), most)
+        most = len(cut_points) - 2 - later
+        right = min(max(bisect_left(cut_points, end), least), most)
         left = max(right - 1, least)
-        chosen = left if end - places[left] <= places[right] - end else right
-        moved.append(places[chosen])
+        chosen = left if end - cut_points[left] <= cut_points[right] - end else right
+        moved.append(cut_points[chosen])
         least = chosen + 1
     return (*moved, len(chain))
 

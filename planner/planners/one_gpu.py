@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..candidate import Proposal, straight
-from .equal_pipelines import shared_settings, straight_settings
+from ..candidate import Proposal, linear_pipeline
+from .equal_pipelines import linear_configs, shared_configs
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -22,8 +22,8 @@ class OneGpu:
         topology = problem.topology
         first = {topology.device(rank): rank for rank in reversed(range(topology.gpus))}
         for rank in sorted(first.values()):
-            for setting in shared_settings(problem, straight_settings(problem), 1):
-                yield straight(setting, [len(problem.space.chain)], rank)
+            for config in shared_configs(problem, linear_configs(problem), 1):
+                yield linear_pipeline(config, [len(problem.space.chain)], rank)
 
 
 PLANNER = OneGpu()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..candidate import Proposal
 from .deepspeed_balance import DeepSpeedBalance, deepspeed_ends
-from .equal_pipelines import Ends, all_pipelines, straight_settings
+from .equal_pipelines import Ends, all_pipelines, linear_configs
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -30,7 +30,7 @@ class Parameters:
         def ends(stages: int, _: int) -> Ends | None:
             return deepspeed_ends(chain, made, stages)
 
-        yield from all_pipelines(problem, straight_settings(problem), ends)
+        yield from all_pipelines(problem, linear_configs(problem), ends)
 
 
 PLANNER = Parameters()

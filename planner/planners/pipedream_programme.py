@@ -62,7 +62,7 @@ def _bands(lows: list[int], highs: list[int]) -> Iterator[tuple[int, int, int, i
         start = stop
 
 
-class Found(NamedTuple):
+class Step(NamedTuple):
     """The shortest bottleneck, and the stages of the outermost level."""
 
     seconds: float
@@ -89,7 +89,7 @@ class Programme:
         self._kinds: dict[bytes, int] = {}
         self._seconds: dict[int, Seconds] = {}
 
-    def solution(self) -> Found | None:
+    def solution(self) -> Step | None:
         """The shortest bottleneck of the whole chain and its stages; None where no plan fits the limits."""
         top, last = len(self.at.tiers) - 1, self.at.last
         machines = self.at.tiers[top].machines
@@ -101,7 +101,7 @@ class Programme:
         if not np.isfinite(ends[then]):
             return None
         stand = _Stand(0, then, machines, 0, last)
-        return Found(ends[then], tuple(self._behind_a_cut(tables, stand)))
+        return Step(ends[then], tuple(self._behind_a_cut(tables, stand)))
 
     def tables(self, level: int, copies: int, behind: int, column: int | None, scale: int = 0) -> Tables:
         """Of a level, of which `copies` stand side by side with so many stages behind; `scale`: of more."""
@@ -214,8 +214,8 @@ class Programme:
 
 
 class _Stand(NamedTuple):
-    """Stages of the places `start` to `end` on so many components, at most; `after` the last of them so many
-    stages, and counted behind the next before them, `then`."""
+    """Stages of the cut points `start` to `end` on so many components, at most; `after` the last of them so
+    many stages, and counted behind the next before them, `then`."""
 
     after: int
     then: int

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .pipedream_programme import Found, Programme
+from .pipedream_programme import Programme, Step
 from .pipedream_table import Instance, Part
 
 WORK = 4e9
@@ -17,14 +17,14 @@ WORK = 4e9
 COARSE = 24
 """Places, or up to twice as many, that a long chain is planned over first."""
 QUICK = 1e9
-"""Comparisons up to which a chain is planned over all places at once, where memory is no matter."""
+"""Comparisons up to which a chain is planned over all cut points at once, where memory is no matter."""
 
 GUESSES = (1.2, 2.0, 4.0, np.inf)
 """Limits of the bottleneck under which a plan that fits is looked for, in what it were without memory."""
 
 
 class Solution(NamedTuple):
-    """The shortest bottleneck, the stages of the outermost level, and how many places were looked at."""
+    """The shortest bottleneck, the stages of the outermost level, and how many cut points were looked at."""
 
     seconds: float
     parts: tuple[Part, ...]
@@ -38,11 +38,11 @@ class Solution(NamedTuple):
 def fastest(instance: Instance, work: float = WORK) -> Solution | None:
     """The plan with the shortest bottleneck; None where none fits.
 
-    Exact, unless the places are too many for `work`: then over as many of them as it allows (`places`). Of
-    equal plans one with the fewest components of the outermost level; then with no further cut, or with the
-    most components on the first stage, and its earliest end.
+    Exact, unless the cut points are too many for `work`: then over as many of them as it allows (`cut
+    points`). Of equal plans one with the fewest components of the outermost level; then with no further cut,
+    or with the most components on the first stage, and its earliest end.
 
-    Long chains are planned over few places first: the plan is a limit for the next one, over more.
+    Long chains are planned over few cut points first: the plan is a limit for the next one, over more.
     """
     best: Solution | None = None
     depth, before, total = -1, 0.0, 0.0
@@ -58,7 +58,7 @@ def fastest(instance: Instance, work: float = WORK) -> Solution | None:
     return best
 
 
-def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Found | None, int, float]:
+def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Step | None, int, float]:
     """The plan, with the depth that it took and what was compared.
 
     Memory is looked at only as deep as it bites: with the stages behind counted up to a depth (-1: memory is
@@ -94,7 +94,7 @@ def _too_large(parts: tuple[Part, ...], instance: Instance) -> list[int]:
 
 
 def _counts(instance: Instance) -> list[int]:
-    """All places, and before them halves of halves, where the programme is not quick at once."""
+    """All cut points, and before them halves of halves, where the programme is not quick at once."""
     *inside, outer = [tier.machines**2 / 2 for tier in instance.tiers]
     comparisons = outer * instance.last**2 + sum(inside) * instance.last**3 / 3
     counts = [instance.last]
@@ -110,7 +110,7 @@ def _renumbered(part: Part, kept: npt.NDArray[np.int64]) -> Part:
 
 
 def _kept(instance: Instance, count: int) -> npt.NDArray[np.int64]:
-    """About so many places, or all: of equal shares of the seconds the cut of each that least crosses."""
+    """About so many cut points, or all: of equal shares of the seconds the cut of each that least crosses."""
     if count >= instance.last:
         return np.arange(instance.last + 1)
     done = instance.running[1:]

@@ -59,7 +59,7 @@ PAPER = Recurrence(_paper_stage, _paper_cut)
 
 @dataclass(frozen=True)
 class Part:
-    """A stage of one level: places `start` to `end` on `replicas` components, in each of them the stages
+    """A stage of one level: cut points `start` to `end` on `replicas` components, in each of them the stages
     `inner` of the level inside (none on the innermost)."""
 
     start: int
@@ -77,7 +77,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """What is to be planned, over n + 1 places; see `StageTable` for places and matrices.
+    """What is to be planned, over n + 1 cut points; see `StageTable` for cut points and matrices.
 
     seconds, weights: (n + 1, n + 1), of one mini-batch on one device (inf where no stage may be), and bytes
     whose gradients replicas exchange. crossing: (n + 1,) bytes of a mini-batch. tiers: from the innermost
@@ -110,7 +110,7 @@ class Instance:
         return np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(blocks), blocks, 0.0))])
 
     def thinned(self, kept: npt.NDArray[np.int64]) -> Instance:
-        """The same with these places alone."""
+        """The same with these cut points alone."""
         own, among = self.fits, np.ix_(kept, kept)
         return replace(
             self,

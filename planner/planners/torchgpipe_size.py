@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...cost_models.optimizers import Precision, optimizer_named
 from ..candidate import Proposal
 from .block_partition import block_partition
-from .equal_pipelines import Ends, straight_pipelines, straight_settings
+from .equal_pipelines import Ends, linear_configs, linear_pipelines
 from .nearest_cuts import nearest_cuts
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class TorchgpipeSize:
 
     def propose(self, problem: Problem) -> Iterator[Proposal]:
         """Each number of stages, a device of one node a stage: one process, without replicas."""
-        settings = [setting for setting in straight_settings(problem) if setting.schedule == "gpipe"]
+        configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
         copies = parameter_copies(problem.wishes.optimizer, problem.precision.bytes)
 
         def ends(stages: int, size: int) -> Ends:
@@ -35,7 +35,7 @@ class TorchgpipeSize:
             sizes = costs.parameter_bytes * copies + costs.saved_bytes
             return nearest_cuts(problem.space.chain, block_partition(sizes.tolist(), stages))
 
-        yield from straight_pipelines(problem, settings, ends, of_a_node=True)
+        yield from linear_pipelines(problem, configs, ends, of_a_node=True)
 
 
 def parameter_copies(optimizer: str, precision: Precision) -> float:

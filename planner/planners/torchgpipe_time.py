@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..candidate import Proposal
 from .block_partition import block_partition
-from .equal_pipelines import Ends, straight_pipelines, straight_settings, work_seconds
+from .equal_pipelines import Ends, linear_configs, linear_pipelines, work_seconds
 from .nearest_cuts import nearest_cuts
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ class TorchgpipeTime:
 
     def propose(self, problem: Problem) -> Iterator[Proposal]:
         """Each number of stages, a device of one node a stage: one process, without replicas."""
-        settings = [setting for setting in straight_settings(problem) if setting.schedule == "gpipe"]
+        configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
 
         def ends(stages: int, size: int) -> Ends:
             seconds = work_seconds(problem, size).tolist()
             return nearest_cuts(problem.space.chain, block_partition(seconds, stages))
 
-        yield from straight_pipelines(problem, settings, ends, of_a_node=True)
+        yield from linear_pipelines(problem, configs, ends, of_a_node=True)
 
 
 PLANNER = TorchgpipeTime()

@@ -9,7 +9,7 @@ from .job import Corrections
 
 
 class Calibration(Document):
-    """What `pplan check --calibrate` fitted, for `--calibration` of later checks on the same machine."""
+    """What a check with `calibrate` fitted, for `calibration` of later checks on the same machine."""
 
     kind: ClassVar[str] = "calibration"
 

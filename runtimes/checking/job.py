@@ -8,11 +8,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ...cost_models.document import Record
-from ..deepspeed import DeepspeedExport
-from ..exported import bounds_of
-from ..fairscale import FairscaleExport
-from ..torch_pipelining import TorchExport
-from ..torchgpipe import TorchgpipeExport
+from ..formats.deepspeed_export import DeepspeedExport
+from ..formats.export_document import stage_bounds
+from ..formats.pipe_export import FairscaleExport, TorchgpipeExport
+from ..formats.torch_export import TorchExport
 
 Device = Literal["cpu", "cuda"]
 RuntimeDocument = TorchgpipeExport | FairscaleExport | DeepspeedExport
@@ -112,7 +111,7 @@ class RuntimeCase(Record):
     def parts(self) -> list[int]:
         """Layers before each stage, and all."""
         document = self.document
-        return document.parts if isinstance(document, DeepspeedExport) else bounds_of(document.balance)
+        return document.parts if isinstance(document, DeepspeedExport) else stage_bounds(document.balance)
 
     @property
     def micro_batches(self) -> int:

@@ -201,7 +201,7 @@ def _hanging(folder: Path, doing: dict[str, str], seconds: float) -> PplanError:
     at = busy.get(rank) or stacks.get(rank) or []
     return MachineError(
         f"check: rank {rank} hangs {_while(folder, rank)}: nothing went on for {seconds:g} s",
-        f"It stands at {at[0]}." if at else "Wait longer with --timeout, where that is how long it takes.",
+        f"It stands at {at[0]}." if at else "Give a longer `timeout`, where that is how long it takes.",
     )
 
 

@@ -10,15 +10,15 @@ import numpy as np
 from ...cost_models.schedules import Program
 from ...cost_models.simulator.costs import Array, Costs
 from ...cost_models.timeline import Timeline, simulate
-from ..torch_actions import program_of, splits_backward
-from ..torch_pipelining import TorchExport
+from ..formats.torch_actions import build_program, splits_backward
+from ..formats.torch_export import TorchExport
 from .job import Case, Corrections, Link, StageSeconds
 
 
 def program_for(document: TorchExport) -> Program:
     """What its processes run."""
     devices = len(document.stages)
-    return program_of(document.order, devices, document.micro_batches, len(document.stages[0]))
+    return build_program(document.order, devices, document.micro_batches, len(document.stages[0]))
 
 
 def predicted_step(case: Case, stages: Sequence[StageSeconds], corrections: Corrections | None) -> Timeline:

@@ -10,7 +10,7 @@ from ...cost_models.runtime import runtime_named
 from ...cost_models.schedules import Program, schedule_named
 from ...cost_models.simulator.costs import Array, Costs, recompute_shares, transfers_named
 from ...cost_models.timeline import simulate
-from ..deepspeed import DeepspeedExport
+from ..formats.deepspeed_export import DeepspeedExport
 from .job import RuntimeCase, StageSeconds
 
 

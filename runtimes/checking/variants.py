@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ...cost_models.errors import PplanError
-from ..torch_actions import action_rows, class_of, program_of
-from ..torch_pipelining import TorchExport
+from ..formats.torch_actions import action_rows, build_program, schedule_class
+from ..formats.torch_export import TorchExport
 from .job import Case
 
 
@@ -38,12 +38,12 @@ def _found(case: Case) -> Iterator[Case]:
 def with_schedule(case: Case, schedule: str, micro_batches: int) -> Case:
     """The case under another schedule with as many micro-batches of the same size. Raises UsageError."""
     old = case.document
-    program = program_of(schedule, len(old.stages), micro_batches, len(old.stages[0]))
+    program = build_program(schedule, len(old.stages), micro_batches, len(old.stages[0]))
     document = TorchExport.model_validate(
         old.model_dump(by_alias=True)
         | {
             "order": schedule,
-            "schedule": class_of(schedule, program),
+            "schedule": schedule_class(schedule, program),
             "micro_batches": micro_batches,
             "mini_batch": micro_batches * old.micro_batch_size,
             "actions": action_rows(program),

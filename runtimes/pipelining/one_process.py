@@ -11,13 +11,13 @@ from torch import nn
 
 from ...cost_models.errors import ExportError, MachineError, UsageError
 from ...profiler.user_model.loaded_model import ModelInput
-from ..exported import bounds_of
-from ..pipe import PipeExport
-from .at_cut import safe_at_cuts
-from .planned_layers import check_sharing, planned_layers
+from ..formats.export_document import stage_bounds
+from ..formats.pipe_export import PipeExport
+from .cut_hooks import guard_cuts
+from .plan_layers import check_sharing, match_layers
 
 
-def prepared(
+def prepare_pipe(
     document: PipeExport,
     model: nn.Module,
     example_input: object,
@@ -30,16 +30,14 @@ def prepared(
     """
     example = None if example_input is None else ModelInput.of(example_input)
     _check_input(document, example)
-    parts = bounds_of(document.balance)
-    layers = planned_layers(
-        document, parts[-1], model, example, layer_names, granularity=document.granularity
-    )
+    parts = stage_bounds(document.balance)
+    layers = match_layers(document, parts[-1], model, example, layer_names, granularity=document.granularity)
     arguments = document.arguments()
     if devices is not None:
         arguments["devices"] = _given(devices, len(document.balance))
     _check_devices(document, arguments["devices"])
     check_sharing(layers, parts, [torch.device(device) for device in arguments["devices"]])
-    safe = safe_at_cuts(layers, parts, example, document.micro_batch_size)
+    safe = guard_cuts(layers, parts, example, document.micro_batch_size)
     names = [name for name, _ in layers.named_children()]
     return nn.Sequential(OrderedDict(zip(names, safe, strict=True))), arguments
 
@@ -69,6 +67,6 @@ def _check_devices(document: PipeExport, devices: Sequence[torch.device | str]) 
         if device.type == "cuda" and (device.index or 0) >= there:
             raise MachineError(
                 f"the plan has a stage on {device}, this machine has {there} CUDA devices",
-                f"Give build the devices to use, or try it without: pplan export {document.kind} "
-                "--device cpu.",
+                f"Give build the devices to use, or try it without: "
+                f"pplan.export({document.kind!r}, device='cpu').",
             )

@@ -16,13 +16,13 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from ...cost_models.errors import ExportError
 from ...profiler.user_model.loaded_model import ModelInput
-from ..torch_actions import OWN_ORDER, splits_backward
-from ..torch_pipelining import TorchExport
-from .inputs import InputForm, check_samples
-from .planned_layers import check_sharing, planned_layers
-from .replicas import Replicate, Seat, average_gradients, seat_of, shared_out
-from .shapes import StageShapes, stage_shapes
-from .stage_module import StageModule, loss_of
+from ..formats.torch_actions import OWN_ORDER, splits_backward
+from ..formats.torch_export import TorchExport
+from .input_form import InputForm, check_samples
+from .plan_layers import check_sharing, match_layers
+from .rank_coordinates import RankCoordinates, Replicate, average_gradients, find_coordinates, replicate_stage
+from .stage_module import StageModule, stage_loss
+from .stage_shapes import StageShapes, trace_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class PipelineProcess:
 
     document: TorchExport
     device: torch.device
-    seat: Seat
+    coordinates: RankCoordinates
     modules: dict[int, nn.Sequential]
     wrapped: dict[int, nn.Module]
     schedule: Any
@@ -68,7 +68,7 @@ class PipelineProcess:
         check_samples("mini-batch", whole, self.document.mini_batch)
         of_one = self.samples // self.document.micro_batches
         apart = whole.reshape(self.document.micro_batches, self.document.replicas, of_one, *whole.shape[1:])
-        return apart[:, self.seat.replica].reshape(self.samples, *whole.shape[1:])
+        return apart[:, self.coordinates.replica].reshape(self.samples, *whole.shape[1:])
 
     def step(self, input: object = None, target: Tensor | None = None) -> list[Tensor]:
         """Forward and backward of a mini-batch; the loss of each micro-batch where `is_last`, else nothing.
@@ -82,17 +82,17 @@ class PipelineProcess:
         losses: list[Tensor] = []
         if self.is_first:
             moved = ModelInput.of(input, "the mini-batch").to(self.device)
-            given = self.form.cuttable(moved, self.samples, self.document.micro_batches)
+            given = self.form.repeat_shared(moved, self.samples, self.document.micro_batches)
         if self.is_last:
             check_samples("target", target, self.samples)
             options |= {"target": None if target is None else target.to(self.device), "losses": losses}
         self.schedule.step(*given, **options)
-        if self.averages and self.seat.replicas is not None:
-            average_gradients(self.parameters(), self.seat.replicas)
+        if self.averages and self.coordinates.replicas is not None:
+            average_gradients(self.parameters(), self.coordinates.replicas)
         return [loss.detach() for loss in losses]
 
 
-def built(
+def build_process(
     document: TorchExport,
     model: nn.Module,
     example_input: object,
@@ -107,33 +107,33 @@ def built(
     """See `pplan.runtimes.torch_pipelining.build`."""
     example = ModelInput.of(example_input)
     count = document.parts[-1]
-    layers = planned_layers(document, count, model, example, layer_names, granularity=document.granularity)
+    layers = match_layers(document, count, model, example, layer_names, granularity=document.granularity)
     check_sharing(layers, document.parts)
     place = _device(document) if device is None else torch.device(device)
-    seat = seat_of(document, place, mesh)
+    coordinates = find_coordinates(document, place, mesh)
     form = InputForm.of(example)
     samples = document.micro_batch_size // document.replicas
     given = form.micro_batch(example, samples)
     splits = splits_backward(document.actions)
-    shapes = stage_shapes(layers, document.parts, given, form, splits_backward=splits)
-    own = document.stages[seat.index]
+    shapes = trace_shapes(layers, document.parts, given, form, splits_backward=splits)
+    own = document.stages[coordinates.index]
     stages = {stage: _stage_module(document, layers, stage, shapes, form) for stage in own}
     wrapped: dict[int, nn.Module] = {stage: module.to(place) for stage, module in stages.items()}
     averages = replicate == "ddp" and splits
-    if seat.replicas is not None:
+    if coordinates.replicas is not None:
         wrapped = {
-            i: shared_out(module, seat.replicas, replicate, splits_backward=splits)
+            i: replicate_stage(module, coordinates.replicas, replicate, splits_backward=splits)
             for i, module in wrapped.items()
         }
     pipeline_stages = []
     for stage, module in wrapped.items():
         told = None if shapes is None else shapes[stage]
-        pipeline_stages.append(_pipeline_stage(document, stage, module, told, place, seat))
+        pipeline_stages.append(_pipeline_stage(document, stage, module, told, place, coordinates))
     last = stages.get(len(document.parts) - 2)
-    loss = loss_fn if last is None else loss_of(last, loss_fn)
+    loss = loss_fn if last is None else stage_loss(last, loss_fn)
     schedule = _schedule(document, pipeline_stages, loss, scale_grads=not sum_losses)
     modules = {stage: module.layers for stage, module in stages.items()}
-    return PipelineProcess(document, place, seat, modules, wrapped, schedule, form, averages)
+    return PipelineProcess(document, place, coordinates, modules, wrapped, schedule, form, averages)
 
 
 def _device(document: TorchExport) -> torch.device:
@@ -168,13 +168,13 @@ def _pipeline_stage(
     module: nn.Module,
     shapes: StageShapes | None,
     device: torch.device,
-    seat: Seat,
+    coordinates: RankCoordinates,
 ) -> PipelineStage:
     told: dict[str, Any] = {}
     if shapes is not None:
         told = {"input_args": shapes.inputs, "output_args": shapes.outputs}
     count = len(document.parts) - 1
-    return _Stage(module, stage, count, device, group=seat.pipeline, **told)
+    return _Stage(module, stage, count, device, group=coordinates.pipeline, **told)
 
 
 class _Stage(PipelineStage):

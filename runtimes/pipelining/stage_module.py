@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from .crossing import Crossing, all_attached, handed_on, sent, with_zero_gradients
-from .inputs import InputForm
+from .cut_tensors import CutTensor, add_zero_gradients, attach_all, hand_on, pack_tensor
+from .input_form import InputForm
 
 
 class StageModule(nn.Module):
@@ -20,13 +20,13 @@ class StageModule(nn.Module):
     `crossings`: of the tensors it takes, in order; None where they are not known: then they are taken as they
     are, and cloned, for the stage may overwrite them. `recompute`: activations are made again in backward.
     `form`: of the input, for the first stage. The last one returns the tensors of the model's output, which
-    `assembled` puts together.
+    `assemble` puts together.
     """
 
     def __init__(
         self,
         layers: nn.Sequential,
-        crossings: Sequence[Crossing] | None = None,
+        crossings: Sequence[CutTensor] | None = None,
         *,
         recompute: bool = False,
         form: InputForm | None = None,
@@ -36,20 +36,20 @@ class StageModule(nn.Module):
         self.layers = layers
         self.crossings = None if crossings is None else tuple(crossings)
         self.recompute, self.form, self.is_last = recompute, form, is_last
-        self.handed_out: tuple[Crossing, ...] = ()
+        self.output_tensors: tuple[CutTensor, ...] = ()
         """Of the latest output, as the next stage's crossings."""
         self._structure: tuple[TreeSpec, list[Any]] | None = None
 
     def forward(self, *given: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Of what was sent, what is to be sent."""
-        tensors = self.received(given)
+        tensors = self.receive(given)
         if self.recompute and torch.is_grad_enabled():
             output = checkpoint(self._run, *tensors, use_reentrant=False)
         else:
             output = self._run(*tensors)
-        return self._handed_out(output, given)
+        return self._hand_out(output, given)
 
-    def assembled(self, output: Tensor | tuple[Tensor, ...]) -> Any:
+    def assemble(self, output: Tensor | tuple[Tensor, ...]) -> Any:
         """The model's output, of the tensors that the last stage returned."""
         if self._structure is None:
             return output
@@ -57,13 +57,13 @@ class StageModule(nn.Module):
         tensors = iter((output,) if isinstance(output, Tensor) else output)
         return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
-    def received(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def receive(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Of what was sent, what the layers take."""
         if self.form is not None:
-            return self.form.uncut(given)
+            return self.form.drop_repeats(given)
         if self.crossings is None:
             return given
-        return tuple(about.received(tensor) for about, tensor in zip(self.crossings, given, strict=True))
+        return tuple(about.receive(tensor) for about, tensor in zip(self.crossings, given, strict=True))
 
     def _run(self, *tensors: Tensor) -> Any:
         """The layers, on clones of what they overwrite: a micro-batch is needed again to recompute."""
@@ -73,7 +73,7 @@ class StageModule(nn.Module):
         )
         return self.layers(own[0] if len(own) == 1 else own)
 
-    def _handed_out(self, output: Any, given: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    def _hand_out(self, output: Any, given: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         if self.is_last:
             leaves, spec = tree_flatten(output)
             tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
@@ -81,12 +81,12 @@ class StageModule(nn.Module):
             self._structure = None if isinstance(output, Tensor) else (spec, marked)
         else:
             own = (output,) if isinstance(output, Tensor) else output
-            self.handed_out = tuple(Crossing.of(tensor) for tensor in own)
-            tensors = all_attached([sent(tensor) for tensor in own])
+            self.output_tensors = tuple(CutTensor.of(tensor) for tensor in own)
+            tensors = attach_all([pack_tensor(tensor) for tensor in own])
         carried = self._carried(given)
         if carried and tensors:
             tied = max(range(len(tensors)), key=lambda i: tensors[i].requires_grad)
-            tensors[tied] = with_zero_gradients(tensors[tied], carried)
+            tensors[tied] = add_zero_gradients(tensors[tied], carried)
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
     def _carried(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -106,6 +106,6 @@ _TENSOR = _Tensor()
 Loss = Callable[..., Tensor]
 
 
-def loss_of(last: StageModule, loss_fn: Loss) -> Loss:
+def stage_loss(last: StageModule, loss_fn: Loss) -> Loss:
     """The loss as the schedule calls it, of the tensors that the last stage returned."""
-    return lambda output, target: handed_on(loss_fn(last.assembled(output), target))
+    return lambda output, target: hand_on(loss_fn(last.assemble(output), target))

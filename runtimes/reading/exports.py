@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from ..deepspeed import DeepspeedExport
-from ..exported import Exported
-from ..fairscale import FairscaleExport
-from ..huggingface import HuggingfaceExport
-from ..megatron import LayoutExport, MegatronBridgeExport, MegatronExport
-from ..nemo import NemoExport
-from ..pipe import PipeExport
-from ..torch_pipelining import TorchExport
-from ..torchgpipe import TorchgpipeExport
-from ..torchtitan import TorchtitanExport
+from ..formats.deepspeed_export import DeepspeedExport
+from ..formats.export_document import ExportDocument
+from ..formats.huggingface_export import HuggingfaceExport
+from ..formats.megatron_export import LayoutExport, MegatronBridgeExport, MegatronExport
+from ..formats.nemo_export import NemoExport
+from ..formats.pipe_export import FairscaleExport, PipeExport, TorchgpipeExport
+from ..formats.torch_export import TorchExport
+from ..formats.torchtitan_export import TorchtitanExport
 from .megatron_layout import of_layout
 from .module_names import of_device_map, of_parts
 from .partition import Partition, checked, refused
 
-KINDS: dict[str, type[Exported]] = {
+KINDS: dict[str, type[ExportDocument]] = {
     kind.kind: kind
     for kind in (
         TorchgpipeExport,
@@ -44,7 +42,7 @@ def of_export(text: str, runtime: str, names: Sequence[str], where: str) -> Part
         raise refused(
             where,
             f"it has {made.ends[-1]} layers, the profile {len(names)}",
-            "Name the profile of that model: --profile FILE",
+            "Name the profile of that model: profile=FILE",
         )
     replicas = getattr(document, "replicas", 1)
     return checked(
@@ -60,7 +58,7 @@ def of_export(text: str, runtime: str, names: Sequence[str], where: str) -> Part
     )
 
 
-def _partition(document: Exported, names: Sequence[str], where: str) -> Partition:
+def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
     """The stages, schedule and recomputation."""
     if isinstance(document, PipeExport):
         made = Partition("", tuple(accumulate(document.balance)), schedule="gpipe")
@@ -83,7 +81,7 @@ def _partition(document: Exported, names: Sequence[str], where: str) -> Partitio
     return _of_trainer(document, names, where)
 
 
-def _of_trainer(document: Exported, names: Sequence[str], where: str) -> Partition:
+def _of_trainer(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
     if isinstance(document, LayoutExport):
         made = of_layout(document.layout, names, where, {})
     elif isinstance(document, TorchtitanExport | NemoExport):

@@ -9,8 +9,8 @@ from itertools import groupby, pairwise
 from typing import TypeVar
 
 from ...planner.plan_file import Recompute
-from ..blocks import NotBlocksError, Transformer, transformer
-from ..module_parts import EMBEDDINGS
+from ..formats.module_lists import EMBEDDINGS
+from ..formats.transformer_blocks import NotBlocksError, Transformer, find_blocks
 from .options import Options, number
 from .partition import Partition, checked, refused
 
@@ -81,7 +81,7 @@ class _Layers:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
         try:
-            self.model: Transformer | None = transformer(names)
+            self.model: Transformer | None = find_blocks(names)
         except NotBlocksError:
             self.model = None
 
@@ -147,7 +147,7 @@ def _with_options(partition: Partition, options: Options, where: str) -> Partiti
     word = (options.get("pipeline_parallel_schedule") or options.get("pp_schedule") or [""])[0]
     schedule = SCHEDULES.get(word.lower().replace("_", ""))
     if word and schedule is None:
-        partition = partition.noting(f"schedule {word} does not tell the order: --schedule names it")
+        partition = partition.noting(f"schedule {word} does not tell the order: `schedule` names it")
     samples = number(options, "pipeline_parallel_microbatch_size", where) or number(
         options, "pp_microbatch_size", where
     )

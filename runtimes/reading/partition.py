@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from ...cost_models.errors import FileError
 from ...planner.plan_file import Recompute
-from ..blocks import NotBlocksError, transformer
+from ..formats.transformer_blocks import NotBlocksError, find_blocks
 
 FORMATS = (
     "a balance list (12,34), DeepSpeed's parts (0,12,46), a Megatron layout (Et*3|t*5L), module names by "
@@ -53,14 +53,14 @@ def of_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Partit
     if sum(counts) == layers:
         return Partition("balance", tuple(accumulate(counts)))
     try:
-        model = transformer(names)
+        model = find_blocks(names)
     except NotBlocksError:
         model = None
     if model is None or sum(counts) != model.blocks:
         raise refused(
             where,
             f"the balance adds up to {sum(counts)} layers, the profile has {layers}",
-            "Name the profile of that model, cut into the same layers: --profile FILE",
+            "Name the profile of that model, cut into the same layers: profile=FILE",
         )
     note = f"the list counts the {model.blocks} transformer blocks"
     return of_blocks(counts, names, where, "blocks").noting(note)
@@ -69,18 +69,18 @@ def of_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Partit
 def of_blocks(counts: Sequence[int], names: Sequence[str], where: str, called: str) -> Partition:
     """Of transformer blocks a stage: the embedding is on the first stage, the head on the last."""
     try:
-        model = transformer(names)
+        model = find_blocks(names)
     except NotBlocksError as error:
         raise refused(
             where,
             f"it places transformer blocks, and in the profile {error}",
-            "Name the profile of a transformer: --profile FILE",
+            "Name the profile of a transformer: profile=FILE",
         ) from error
     if sum(counts) != model.blocks:
         raise refused(
             where,
             f"it places {sum(counts)} transformer blocks, the profile has {model.blocks}",
-            "Name the profile of that model: --profile FILE",
+            "Name the profile of that model: profile=FILE",
         )
     done = list(accumulate(counts))
     ends = [model.ends[count] for count in done[:-1]]
@@ -97,9 +97,7 @@ def checked(partition: Partition, where: str) -> Partition:
     """The partition, where no stage is empty. Raises FileError."""
     for stage, (first, end) in enumerate(pairwise((0, *partition.ends))):
         if end <= first:
-            raise refused(
-                where, f"stage {stage} holds no layer", "pplan's stages hold one or more: leave it away."
-            )
+            raise refused(where, f"stage {stage} holds no layer", "Omit it: every stage holds one or more.")
     return partition
 
 

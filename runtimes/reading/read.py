@@ -11,7 +11,7 @@ from typing import Any
 from ...cost_models.document import kind_of
 from ...cost_models.errors import UsageError
 from ...cost_models.runtime import RUNTIMES
-from ..exported import names_hash
+from ..formats.export_document import hash_names
 from .exports import of_export
 from .megatron_layout import of_layout
 from .module_names import of_device_map, of_parts
@@ -52,11 +52,11 @@ def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where
         raise refused(where, f"this is a {kind} of pplan, not another tool's partition", hint)
     if content.get("runtime") not in RUNTIMES:
         raise refused(where, f"runtime is {content.get('runtime')!r}, which is not known")
-    if content.get("layers_sha256") not in (None, "", names_hash(names)):
+    if content.get("layers_sha256") not in (None, "", hash_names(names)):
         raise refused(
             where,
             f"it was exported for {content.get('model')}, the profile has other layers",
-            "Name the profile of that plan: --profile FILE",
+            "Name the profile of that plan: profile=FILE",
         )
     return of_export(text, content["runtime"], names, where)
 
@@ -153,7 +153,7 @@ def with_virtual_stages(partition: Partition, virtual_stages: int | None, where:
         return partition
     if len(partition.ends) % virtual_stages:
         raise UsageError(
-            f"--virtual-stages {virtual_stages}: {where} has {len(partition.ends)} stages",
+            f"virtual_stages={virtual_stages}: {where} has {len(partition.ends)} stages",
             "Give a number that divides them.",
         )
     looped = virtual_stages > 1 and partition.schedule == "1f1b"

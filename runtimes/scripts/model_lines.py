@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ...cost_models.errors import ExportError
 from ...profiler.named_model import NamedModel, shown
 from ...profiler.profile_file import InputTensor, Profile
-from ..deepspeed import DeepspeedExport
-from ..exported import Exported
-from ..torch_pipelining import TorchExport
+from ..formats.deepspeed_export import DeepspeedExport
+from ..formats.export_document import ExportDocument
+from ..formats.torch_export import TorchExport
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _WIDTH = 84
@@ -24,7 +24,7 @@ _CLASSES, _CLASSES_OF_CLIPS = 1000, 400
 
 
 def model_lines(
-    profile: Profile, named: NamedModel, document: Exported, build: str, *, optimizer: str
+    profile: Profile, named: NamedModel, document: ExportDocument, build: str, *, optimizer: str
 ) -> dict[str, object]:
     """Values for a template: imports (`build` is one), batch, loss, model_lines, expressions of inputs.
 
@@ -33,7 +33,7 @@ def model_lines(
     """
     if profile.dtype not in _BYTES:
         raise ExportError(
-            f"--script: the profile says dtype {shown(profile.dtype)}", f"It is one of {', '.join(_BYTES)}."
+            f"`script`: the profile says dtype {shown(profile.dtype)}", f"It is one of {', '.join(_BYTES)}."
         )
     data = _Data.of(
         profile, named.name, "float32" if isinstance(document, DeepspeedExport) else profile.dtype
@@ -79,15 +79,15 @@ class _Data:
         inputs = profile.inputs
         if not inputs:
             raise ExportError(
-                f"--script: the profile of {shown(name)} does not say what the model takes",
-                "It was imported. Profile the model itself: pplan profile package.module:factory",
+                f"`script`: the profile of {shown(name)} does not say what the model takes",
+                "It was imported. Profile the model itself: pplan.profile('package.module:factory')",
             )
         loss = "none" if profile.loss is None else profile.loss.name
         if _is_torchvisions(name):
             if name.startswith(_NO_CLASSES):
                 raise ExportError(
-                    f"--script: {name} is no classifier, and a script for it would need your loss",
-                    "Leave --script away, or wrap it in a package.module:factory that returns one tensor.",
+                    f"`script`: {name} is no classifier, and a script for it would need your loss",
+                    "Omit `script`, or wrap it in a package.module:factory that returns one tensor.",
                 )
             usual = _CLASSES_OF_CLIPS if len(inputs[0].shape) == 4 else _CLASSES
             plain = name not in _SEVERAL_OUTPUTS
@@ -184,7 +184,7 @@ class _Data:
         return f"torch.randint({self.classes}, ({shape}), generator=random)"
 
 
-def _imports(name: str, document: Exported, data: _Data, build: str, optimizer: str) -> list[str]:
+def _imports(name: str, document: ExportDocument, data: _Data, build: str, optimizer: str) -> list[str]:
     """In the order that linters ask for."""
     modules, names = ["import torch"], [build]
     if isinstance(document, TorchExport):
@@ -197,7 +197,7 @@ def _imports(name: str, document: Exported, data: _Data, build: str, optimizer: 
     return [*sorted(modules), *sorted(names)]
 
 
-def _built(profile: Profile, named: NamedModel, document: Exported, data: _Data) -> list[str]:
+def _built(profile: Profile, named: NamedModel, document: ExportDocument, data: _Data) -> list[str]:
     """Lines that make `model` and `example`."""
     name = literal(named.name)
     casts = profile.dtype != "float32" and not isinstance(document, DeepspeedExport)
@@ -219,7 +219,7 @@ def _built(profile: Profile, named: NamedModel, document: Exported, data: _Data)
     return lines
 
 
-def _cast(profile: Profile, document: Exported, data: _Data) -> str:
+def _cast(profile: Profile, document: ExportDocument, data: _Data) -> str:
     """DeepSpeed converts the model that its configuration says so of, and not its input."""
     converted = profile.dtype in ("float16", "bfloat16") and data.is_one_float
     return f".to(torch.{profile.dtype})" if converted and isinstance(document, DeepspeedExport) else ""
@@ -241,7 +241,7 @@ def literal(value: object) -> str:
     return repr(value)
 
 
-def _uses_any(document: Exported, data: _Data) -> bool:
+def _uses_any(document: ExportDocument, data: _Data) -> bool:
     return not data.is_plain or isinstance(document, DeepspeedExport)
 
 

@@ -16,11 +16,11 @@ from ...cost_models.quantities import format_seconds
 from ...planner.plan_file import Plan
 from ...profiler.named_model import model_for, shown
 from ...profiler.profile_file import Profile
-from ..deepspeed import DeepspeedExport
-from ..exported import Exported
-from ..pipe import PipeExport
-from ..torch_pipelining import TorchExport
-from ..trainer_text import TrainerArguments
+from ..formats.deepspeed_export import DeepspeedExport
+from ..formats.export_document import ExportDocument
+from ..formats.pipe_export import PipeExport
+from ..formats.torch_export import TorchExport
+from ..formats.trainer_text import TrainerArguments
 from .model_lines import literal, model_lines
 from .trainers import trainer_script
 
@@ -50,7 +50,7 @@ class Script:
 
 
 def script_for(
-    document: Exported,
+    document: ExportDocument,
     plan: Plan,
     profile: Profile | None,
     *,
@@ -73,14 +73,14 @@ def script_for(
         return Script(*trainer_script(document, path, beside))
     if not isinstance(document, PipeExport | DeepspeedExport | TorchExport):  # as needs_profile
         raise ExportError(
-            f"--script: {document.runtime} trains by its own recipes, in which what is written belongs: "
+            f"`script`: {document.runtime} trains by its own recipes, in which what is written belongs: "
             f"{plan_path.name} says where",
-            "Leave --script away. Or export for torch: pplan export torch --script train.py",
+            "Omit `script`. Or export for torch: pplan.export('torch')",
         )
     if profile is None:
         raise ExportError(
-            f"--script: the profile that the plan of {plan.model} was made from says how it is built",
-            "Name it: --profile FILE",
+            f"`script`: the profile that the plan of {plan.model} was made from says how it is built",
+            "Name it: profile=FILE",
         )
     command = _command(document, path)
     names = _shared(document, plan, path, beside, command) | _of_runtime(document, device)
@@ -90,7 +90,7 @@ def script_for(
     return Script(Template(template).substitute(names), command)
 
 
-def needs_profile(document: Exported) -> bool:
+def needs_profile(document: ExportDocument) -> bool:
     """Whether a script for it builds the model, and so has to know it."""
     return isinstance(document, PipeExport | DeepspeedExport | TorchExport)
 
@@ -113,7 +113,7 @@ def _shared(
     count = len(document.balance if isinstance(document, PipeExport) else document.parts[1:])
     if plan.optimizer not in OPTIMIZERS:
         raise ExportError(
-            f"--script: the plan's optimizer is {shown(plan.optimizer)}",
+            f"`script`: the plan's optimizer is {shown(plan.optimizer)}",
             f"Known are {', '.join(OPTIMIZERS)}.",
         )
     optimizer, options = OPTIMIZERS[plan.optimizer]
@@ -151,7 +151,7 @@ def _check_names(*paths: Path) -> None:
     """Raises ExportError for a name that would end the line of the script on which it stands."""
     for path in paths:
         if not path.name.isprintable():
-            raise ExportError(f"--script: the file's name is {shown(path.name)}", "Name it in one line.")
+            raise ExportError(f"`script`: the file's name is {shown(path.name)}", "Name it in one line.")
 
 
 def _in_words(name: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Template
 
 from ...cost_models.errors import ExportError
-from ..trainer_text import TrainerArguments
+from ..formats.trainer_text import TrainerArguments
 
 PROGRAMS = {
     "megatron": ("pretrain_gpt.py", "ARGUMENTS"),
@@ -25,8 +25,8 @@ def trainer_script(document: TrainerArguments, path: Path, beside: Path) -> tupl
     """
     if beside.suffix == ".json":
         raise ExportError(
-            f"--script: {beside} would be the plan for pplan, the script needs it as arguments for a shell",
-            "Leave -o away, or name a file that ends in .sh.",
+            f"`script`: {beside} would be the plan for pplan, the script needs it as arguments for a shell",
+            "Omit `output`, or name a file that ends in .sh.",
         )
     program, needs = PROGRAMS[document.runtime]
     command = f"bash {shlex.quote(path.name)}"
@@ -36,6 +36,6 @@ def trainer_script(document: TrainerArguments, path: Path, beside: Path) -> tupl
         needs=needs,
         model="".join(c if c.isprintable() else "_" for c in document.model),
         plan_path=shlex.quote(beside.as_posix()),
-        launch=" ".join(["torchrun", document.spread, *([program] if program else [])]),
+        launch=" ".join(["torchrun", document.torchrun_options, *([program] if program else [])]),
     )
     return text, f"{command} {needs}"

@@ -37,8 +37,7 @@ from pplan.runtimes.checking.launching import Telling
 from pplan.runtimes.checking.prediction import predicted_step
 from pplan.runtimes.checking.report import Check
 from pplan.runtimes.checking.runtime_prediction import predicted_seconds
-from pplan.runtimes.fairscale import FairscaleExport
-from pplan.runtimes.torchgpipe import TorchgpipeExport
+from pplan.runtimes.formats.pipe_export import FairscaleExport, TorchgpipeExport
 
 Run = Callable[..., Any]
 SLOWER = 1.25

@@ -13,7 +13,7 @@ import pytest
 import pplan
 from pplan.cli.explain_tables import answer_lines, described, print_explanation
 from pplan.planner.explanation.explain import Explanation
-from pplan.planner.explanation.outline import Outline
+from pplan.planner.explanation.plan_summary import PlanSummary
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
@@ -257,4 +257,4 @@ def test_python_arguments_are_checked(planned: Plan, profile: Profile) -> None:
 def test_virtual_stages_in_words() -> None:
     made = outline(0.5, [3, 4, 2, 3], virtual_stages=2, schedule="interleaved")
     words = "2 stages of 3-4-2-3 layers, 2 virtual stages each, 16 x 4, interleaved"
-    assert described(Outline(**made)) == words
+    assert described(PlanSummary(**made)) == words

@@ -22,6 +22,15 @@ from pplan.cli.field_names import as_options
         ("use_all=True: no plan", "--use-all: no plan"),
         ("time_limit=0.5, say", "--time-limit 0.5, say"),
         ("Use precision='mixed'.", "Use --precision mixed."),
+        (
+            "Make a plan for it: pplan.solve(runtime='torch', use_all=True).",
+            "Make a plan for it: pplan solve --runtime torch --use-all.",
+        ),
+        (
+            "pplan.profile('vgg 19', granularity='module:h.*'), and so on",
+            "pplan profile 'vgg 19' --granularity 'module:h.*', and so on",
+        ),
+        ("pplan.export('torch', ...)", "pplan export torch"),
         ("Use smaller `micro_batch_sizes`.", "Use smaller --micro-batch-sizes."),
         ("as in micro_batch_sizes=(2, 4, 8).", "as in --micro-batch-sizes 2,4,8."),
         ("input_shape=(3, 8, 8): it takes 2 tensors", "--input 3x8x8: it takes 2 tensors"),

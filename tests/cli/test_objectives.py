@@ -212,7 +212,7 @@ def test_throughput_says_how_late_gradients_are(run: Run, toy: Path) -> None:
         ("--points 3", "--points 3: is of --frontier"),
         ("--sweep planner=even,evne", "Did you mean even?"),
         ("--sweep runtime=torch,touch", "unknown runtime 'touch'"),
-        ("--sweep schedule=gpipe,f1b1", "--schedule 'f1b1': not known"),
+        ("--sweep schedule=gpipe,f1b1", "--schedule f1b1: not known"),
         ("--sweep gpus=1,2 --frontier", "one or the other"),
         ("--sweep gpus=1,2 -o x.json", "a sweep writes no plan"),
         ("--frontier --objective memory", "step time against memory"),

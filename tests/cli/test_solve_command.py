@@ -158,7 +158,7 @@ def test_default_output_is_replaced_but_not_a_named_one(run: Run, here: Path, as
         ("--gpus 2 --mini-batch 0", "--mini-batch 0: must be at least 1"),
         ("--gpus 2 --micro-batches some", "--micro-batches some: is neither a whole number nor auto"),
         ("--gpus 2 --micro-batches 0", "--micro-batches 0: must be at least 1"),
-        ("--gpus 2 --schedule 1f2b", "--schedule '1f2b': not known"),
+        ("--gpus 2 --schedule 1f2b", "--schedule 1f2b: not known"),
         ("--gpus 2 --recompute sometimes", "--recompute sometimes: is not one of never, always, except-last"),
         (
             "--gpus 2 --optimizer lion",

@@ -119,8 +119,8 @@ def test_other_stages_are_cut_by_the_exact_balance(
     counts = balance(costs.forward_seconds + costs.backward_seconds, 6, cut_after=chain.cut_after)
     assert [last - first + 1 for ((first, last),) in found.layers] == counts
     assert any("cut anew" in note and ", ".join(map(str, counts)) in note for note in found.notes)
-    again = simulate_plan(plan, chain, make_topology(4), Overrides(stages=4))
-    assert again.timeline.step_seconds == plan.prediction.step_seconds
+    recompute = simulate_plan(plan, chain, make_topology(4), Overrides(stages=4))
+    assert recompute.timeline.step_seconds == plan.prediction.step_seconds
 
 
 def test_virtual_stages_go_round_the_devices(chain: Chain, plan: Plan, make_topology: MakeTopology) -> None:

@@ -11,7 +11,7 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
 from pplan.cost_models.topology import MOST_DEVICES, Device, Link, Topology, two_level_topology
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
 from pplan.planner.objectives.throughput import throughput
 from pplan.planner.plan_file import ProfileReference
 from pplan.planner.problem import Problem
@@ -99,7 +99,7 @@ def test_where_counted_work_ends_the_search_nothing_is_said_of_time_and_answers_
 
 def test_more_devices_than_are_planned_for_are_refused() -> None:
     profiled = ProfiledDevice("cuda", "gpu", 2**30)
-    with pytest.raises(UsageError, match=f"--gpus 1000000000: at most {MOST_DEVICES} devices"):
+    with pytest.raises(UsageError, match=f"gpus=1000000000: at most {MOST_DEVICES} devices"):
         make_topology(gpus=10**9, profiled=profiled)
     with pytest.raises(UsageError, match=f"at most {MOST_DEVICES}"):
         topology_of(MOST_DEVICES + 1)

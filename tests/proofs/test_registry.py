@@ -25,7 +25,7 @@ def test_a_new_bound_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "new.py").write_text(
         "class Search:\n"
         "    def least(self):\n        '''A bound on all plans.'''\n"
-        "    def of(self):\n        return Found(best, 1.0, 1.0, exact=True)\n"
+        "    def of(self):\n        return SearchResult(best, 1.0, 1.0, exact=True)\n"
         "def work_bound(problem):\n    return 0.0\n"
         "def other(problem):\n    '''Nothing of that kind.'''\n"
     )

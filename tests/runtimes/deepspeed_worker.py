@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import pplan
-from pplan.runtimes.deepspeed import DeepspeedExport, build
+from pplan.runtimes.deepspeed import build
+from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
 
 STEPS = 2
 MODELS = runpy.run_path(str(Path(__file__).with_name("torch_worker.py")))

@@ -20,8 +20,9 @@ from torch import nn
 
 from pplan.cost_models.errors import ExportError, MachineError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.deepspeed import DeepspeedExport, build
-from pplan.runtimes.export import export
+from pplan.runtimes.deepspeed import build
+from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
+from pplan.runtimes.formats.exporters import export
 
 MakePlan = Callable[..., Plan]
 WORKER = Path(__file__).with_name("deepspeed_worker.py")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import export
+from pplan.runtimes.formats.exporters import export
 
 MakePlan = Callable[..., Plan]
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -11,8 +11,9 @@ import torch
 
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import export
-from pplan.runtimes.huggingface import HuggingfaceExport, device_map
+from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.formats.huggingface_export import HuggingfaceExport
+from pplan.runtimes.huggingface import device_map
 
 MakePlan = Callable[..., Plan]
 
@@ -59,7 +60,7 @@ def test_a_cut_inside_a_block(plan_of: Callable[..., Plan]) -> None:
     names = ["wte", "h.0.a", "h.0.b", "head"]
     with pytest.raises(ExportError, match=r"h\.0 is on devices 0 and 1: huggingface places blocks") as caught:
         huggingface(plan_of([2, 2], names=names))
-    assert "--granularity 'module:h.*'" in caught.value.hint
+    assert "granularity='module:h.*'" in caught.value.hint
     assert huggingface(plan_of([1, 3], names=names)).device_map == {"wte": 0, "h.0": 1, "head": 1}
 
 

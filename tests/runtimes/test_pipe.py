@@ -25,7 +25,7 @@ from pplan.planner.plan_file import Plan
 from pplan.profiler.chain.layers import chain_of
 from pplan.profiler.sequential import sequential
 from pplan.runtimes import fairscale, torchgpipe
-from pplan.runtimes.export import export
+from pplan.runtimes.formats.exporters import export
 
 MakePlan = Callable[..., Plan]
 BUILDERS: dict[str, Callable[..., Any]] = {

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.export import export
+from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.scripts.script import script_for
 
 MakePlan = Callable[..., Plan]
@@ -272,7 +272,7 @@ def test_what_has_no_script(make_plan: MakePlan, make_decoder_plan: MakePlan, tm
         written(plan, None, "torchgpipe", tmp_path)
     with pytest.raises(ExportError, match="huggingface trains by its own recipes") as caught:
         written(make_decoder_plan([3, 2], schedule="naive"), None, "huggingface", tmp_path)
-    assert "pplan export torch --script train.py" in caught.value.hint
+    assert "pplan.export('torch')" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 
 from pplan.cost_models.schedules import schedule_named
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import export
-from pplan.runtimes.torch_pipelining import TorchExport
+from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.formats.torch_export import TorchExport
 
 MakePlan = Callable[..., Plan]
 WORKER = Path(__file__).with_name("torch_worker.py")

@@ -17,13 +17,14 @@ from pplan.cost_models.errors import ExportError, FileError, MachineError, Usage
 from pplan.planner.plan_file import Plan
 from pplan.profiler.chain.layers import chain_of
 from pplan.profiler.user_model.loaded_model import ModelInput
-from pplan.runtimes.export import export
-from pplan.runtimes.pipelining.crossing import Crossing, handed_on, sent, with_zero_gradients
-from pplan.runtimes.pipelining.inputs import InputForm
-from pplan.runtimes.pipelining.shapes import stage_shapes
-from pplan.runtimes.pipelining.stage_module import StageModule, loss_of
+from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.pipelining.cut_tensors import CutTensor, add_zero_gradients, hand_on, pack_tensor
+from pplan.runtimes.pipelining.input_form import InputForm
+from pplan.runtimes.pipelining.stage_module import StageModule, stage_loss
+from pplan.runtimes.pipelining.stage_shapes import trace_shapes
 from pplan.runtimes.split_spec import split_spec
-from pplan.runtimes.torch_pipelining import TorchExport, build
+from pplan.runtimes.torch_pipelining import build
 
 MakePlan = Callable[..., Plan]
 
@@ -47,10 +48,10 @@ def backward(tensor: Tensor) -> None:
 )
 def test_what_has_no_gradient_arrives_as_it_was(tensor: Tensor) -> None:
     """PyTorch 2.11 receives into a leaf that requires a gradient, which only floating-point numbers do."""
-    carrier = sent(tensor)
+    carrier = pack_tensor(tensor)
     assert carrier.is_floating_point()
     assert carrier.is_contiguous()
-    received = Crossing.of(tensor).received(carrier.clone().requires_grad_(True))
+    received = CutTensor.of(tensor).receive(carrier.clone().requires_grad_(True))
     assert received.dtype == tensor.dtype
     assert not received.requires_grad
     assert torch.equal(received, tensor)
@@ -59,7 +60,7 @@ def test_what_has_no_gradient_arrives_as_it_was(tensor: Tensor) -> None:
 def test_what_has_a_gradient_is_handed_on_in_place() -> None:
     """No view and no leaf, so that it may be detached in place; the gradient that goes back is contiguous."""
     buffer = torch.randn(3, 2, requires_grad=True)
-    received = Crossing(torch.float32, True).received(buffer)
+    received = CutTensor(torch.float32, True).receive(buffer)
     assert received.data_ptr() == buffer.data_ptr()
     assert not received._is_view()
     assert not received.is_leaf
@@ -70,7 +71,7 @@ def test_what_has_a_gradient_is_handed_on_in_place() -> None:
 def test_outputs_may_be_detached_before_the_weight_gradient() -> None:
     """PyTorch does so in schedules that split the backward; a ReLU keeps its own output."""
     weight = torch.randn(4, requires_grad=True)
-    output = sent(torch.relu(weight * 2))
+    output = pack_tensor(torch.relu(weight * 2))
     (edge,) = (torch.autograd.graph.get_gradient_edge(output),)
     output.detach_()
     (gradient,) = torch.autograd.grad([edge], [weight], [torch.ones(4)])
@@ -79,7 +80,7 @@ def test_outputs_may_be_detached_before_the_weight_gradient() -> None:
 
 def test_gradients_of_zero() -> None:
     output, carried = torch.randn(3, requires_grad=True) * 2, torch.randn(2, requires_grad=True)
-    tied = with_zero_gradients(output, (carried,))
+    tied = add_zero_gradients(output, (carried,))
     assert torch.equal(tied, output)
     backward(tied.sum())
     assert carried.grad is not None
@@ -110,15 +111,15 @@ class Sum(nn.Module):
 def test_shapes_and_what_is_overwritten() -> None:
     layers = nn.Sequential(Two(), Sum(), nn.ReLU(inplace=True), nn.BatchNorm1d(3))
     form = InputForm((False,))
-    shapes = stage_shapes(layers, [0, 1, 2, 4], (torch.randn(5, 3),), form)
+    shapes = trace_shapes(layers, [0, 1, 2, 4], (torch.randn(5, 3),), form)
     assert shapes is not None
     assert [tuple(tensor.shape) for tensor in shapes[1].inputs] == [(5, 3), (5, 3)]
     assert shapes[1].inputs[0].requires_grad
-    assert shapes[1].crossings == (Crossing(torch.float32, True), Crossing(torch.bool, False))
-    assert shapes[2].crossings == (Crossing(torch.float32, True, is_overwritten=True),)
+    assert shapes[1].crossings == (CutTensor(torch.float32, True), CutTensor(torch.bool, False))
+    assert shapes[2].crossings == (CutTensor(torch.float32, True, is_overwritten=True),)
     assert all(tensor.is_meta for stage in shapes for tensor in (*stage.inputs, *stage.outputs))
     assert layers.state_dict()["3.num_batches_tracked"] == 0
-    own = stage_shapes(nn.Sequential(nn.ReLU(inplace=True)), [0, 1], (torch.randn(5, 3),), form)
+    own = trace_shapes(nn.Sequential(nn.ReLU(inplace=True)), [0, 1], (torch.randn(5, 3),), form)
     assert own is not None
     assert own[0].crossings[0].is_overwritten
 
@@ -131,7 +132,7 @@ class Stubborn(nn.Module):
 
 
 def test_a_model_that_the_meta_device_cannot_run() -> None:
-    assert stage_shapes(nn.Sequential(Stubborn()), [0, 1], (torch.ones(2, 3),), InputForm((False,))) is None
+    assert trace_shapes(nn.Sequential(Stubborn()), [0, 1], (torch.ones(2, 3),), InputForm((False,))) is None
     given = torch.ones(2, 3)
     stage = StageModule(nn.Sequential(nn.ReLU(inplace=True), Stubborn()))
     stage(-given)
@@ -139,7 +140,7 @@ def test_a_model_that_the_meta_device_cannot_run() -> None:
 
 
 def test_a_stage_overwrites_nothing_of_others() -> None:
-    about = (Crossing(torch.float32, True), Crossing(torch.float32, True, is_overwritten=True))
+    about = (CutTensor(torch.float32, True), CutTensor(torch.float32, True, is_overwritten=True))
     given = [torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)]
     first, second = StageModule(nn.Sequential(Doubling()), about, recompute=True)(*given)
     assert torch.equal(second, torch.full((3,), 2.0))
@@ -161,12 +162,12 @@ def test_the_loss_is_given_the_models_output() -> None:
         loss: Tensor = (output["logits"] - target).sum().exp()
         return loss
 
-    last = StageModule(nn.Sequential(Dictionary()), (Crossing(torch.float32, True),), is_last=True)
+    last = StageModule(nn.Sequential(Dictionary()), (CutTensor(torch.float32, True),), is_last=True)
     output = last(torch.zeros(2, requires_grad=True))
     assert [type(tensor) for tensor in output] == [Tensor, Tensor]
-    loss = loss_of(last, loss_fn)(output, torch.zeros(2))
+    loss = stage_loss(last, loss_fn)(output, torch.zeros(2))
     assert loss.item() == 1.0
-    assert not handed_on(loss)._is_view()
+    assert not hand_on(loss)._is_view()
     assert list(seen[0]) == ["logits", "nothing", "all"]
     assert seen[0]["nothing"] is None
     assert seen[0]["all"][1] == 3
@@ -176,10 +177,10 @@ def test_an_input_with_a_table_that_all_samples_share() -> None:
     table = torch.randn(7, 2)
     form = InputForm.of(ModelInput.of({"ids": torch.arange(3), "table": table}))
     assert form.shared == (False, True)
-    ids, tables = form.cuttable({"ids": torch.arange(8), "table": table}, 8, 4)
+    ids, tables = form.repeat_shared({"ids": torch.arange(8), "table": table}, 8, 4)
     parts = list(zip(ids.tensor_split(4), tables.tensor_split(4), strict=True))
     for number, part in enumerate(parts):
-        own, shared = form.uncut(part)
+        own, shared = form.drop_repeats(part)
         assert own.tolist() == [2 * number, 2 * number + 1]
         assert torch.equal(shared, table)
     example = form.micro_batch(ModelInput.of({"ids": torch.arange(3), "table": table}), 2)
@@ -191,9 +192,9 @@ def test_an_input_with_a_table_that_all_samples_share() -> None:
 def test_a_mini_batch_of_another_size_is_refused() -> None:
     form = InputForm((False,))
     with pytest.raises(UsageError, match="the input holds 7 samples, a step of this process takes 8"):
-        form.cuttable(torch.randn(7, 2), 8, 4)
+        form.repeat_shared(torch.randn(7, 2), 8, 4)
     with pytest.raises(UsageError, match="the input has 2 tensors, the example input had 1"):
-        form.cuttable((torch.randn(8, 2), torch.randn(8)), 8, 4)
+        form.repeat_shared((torch.randn(8, 2), torch.randn(8)), 8, 4)
 
 
 def small() -> nn.Sequential:

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import pplan
+from pplan.runtimes.formats.torch_export import TorchExport
 from pplan.runtimes.pipelining.process import PipelineProcess
-from pplan.runtimes.torch_pipelining import TorchExport, build
+from pplan.runtimes.torch_pipelining import build
 
 RANKS = 4
 STEPS = 2
@@ -227,7 +228,7 @@ def run(case: dict[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
         "stages": {stage: len(module) for stage, module in process.modules.items()},
         "schedule": type(process.schedule).__name__,
         "wrapped": sorted({type(module).__name__ for module in process.wrapped.values()}),
-        "replica": process.seat.replica,
+        "replica": process.coordinates.replica,
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ....profiler.passes.clocks import Clock
-from ...pipelining.crossing import sent
+from ...pipelining.cut_tensors import pack_tensor
 from ..job import StageSeconds
 from .stamps import clock_for
 
@@ -31,7 +31,7 @@ def stage_inputs(layers: nn.Sequential, first: int, given: tuple[Tensor, ...]) -
         for layer in layers[:first]:
             made = layer(made)
     tensors = (made,) if isinstance(made, Tensor) else tuple(made)
-    return tuple(sent(tensor).detach().clone() for tensor in tensors)
+    return tuple(pack_tensor(tensor).detach().clone() for tensor in tensors)
 
 
 def measured_alone(

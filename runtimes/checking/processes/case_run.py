@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ....profiler.user_model.loaded_model import ModelInput
-from ...pipelining.inputs import InputForm
+from ...formats.torch_actions import splits_backward
+from ...pipelining.input_form import InputForm
 from ...pipelining.process import PipelineProcess
-from ...pipelining.stage_module import StageModule, loss_of
-from ...torch_actions import splits_backward
+from ...pipelining.stage_module import StageModule, stage_loss
 from ...torch_pipelining import build
 from ..job import Case, CaseResult, Corrections, Job, Losses, Predicted, Ran, StageSeconds
 from ..prediction import predicted_step
@@ -108,7 +108,7 @@ class CaseRun:
                 inner,
                 given[stage],
                 self.device,
-                loss=loss_of(inner, loss) if stage == count - 1 else None,
+                loss=stage_loss(inner, loss) if stage == count - 1 else None,
                 is_first=stage == 0,
                 splits=splits,
             )

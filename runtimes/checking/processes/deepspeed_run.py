@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ....profiler.user_model.loaded_model import ModelInput
-from ...deepspeed import DeepspeedExport, build
-from ...exported import missing_package
+from ...deepspeed import build
+from ...formats.deepspeed_export import DeepspeedExport
+from ...formats.export_document import missing_package
 from ..job import CaseResult, Job, Losses, Predicted, Ran, RuntimeCase, StageSeconds
 from ..runtime_prediction import predicted_seconds
 from .alone import measured_alone, stage_inputs

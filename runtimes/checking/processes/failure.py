@@ -70,7 +70,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     if is_out_of_memory(error):
         return {
             "what": f"does not fit in memory: {first_line(error)}",
-            "hint": "Plan with less memory a device: pplan solve --memory, or --recompute always.",
+            "hint": "Plan with less `memory_bytes` a device, or with recompute='always'.",
             "lost": False,
         }
     said = first_line(error)

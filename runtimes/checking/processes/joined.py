@@ -36,4 +36,4 @@ class Lost(MachineError):
 def _hint(what: str, job: Job) -> str:
     if "EADDRINUSE" in what or "in use" in what:
         return "Another program has this port: name another with torchrun --master-port."
-    return f"See what the other processes printed; each waits {job.timeout_seconds:g} s (--timeout)."
+    return f"See what the other processes printed; each waits {job.timeout_seconds:g} s (`timeout`)."

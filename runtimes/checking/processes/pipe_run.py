@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ....profiler.user_model.loaded_model import ModelInput
 from ... import fairscale, torchgpipe
-from ...fairscale import FairscaleExport
+from ...formats.pipe_export import FairscaleExport
 from ..job import CaseResult, Job, Losses, Predicted, Ran, RuntimeCase, StageSeconds
 from ..runtime_prediction import predicted_seconds, recomputed
 from .alone import measured_alone

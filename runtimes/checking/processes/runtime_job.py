@@ -6,7 +6,7 @@ import torch
 
 from ....profiler.machine import device_name
 from ....profiler.torchrun_env import Launched
-from ...deepspeed import DeepspeedExport
+from ...formats.deepspeed_export import DeepspeedExport
 from ..job import Job, Measured
 from .failure import Journal
 from .meeting import device_of

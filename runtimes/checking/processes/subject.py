@@ -19,7 +19,7 @@ from ....profiler.passes.modes import Modes
 from ....profiler.sequential import sequential
 from ....profiler.user_model.loaded_model import ModelInput
 from ....profiler.user_model.losses import loss_named
-from ...exported import names_hash
+from ...formats.export_document import hash_names
 from ..job import Case, ModelSpec
 from .emulated import emulated, emulated_loss
 from .numerics import Loss
@@ -72,18 +72,18 @@ def named_subject(spec: ModelSpec) -> Subject:
 
 def _loss(spec: ModelSpec) -> str:
     if spec.loss not in LOSSES and spec.loss not in spec.by_user:
-        raise ModelError(f"loss {shown(spec.loss)}: a file's word runs no code", "Name it: --loss NAME")
+        raise ModelError(f"loss {shown(spec.loss)}: a file's word runs no code", "Name it yourself: `loss`.")
     return spec.loss
 
 
 def _check_layers(layers: nn.Sequential, spec: ModelSpec) -> None:
     names = tuple(getattr(layers, "layer_names", ()))
-    if not names or spec.layers_sha256 in ("", names_hash(names)):
+    if not names or spec.layers_sha256 in ("", hash_names(names)):
         return
     raise ModelError(
         f"{spec.name} is not the model that was profiled as {shown(spec.profiled)}: it has "
         f"{counted(len(names), 'layer')}, {shown(names[0])} to {shown(names[-1])}, with other names",
-        "Name that one with --model, and with --set what it was profiled with.",
+        "Give that one as `model`, and as `settings` what it was profiled with.",
     )
 
 

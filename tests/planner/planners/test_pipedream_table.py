@@ -230,8 +230,8 @@ def test_memory_counts_the_stages_behind() -> None:
     """Four layers that hold 2 for each mini-batch in flight, 8 each: four stages hold 8, 6, 4 and 2."""
 
     def limited(limit: float) -> Solution | None:
-        held = between(np.full(4, 2.0))
-        fits = {"fits": lambda _, behind: held * (behind + 1) <= limit}
+        in_flight = between(np.full(4, 2.0))
+        fits = {"fits": lambda _, behind: in_flight * (behind + 1) <= limit}
         return fastest(instance([1] * 4, [1e9] * 4, [0] * 3, (Tier(4, 1.0),), **fits))
 
     assert counts(limited(8)) == [(1, 1), (2, 1), (3, 1), (4, 1)]

@@ -13,7 +13,8 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain, joined
 from pplan.cost_models.precision import training_precision
 from pplan.planner.candidate import Proposal
-from pplan.planner.planners import PLANNERS, planner_named, refusal
+from pplan.planner.planners import PLANNERS, planner_named
+from pplan.planner.planners.base import refusal
 from pplan.planner.planners.deepspeed_balance import DeepSpeedBalance, deepspeed_ends
 from pplan.planner.planners.deepspeed_type import DeepSpeedType
 from pplan.planner.planners.even import even_ends
@@ -39,7 +40,7 @@ def largest(costs: npt.NDArray[np.float64], ends: Sequence[int]) -> float:
 def by_stages(name: str, problem: Problem) -> dict[tuple[int, int], Proposal]:
     """The straight proposals, by number of stages and micro-batch size."""
     return {
-        (len(proposal.ends), proposal.setting.micro_batch_size): proposal
+        (len(proposal.ends), proposal.config.micro_batch_size): proposal
         for proposal in PLANNERS[name].propose(problem)
         if set(proposal.replicas) == {1}
     }
@@ -154,7 +155,7 @@ def test_megatron_gives_every_stage_as_many_blocks(gpt: Chain, make_problem: Mak
         ((4, 6, 8, 10, 12, 16), tuple((rank,) for rank in range(6))),
     }
     for proposal in found:
-        assert proposal.setting.micro_batch_size % proposal.replicas[0] == 0
+        assert proposal.config.micro_batch_size % proposal.replicas[0] == 0
 
 
 def test_megatron_refuses_blocks_that_do_not_divide(
@@ -173,16 +174,16 @@ def test_megatron_refuses_blocks_that_do_not_divide(
 
 def test_interleaved_goes_round_the_devices(gpt: Chain, make_problem: MakeProblem) -> None:
     found = list(PLANNERS["interleaved"].propose(make_problem(gpt, 3, mini_batch=12)))
-    assert {(p.setting.virtual_stages, p.used) for p in found} == {(v, n) for v in (2, 3, 4) for n in (2, 3)}
+    assert {(p.config.virtual_stages, p.used) for p in found} == {(v, n) for v in (2, 3, 4) for n in (2, 3)}
     for proposal in found:
-        setting, devices = proposal.setting, proposal.used
-        assert setting.schedule == "interleaved"
-        assert setting.micro_batches % devices == 0
-        assert proposal.devices == tuple((rank,) for rank in range(devices)) * setting.virtual_stages
+        config, devices = proposal.config, proposal.used
+        assert config.schedule == "interleaved"
+        assert config.micro_batches % devices == 0
+        assert proposal.devices == tuple((rank,) for rank in range(devices)) * config.virtual_stages
     even = (4, 6, 8, 10, 12, 16)
     assert even in {proposal.ends for proposal in found}
     for proposal in found:
-        at = gpt.at(proposal.setting.micro_batch_size)
+        at = gpt.at(proposal.config.micro_batch_size)
         work = at.forward_seconds + at.backward_seconds
         parts = len(proposal.ends)
         if proposal.ends != even and parts < 5:
@@ -194,10 +195,10 @@ def test_interleaved_goes_round_the_devices(gpt: Chain, make_problem: MakeProble
 def test_gpipe_recomputes_unless_told_not_to(make_chain: MakeChain, make_problem: MakeProblem) -> None:
     chain = make_chain(1, 6)
     free = list(PLANNERS["gpipe"].propose(make_problem(chain, 2, mini_batch=8)))
-    assert {p.setting.recompute for p in free} <= {"always", "except_last"}
-    assert "always" in {p.setting.recompute for p in free}
+    assert {p.config.recompute for p in free} <= {"always", "except_last"}
+    assert "always" in {p.config.recompute for p in free}
     told = list(PLANNERS["gpipe"].propose(make_problem(chain, 2, mini_batch=8, recompute="never")))
-    assert {p.setting.recompute for p in told} == {"never"}
+    assert {p.config.recompute for p in told} == {"never"}
 
 
 def test_data_parallel_takes_the_measured_sizes_on_each_device(
@@ -205,10 +206,10 @@ def test_data_parallel_takes_the_measured_sizes_on_each_device(
 ) -> None:
     found = list(PLANNERS["data-parallel"].propose(make_problem(make_chain(1, 6), 4, mini_batch=16)))
     assert {proposal.devices for proposal in found} == {((0, 1, 2, 3),)}
-    assert {(p.setting.micro_batches, p.setting.micro_batch_size) for p in found} >= {(4, 4), (2, 8), (1, 16)}
+    assert {(p.config.micro_batches, p.config.micro_batch_size) for p in found} >= {(4, 4), (2, 8), (1, 16)}
     asked = make_problem(make_chain(1, 6), 4, mini_batch=16, micro_batches=2)
     found = list(PLANNERS["data-parallel"].propose(asked))
-    assert {(p.setting.micro_batches, p.setting.micro_batch_size) for p in found} == {(2, 8)}
+    assert {(p.config.micro_batches, p.config.micro_batch_size) for p in found} == {(2, 8)}
     none = make_problem(make_chain(1, 6), 4, mini_batch=16, runtime="torchgpipe")
     assert list(PLANNERS["data-parallel"].propose(none)) == []
 

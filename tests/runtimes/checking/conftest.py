@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pplan.runtimes.checking.job import Case, Link, RuntimeCase, StageSeconds, Waits
-from pplan.runtimes.torch_actions import action_rows, class_of, program_of, stages_of
-from pplan.runtimes.torch_pipelining import TorchExport
+from pplan.runtimes.formats.torch_actions import action_rows, build_program, device_stages, schedule_class
+from pplan.runtimes.formats.torch_export import TorchExport
 
 MakeCase = Callable[..., Case]
 
@@ -33,8 +33,8 @@ def make_case() -> MakeCase:
         seconds: StageSeconds | None = None,
         model: str = "small",
     ) -> Case:
-        program = program_of(schedule, devices, micro_batches, virtual_stages)
-        count = program.places
+        program = build_program(schedule, devices, micro_batches, virtual_stages)
+        count = program.slots
         document = TorchExport(
             runtime="torch",
             model=model,
@@ -43,9 +43,9 @@ def make_case() -> MakeCase:
             step_seconds=1.0,
             micro_batches=micro_batches,
             order=schedule,
-            schedule=class_of(schedule, program),
+            schedule=schedule_class(schedule, program),
             parts=list(parts or range(count + 1)),
-            stages=stages_of(program),
+            stages=device_stages(program),
             replicas=replicas,
             devices=list(range(devices * replicas)),
             recompute=["never"] * count,

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError, UsageError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.export import EXPORTERS, export
+from pplan.runtimes.formats.exporters import EXPORTERS, export
+from pplan.runtimes.formats.trainer_text import TrainerText
 from pplan.runtimes.reading.partition import Partition
 from pplan.runtimes.reading.read import read_partition, with_virtual_stages
-from pplan.runtimes.trainer_text import TrainerText
 
 MakePlan = Callable[..., Plan]
 LAYERS = ["model.embed_tokens", *(f"model.layers.{block}" for block in range(9)), "model.norm", "lm_head"]
@@ -105,9 +105,9 @@ FORMATS = "Give a balance list"
         ("4,0,8", "stage 1 has 0 layers", ""),
         ("0,4,4,12", "stage 1 has 0 layers", ""),
         ("0,8,4,12", "stage 1 has -4 layers", ""),
-        ("3,3", "the balance adds up to 6 layers, the profile has 12", "--profile FILE"),
-        ("Et*4|t*4L", "it places 8 transformer blocks, the profile has 9", "--profile FILE"),
-        ("Et*4||t*5L", "stage 1 holds no layer", "leave it away"),
+        ("3,3", "the balance adds up to 6 layers, the profile has 12", "profile=FILE"),
+        ("Et*4|t*4L", "it places 8 transformer blocks, the profile has 9", "profile=FILE"),
+        ("Et*4||t*5L", "stage 1 holds no layer", "Omit it"),
         ("Et*4|t*5mL", "'m' is none of E, t, L and |", "predicts further tokens"),
         ("Et*4|t*5", "must begin with E and end with L", ""),
         ("Et*4|Et*5L", "must begin with E and end with L", ""),
@@ -172,7 +172,7 @@ def test_virtual_stages_asked_for() -> None:
     made = with_virtual_stages(read("Et*3|t*3|t*3|L"), 2, "x")
     assert (made.virtual_stages, made.schedule) == (2, "interleaved")
     assert with_virtual_stages(made, None, "x") is made
-    with pytest.raises(UsageError, match="--virtual-stages 3: x has 4 stages"):
+    with pytest.raises(UsageError, match="virtual_stages=3: x has 4 stages"):
         with_virtual_stages(made, 3, "x")
 
 

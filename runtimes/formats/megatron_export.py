@@ -1,0 +1,195 @@
+"""Megatron-LM (https://github.com/NVIDIA/Megatron-LM, megatron-core 0.16.1), and Megatron-Bridge above it.
+
+A layout names what each stage holds: E the embedding, t a transformer block, L the head with its loss; stages
+are divided by `|`, and x*n stands for n of x. Stage v * p + r is part v of pipeline rank r of p. Ranks of the
+processes count the replicas of a stage before the next stage. Sources: megatron-core's
+`transformer/pipeline_parallel_layer_layout.py` and `transformer/transformer_config.py`, Megatron-LM's
+`megatron/training/arguments.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from math import gcd
+from typing import Any, ClassVar, Literal, TypeVar
+
+from ...cost_models.document import MadeBy
+from ...cost_models.errors import ExportError
+from ...cost_models.runtime import runtime_named
+from ...planner.plan_file import Plan
+from .export_document import Count
+from .plan_choice import Choice, choose
+from .trainer_text import TrainerArguments, device_remark, join_remarks, trainer_fields
+from .transformer_blocks import Transformer, check_whole_blocks, find_plan_blocks, is_small
+
+E = TypeVar("E", bound="LayoutExport")
+ArgumentWriter = Callable[[dict[str, Any], Plan, int | None], list[str]]
+"""Makes arguments of the fields of a document, the plan, and the blocks that are recomputed together."""
+
+
+class LayoutExport(TrainerArguments):
+    """A layout and what goes with it; `layout` tells the virtual stages by how many stages it has."""
+
+    layout: str
+    num_layers: Count
+    """Transformer blocks."""
+
+
+class MegatronExport(LayoutExport):
+    """Arguments of Megatron-LM's training scripts.
+
+    The layout does not stand together with --num-layers-per-virtual-pipeline-stage,
+    --num-virtual-stages-per-pipeline-rank, --decoder-first-pipeline-num-layers,
+    --decoder-last-pipeline-num-layers, --account-for-embedding-in-pipeline-split and
+    --account-for-loss-in-pipeline-split.
+    """
+
+    kind: ClassVar[str] = "megatron"
+    command: ClassVar[str] = "pretrain_gpt.py"
+    runtime: Literal["megatron"]
+
+
+class MegatronBridgeExport(LayoutExport):
+    """Overrides of the configuration of a recipe of Megatron-Bridge."""
+
+    kind: ClassVar[str] = "megatron-bridge"
+    command: ClassVar[str] = "RECIPE.py"
+    runtime: Literal["megatron-bridge"]
+
+
+def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[MegatronExport, str | None]:
+    """The arguments, and a remark where they are not the plan itself. Raises ExportError.
+
+    `device` changes nothing: Megatron-LM runs on CUDA devices only.
+    """
+    del device
+    choice, remark = choose(plan, runtime_named("megatron"))
+    return _build_document(MegatronExport, plan, choice, remark, _flags, made_by)
+
+
+def export_bridge(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[MegatronBridgeExport, str | None]:
+    """As `export`, for Megatron-Bridge."""
+    del device
+    choice, remark = choose(plan, runtime_named("megatron-bridge"))
+    return _build_document(MegatronBridgeExport, plan, choice, remark, _overrides, made_by)
+
+
+def _build_document(
+    kind: type[E], plan: Plan, choice: Choice, remark: str | None, words: ArgumentWriter, made_by: MadeBy
+) -> tuple[E, str | None]:
+    """The document of class `kind`, whose arguments `words` makes."""
+    model = find_plan_blocks(plan, kind.kind)
+    ends = tuple(accumulate(choice.balance))
+    check_whole_blocks(plan, model, ends, kind.kind)
+    stages = _blocks_by_stage(plan, model, ends, kind.kind)
+    shared = trainer_fields(plan, choice, kind.kind)
+    own: dict[str, Any] = {"layout": layout_of(stages), "num_layers": model.blocks}
+    document = kind(
+        **shared,
+        **own,
+        arguments=words(shared | own, plan, _recompute(choice, stages)),
+        made_by=made_by,
+    )
+    return document, join_remarks(
+        remark, *_remarks(model, ends, choice, stages, kind.kind), device_remark(choice)
+    )
+
+
+def layout_of(blocks: Sequence[int]) -> str:
+    """The layout of stages with so many transformer blocks, the embedding on the first and the head on the
+    last: `Et*3|t|t*2L` for 3, 1 and 2."""
+    stages = ["t" * (count == 1) if count < 2 else f"t*{count}" for count in blocks]
+    stages[0] = f"E{stages[0]}"
+    stages[-1] = f"{stages[-1]}L"
+    return "|".join(stages)
+
+
+def _blocks_by_stage(plan: Plan, model: Transformer, ends: Sequence[int], runtime: str) -> list[int]:
+    """Transformer blocks of each stage. Raises ExportError where a stage ends inside the head."""
+    stages = [model.blocks_before(end) - model.blocks_before(first) for first, end in pairwise((0, *ends))]
+    for stage, (first, end) in enumerate(pairwise((0, *ends[:-1]))):
+        moved = model.names[max(model.ends[-1], first) : end]
+        if moved and not (stages[stage] and all(map(is_small, moved))):
+            raise ExportError(
+                f"stage {stage} computes {', '.join(moved)}, a later one the rest of the head: {runtime} has "
+                "the head on the last stage",
+                f"Measure it as one layer: pplan.profile({plan.model!r}, "
+                f"granularity='module:{model.list_name}.*'), and make the plan again: pplan solve",
+            )
+    return stages
+
+
+def _recompute(choice: Choice, stages: Sequence[int]) -> int | None:
+    """Blocks that are recomputed together, as many as divide every stage: its uniform method steps through a
+    stage by this number and does not look where the stage ends. None: nothing is recomputed."""
+    return gcd(*stages) if choice.recompute == "always" else None
+
+
+def _flags(made: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]:
+    """Megatron-LM counts a micro-batch by what one replica computes of it."""
+    flags = {
+        "--num-layers": made["num_layers"],
+        "--pipeline-model-parallel-size": made["pipeline_size"],
+        "--pipeline-model-parallel-layout": made["layout"],
+        "--micro-batch-size": made["micro_batch_size"] // made["replicas"],
+        "--global-batch-size": made["mini_batch"],
+    }
+    if recompute is not None:
+        flags["--recompute-granularity"] = "full"
+        flags["--recompute-method"] = "uniform"
+        flags["--recompute-num-layers"] = recompute
+    precision = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(plan.profile.dtype, [])
+    if plan.profile.dtype == "bfloat16" and plan.gradient_dtype == "bf16":
+        precision.append("--grad-reduce-in-bf16")
+    if plan.profile.dtype == "float16" and plan.gradient_dtype == "fp32":
+        precision.append("--accumulate-allreduce-grads-in-fp32")
+    spread = ["--use-distributed-optimizer"] if _spreads(plan, made) else []
+    return [str(part) for flag in flags.items() for part in flag] + precision + spread
+
+
+def _spreads(plan: Plan, made: dict[str, Any]) -> bool:
+    """Whether its distributed optimizer is the plan's: ZeRO-1 over the replicas of a stage."""
+    return plan.zero == 1 and made["replicas"] > 1
+
+
+def _overrides(made: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]:
+    values = {
+        "model.num_layers": made["num_layers"],
+        "model.pipeline_model_parallel_size": made["pipeline_size"],
+        "model.pipeline_model_parallel_layout": made["layout"],
+        "train.micro_batch_size": made["micro_batch_size"] // made["replicas"],
+        "train.global_batch_size": made["mini_batch"],
+    }
+    if made["virtual_stages"] > 1:
+        values["model.virtual_pipeline_model_parallel_size"] = made["virtual_stages"]
+    if recompute is not None:
+        values["model.recompute_granularity"] = "full"
+        values["model.recompute_method"] = "uniform"
+        values["model.recompute_num_layers"] = recompute
+    if _spreads(plan, made):
+        values["ddp.use_distributed_optimizer"] = "true"
+        values["optimizer.use_distributed_optimizer"] = "true"
+    if plan.profile.dtype == "bfloat16" and plan.gradient_dtype is not None:
+        values["ddp.grad_reduce_in_fp32"] = str(plan.gradient_dtype == "fp32").lower()
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def _remarks(
+    model: Transformer, ends: Sequence[int], choice: Choice, stages: Sequence[int], runtime: str
+) -> list[str]:
+    """What the trainer does otherwise than the plan, in sentences."""
+    remarks = []
+    moved = model.names[model.ends[-1] : ends[-2]] if len(ends) > 1 else ()
+    if moved:
+        remarks.append(
+            f"{runtime} computes {', '.join(moved)} with the head, on the last stage; the plan has it on "
+            "the stage before."
+        )
+    together = _recompute(choice, stages)
+    if together is not None and together < max(stages):
+        remarks.append(
+            f"{runtime} recomputes {together} of a stage's blocks at a time, since the stages have different "
+            "numbers of them: it keeps the input of each, the plan counts only the stage's."
+        )
+    return remarks

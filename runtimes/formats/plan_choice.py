@@ -1,0 +1,210 @@
+"""What a runtime is given: the plan itself where it runs it, or the best alternative in the plan's file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...cost_models.errors import ExportError
+from ...cost_models.runtime import Runtime, runtime_named
+from ...planner.plan_file import Alternative, Plan, Recompute
+
+LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
+"""Schedules of one stage a device that run a mini-batch whole before the next: they differ in order only."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A partition that the runtime runs, every stage on the same number of `replicas`.
+
+    `balance` is by part: the stages, of which a device holds `virtual_stages`. `devices` are those of the
+    pipeline in turn, each one's replicas together. `stage_recompute` is by part.
+    """
+
+    balance: tuple[int, ...]
+    replicas: int
+    devices: tuple[int, ...]
+    schedule: str
+    virtual_stages: int
+    micro_batches: int
+    micro_batch_size: int
+    stage_recompute: tuple[Recompute, ...]
+    step_seconds: float
+
+    @property
+    def recompute(self) -> Recompute:
+        """Of all stages, for a runtime whose stages recompute alike."""
+        return self.stage_recompute[0]
+
+
+def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
+    """The plan, or the least step_seconds of its alternatives that `runtime` runs, and then a remark on it.
+
+    Where one process drives all stages, a plan that was not made for such a runtime gives way to the
+    alternative that was: only that one counts all launches.
+
+    The remark is a sentence for standard error: what was taken, its step time, and why not the plan.
+    Raises ExportError where there is nothing to take.
+    """
+    reasons = refusals(plan, runtime)
+    usable = [alternative for alternative in plan.alternatives if _runs_alternative(runtime, alternative)]
+    if not reasons and not (usable and _leaves_out_launches(plan, runtime)):
+        return _of_plan(plan), None
+    if not usable:
+        raise ExportError(
+            f"{runtime.name} cannot run this plan of {plan.model}: {'; '.join(reasons)}; "
+            f"and none of the plan's {len(plan.alternatives)} alternatives is for {runtime.name}",
+            f"Make a plan for it: pplan.solve(runtime={runtime.name!r})",
+        )
+    best = min(usable, key=lambda alternative: alternative.step_seconds)
+    if reasons:
+        why = f"{runtime.name} cannot run the plan itself: {'; '.join(reasons)}"
+    elif _same_cuts(plan, best):
+        return _of_alternative(best), None
+    else:
+        why = f"The plan's step leaves out that {runtime.name} launches all stages from one process"
+    return _of_alternative(best), _remark(plan, runtime, why, best)
+
+
+def _leaves_out_launches(plan: Plan, runtime: Runtime) -> bool:
+    """Whether `runtime` drives all stages from one process and the plan was made for none that does."""
+    return runtime.one_process and (plan.runtime is None or not runtime_named(plan.runtime).one_process)
+
+
+def _same_cuts(plan: Plan, other: Alternative) -> bool:
+    return (plan.balance, plan.micro_batches, plan.recompute, plan.schedule) == (
+        other.balance,
+        other.micro_batches,
+        other.recompute,
+        other.schedule,
+    )
+
+
+def refusals(plan: Plan, runtime: Runtime) -> list[str]:
+    """Why `runtime` cannot run the plan itself, one clause each; empty where it can."""
+    replicas = plan.replicas
+    reasons = []
+    if plan.virtual_stages > 1 and not runtime.virtual_stages:
+        reasons.append(f"it has {plan.virtual_stages} virtual stages a device, {runtime.name} runs 1")
+    if not _runs_schedule(plan, runtime):
+        reasons.append(f"its schedule is {plan.schedule}, {runtime.name} runs {_listed(runtime.schedules)}")
+    if not runtime.runs_replicas(replicas):
+        allowed = "no replicas" if runtime.replicas == "none" else "the same number of them on every stage"
+        reasons.append(
+            f"its stages have {'-'.join(map(str, replicas))} replicas, {runtime.name} runs {allowed}"
+        )
+    elif plan.micro_batch_size % replicas[0]:
+        reasons.append(f"its {replicas[0]} replicas cannot share {plan.micro_batch_size} samples evenly")
+    nodes = _nodes(plan)
+    if runtime.one_process and len(set(nodes)) > 1:
+        reasons.append(f"it takes {len(set(nodes))} nodes, {runtime.name} is one process on one node")
+    if not runtime.one_process and nodes != sorted(nodes):
+        reasons.append(f"its stages go back and forth between nodes, {runtime.name} fills node after node")
+    untrained = [i for i, stage in enumerate(plan.stages) if stage.memory.get("gradients") == 0]
+    if untrained and runtime.trains_every_stage:
+        reasons.append(f"stage {untrained[0]} has no parameters, {runtime.name} trains every stage")
+    reasons += _other_states(plan, runtime)
+    words = dict.fromkeys(stage_recompute(plan))
+    if len(words) > 1 and not runtime.recompute_by_stage:
+        reasons.append(f"its stages recompute {' and '.join(words)}, in {runtime.name} all do the same")
+    unknown = [word for word in words if word not in runtime.recompute]
+    if unknown:
+        reasons.append(f"it recomputes {unknown[0]}, {runtime.name} knows {_listed(runtime.recompute)}")
+    return reasons
+
+
+def _other_states(plan: Plan, runtime: Runtime) -> Iterator[str]:
+    """Where the runtime keeps other weights and optimizer states than the plan counts."""
+    if max(plan.replicas) > 1 and plan.zero not in runtime.zero:
+        yield f"it spreads states by ZeRO-{plan.zero}: {runtime.no_zero}"
+    if plan.trained.name == "bf16" and not runtime.pure_16_bits:
+        yield f"it trains in pure bf16, {runtime.name} keeps float32 master weights"
+
+
+def _nodes(plan: Plan) -> list[int]:
+    """The node of each device of the pipeline, in the order of its stages."""
+    per_node, places = plan.gpus_per_node, len(plan.stages) // plan.virtual_stages
+    devices = [device for stage in plan.stages[:places] for device in stage.devices]
+    return [device // per_node for device in devices] if per_node else [0]
+
+
+def stage_recompute(plan: Plan) -> tuple[Recompute, ...]:
+    """What each stage recomputes: its own word, or the plan's."""
+    return tuple(stage.recompute or plan.recompute for stage in plan.stages)
+
+
+def _runs_schedule(plan: Plan, runtime: Runtime) -> bool:
+    if plan.schedule in runtime.schedules:
+        return True
+    if plan.schedule not in LINEAR:
+        return False
+    if plan.micro_batches == 1:
+        return True  # one forward, then one backward, on every stage: all these orders are the same
+    # One stage takes as long in any of them. 1F1B keeps one micro-batch in flight, GPipe all of them: that
+    # is right only where the memory is not limited.
+    return len(plan.stages) == 1 and (
+        "1f1b" in runtime.schedules or plan.stages[0].memory_limit_bytes is None
+    )
+
+
+def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
+    words = _recompute_of(alternative)
+    return (
+        runtime.name in alternative.runtimes
+        and alternative.schedule in runtime.schedules
+        and runtime.runs_replicas([alternative.replicas])
+        and alternative.micro_batch_size % alternative.replicas == 0
+        and (runtime.virtual_stages or alternative.virtual_stages == 1)
+        and runtime.recompute.issuperset(words)
+        and (runtime.recompute_by_stage or len(set(words)) == 1)
+    )
+
+
+def _recompute_of(alternative: Alternative) -> tuple[Recompute, ...]:
+    """What each of its stages recomputes."""
+    return tuple(alternative.stage_recompute or [alternative.recompute] * len(alternative.balance))
+
+
+def _of_plan(plan: Plan) -> Choice:
+    places = len(plan.stages) // plan.virtual_stages
+    return Choice(
+        balance=tuple(stage.layers for stage in plan.stages),
+        replicas=plan.replicas[0],
+        devices=tuple(device for stage in plan.stages[:places] for device in stage.devices),
+        schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
+        micro_batches=plan.micro_batches,
+        micro_batch_size=plan.micro_batch_size,
+        stage_recompute=stage_recompute(plan),
+        step_seconds=plan.prediction.step_seconds,
+    )
+
+
+def _of_alternative(alternative: Alternative) -> Choice:
+    devices = len(alternative.balance) // alternative.virtual_stages * alternative.replicas
+    return Choice(
+        balance=tuple(alternative.balance),
+        replicas=alternative.replicas,
+        devices=tuple(range(devices)),
+        schedule=alternative.schedule,
+        virtual_stages=alternative.virtual_stages,
+        micro_batches=alternative.micro_batches,
+        micro_batch_size=alternative.micro_batch_size,
+        stage_recompute=_recompute_of(alternative),
+        step_seconds=alternative.step_seconds,
+    )
+
+
+def _remark(plan: Plan, runtime: Runtime, why: str, taken: Alternative) -> str:
+    balance = ",".join(map(str, taken.balance))
+    replicas = f" of {taken.replicas} replicas" if taken.replicas > 1 else ""
+    return (
+        f"{why}. Exported instead its best "
+        f"alternative for {runtime.name}: balance {balance}{replicas}, schedule {taken.schedule}, "
+        f"{taken.micro_batches} micro-batches of {taken.micro_batch_size}, recompute {taken.recompute}, "
+        f"{taken.step_seconds:.4g} s a step (the plan: {plan.prediction.step_seconds:.4g} s)."
+    )
+
+
+def _listed(words: frozenset[str]) -> str:
+    return ", ".join(sorted(words))

@@ -1,0 +1,83 @@
+"""A program as torch.distributed.pipelining names it: a class of its schedules, or lists of actions."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from ...cost_models.errors import ExportError
+from ...cost_models.schedules import Program, StageSlot, schedule_named
+
+OWN_ORDER = "_PipelineScheduleRuntime"
+"""The class that runs any lists of actions."""
+_CLASSES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "looped-bfs": "ScheduleLoopedBFS",
+    "zb-v": "ScheduleZBVZeroBubble",
+    "dualpipe-v": "ScheduleDualPipeV",
+}
+"""By the plan's word, with the same order; but GPipe's runs the backwards from the first micro-batch to the
+last, which takes as long and holds as much."""
+
+
+def schedule_class(schedule: str, program: Program) -> str:
+    """The class that runs the program's order: torch's own, or the one that is given the actions.
+
+    `Schedule1F1B` refuses fewer micro-batches than stages.
+    """
+    if schedule == "1f1b" and program.micro_batches < program.devices:
+        return OWN_ORDER
+    return _CLASSES.get(schedule, OWN_ORDER)
+
+
+def build_program(schedule: str, devices: int, micro_batches: int, virtual_stages: int) -> Program:
+    """The program of a schedule that one process a device can run.
+
+    Raises UsageError for numbers that it cannot run, ExportError for one of several pipes or sliced
+    micro-batches, or that updates weights meanwhile.
+    """
+    program = schedule_named(schedule).program(devices, micro_batches, virtual_stages)
+    if len(program.pipes) > 1 or program.shares is not None or program.update_every is not None:
+        raise ExportError(
+            f"its schedule is {schedule}, which torch.distributed.pipelining does not run",
+            "Make a plan for it: pplan.solve(runtime='torch')",
+        )
+    return program
+
+
+def device_stages(program: Program) -> list[list[int]]:
+    """The stages, counted as a micro-batch passes them, that each device holds, ascending."""
+    owned: list[list[int]] = [[] for _ in range(program.devices)]
+    for stage, place in enumerate(program.pipes[0]):
+        owned[place.device].append(stage)
+    return owned
+
+
+def action_rows(program: Program) -> list[str]:
+    """The actions of each device, as a line of the CSV that `_load_csv(path, format="compute_only")` reads.
+
+    `2F0` is the forward of micro-batch 0 on stage 2, `B` the whole backward; where the program has weight
+    gradients apart, `I` is the input's and `W` theirs.
+    """
+    stage_of = {place: stage for stage, place in enumerate(program.pipes[0])}
+    rows = []
+    for device, own in enumerate(program.actions):
+        split = {action[1:] for action in own if action.kind == "W"}
+        words = [
+            f"{stage_of[StageSlot(device, action.chunk)]}"
+            f"{'I' if action.kind == 'B' and action[1:] in split else action.kind}{action.micro_batch}"
+            for action in own
+        ]
+        rows.append(",".join(words))
+    return rows
+
+
+def splits_backward(rows: list[str]) -> bool:
+    """Whether some weight gradients are actions of their own."""
+    return any("W" in row for row in rows)
+
+
+def are_bounds(parts: list[int]) -> bool:
+    """Whether parts[i] up to, not including, parts[i + 1] are layers of part i, none of which is empty."""
+    return parts[:1] == [0] and all(first < end for first, end in pairwise(parts))

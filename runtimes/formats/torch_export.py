@@ -1,0 +1,151 @@
+"""What torch.distributed.pipelining (PyTorch 2.11 to 2.15) is given: any order, several stages a process.
+
+Where PyTorch has a class for the plan's schedule, that one runs it; the others, ZB-H1 for one, are handed to
+its runtime as lists of actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ...cost_models.document import MadeBy
+from ...cost_models.errors import ExportError
+from ...cost_models.runtime import runtime_named
+from ...planner.plan_file import Plan, ScheduleName
+from .export_document import Count, ExportDocument, hash_layers
+from .plan_choice import Choice, choose
+from .torch_actions import action_rows, are_bounds, build_program, device_stages, schedule_class
+
+Index = Annotated[int, Field(ge=0)]
+
+
+class TorchExport(ExportDocument):
+    """What a process of torch.distributed.pipelining is to know.
+
+    Stage i holds layers parts[i] up to, not including, parts[i + 1], and recomputes by the i-th word of
+    `recompute`. stages[d] are the stages of device d of the pipeline: rank d * replicas + r is its replica r.
+    """
+
+    kind: ClassVar[str] = "torch"
+    runtime: Literal["torch"]
+    micro_batches: Count
+    order: ScheduleName
+    """The plan's word for the schedule."""
+    schedule: str
+    """The class in torch.distributed.pipelining.schedules."""
+    parts: Annotated[list[Index], Field(min_length=2)]
+    stages: Annotated[list[list[Index]], Field(min_length=1)]
+    replicas: Count
+    """Of every stage; they share every micro-batch."""
+    zero: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: the replicas of a stage spread the optimizer's states, by FSDP2."""
+    devices: list[Index]
+    """By rank, as the plan numbers them."""
+    gpus_per_node: Count | None = None
+    recompute: list[Literal["never", "always"]]
+    granularity: str = "block"
+    """How the model is cut into layers."""
+    actions: list[str]
+    """Lines of a schedule CSV, one a device of the pipeline, as `_load_csv(path, format="compute_only")` of
+    a schedule takes them."""
+    made_by: MadeBy = MadeBy()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        stages = len(self.parts) - 1
+        if not are_bounds(self.parts):
+            raise ValueError(f"parts {self.parts} are not the bounds of {stages} stages")
+        if sorted(stage for own in self.stages for stage in own) != list(range(stages)):
+            raise ValueError(f"stages {self.stages} are not stages 0 to {stages - 1}, once each")
+        if len(self.devices) != len(self.stages) * self.replicas:
+            raise ValueError(
+                f"devices are {len(self.devices)}, {len(self.stages)} of the pipeline times replicas "
+                f"{self.replicas} must be as many"
+            )
+        for name, words, needed in (
+            ("recompute", self.recompute, stages),
+            ("actions", self.actions, len(self.stages)),
+        ):
+            if len(words) != needed:
+                raise ValueError(f"{name} has {len(words)} entries, there must be {needed}")
+        self._check_sizes()
+        return self
+
+    def _check_sizes(self) -> None:
+        if self.micro_batches * self.micro_batch_size != self.mini_batch:
+            raise ValueError(
+                f"micro_batches {self.micro_batches} times micro_batch_size {self.micro_batch_size} "
+                f"do not make a mini_batch of {self.mini_batch}"
+            )
+        if self.micro_batch_size % self.replicas:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} is not shared evenly by {self.replicas} replicas"
+            )
+
+    @property
+    def csv(self) -> str:
+        """The order as a schedule CSV, for what reads one (torchtitan's pipeline_parallel_schedule_csv)."""
+        return "\n".join(self.actions) + "\n"
+
+
+def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchExport, str | None]:
+    """The file's content, and a remark where it is not the plan itself. Raises ExportError, UsageError.
+
+    `device` changes nothing: each process takes its own.
+    """
+    del device
+    choice, remark = choose(plan, runtime_named("torch"))
+    devices = len(choice.devices) // choice.replicas
+    program = build_program(choice.schedule, devices, choice.micro_batches, choice.virtual_stages)
+    stages = device_stages(program)
+    if len(choice.balance) != program.slots:
+        raise ExportError(
+            f"the plan has {len(choice.balance)} stages, {choice.schedule} with {choice.virtual_stages} "
+            f"virtual stages on {devices} devices has {program.slots}",
+            "Make the plan again with pplan solve.",
+        )
+    if remark is None:
+        _check_places(plan, stages)
+    document = TorchExport(
+        runtime="torch",
+        model=plan.model,
+        layers_sha256=hash_layers(plan),
+        mini_batch=choice.micro_batches * choice.micro_batch_size,
+        micro_batch_size=choice.micro_batch_size,
+        step_seconds=choice.step_seconds,
+        micro_batches=choice.micro_batches,
+        order=choice.schedule,
+        schedule=schedule_class(choice.schedule, program),
+        parts=[0, *accumulate(choice.balance)],
+        stages=stages,
+        replicas=choice.replicas,
+        zero=plan.zero if choice.replicas > 1 else 0,
+        devices=list(choice.devices),
+        gpus_per_node=plan.gpus_per_node,
+        recompute=_recompute(choice),
+        granularity=plan.profile.granularity,
+        actions=action_rows(program),
+        made_by=made_by,
+    )
+    return document, remark
+
+
+def _recompute(choice: Choice) -> list[Literal["never", "always"]]:
+    return ["always" if word == "always" else "never" for word in choice.stage_recompute]
+
+
+def _check_places(plan: Plan, stages: Sequence[Sequence[int]]) -> None:
+    """The plan's parts lie where the schedule has them: in a loop over the devices, or in a V."""
+    for own in stages:
+        first = plan.stages[own[0]].devices
+        for stage in own[1:]:
+            if plan.stages[stage].devices != first:
+                raise ExportError(
+                    f"stage {stage} of the plan is on devices {plan.stages[stage].devices}, {plan.schedule} "
+                    f"has it with stage {own[0]}, on {first}",
+                    "Make the plan again with pplan solve.",
+                )

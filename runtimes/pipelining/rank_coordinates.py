@@ -1,0 +1,105 @@
+"""Which process is which stage's which replica, and how replicas of a stage share gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ...cost_models.errors import MachineError, UsageError
+from ..formats.torch_export import TorchExport
+
+Replicate = Literal["ddp", "fsdp"]
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """A process's place: its device of the pipeline, its replica of that, and the groups of both.
+
+    `pipeline`: the processes that hand each other micro-batches, None for all. `replicas`: a mesh of those
+    that hold the same stages, None where there are none.
+    """
+
+    index: int
+    replica: int
+    pipeline: dist.ProcessGroup | None
+    replicas: DeviceMesh | None
+
+
+def find_coordinates(document: TorchExport, device: torch.device, mesh: DeviceMesh | None) -> RankCoordinates:
+    """This process's. Raises MachineError where there are other processes than the plan needs."""
+    devices, replicas = len(document.stages), document.replicas
+    if not (dist.is_available() and dist.is_initialized()):
+        raise MachineError(
+            "torch.distributed is not initialized, the stages are processes of it",
+            "Call torch.distributed.init_process_group() first, in a script started with torchrun.",
+        )
+    if mesh is None:
+        _check_number(dist.get_world_size(), document)
+        if replicas == 1:
+            return RankCoordinates(dist.get_rank(), 0, None, None)
+        mesh = init_device_mesh(device.type, (devices, replicas), mesh_dim_names=("pp", "dp"))
+    return _in_mesh(mesh, document)
+
+
+def _in_mesh(mesh: DeviceMesh, document: TorchExport) -> RankCoordinates:
+    names, needed = mesh.mesh_dim_names or (), {"pp": len(document.stages), "dp": document.replicas}
+    for name, size in needed.items():
+        found = mesh.size(names.index(name)) if name in names else 1
+        if found != size or "pp" not in names:
+            raise MachineError(
+                f'the mesh of {names} has {found} processes along "{name}", the plan needs {size}',
+                f'Give a mesh with the dimensions "pp" of {needed["pp"]} and "dp" of {needed["dp"]}.',
+            )
+    pipeline: Any = mesh.get_group("pp")
+    index = dist.get_rank(pipeline)
+    if document.replicas == 1:
+        return RankCoordinates(index, 0, pipeline, None)
+    return RankCoordinates(index, mesh.get_local_rank("dp"), pipeline, mesh["dp"])
+
+
+def _check_number(processes: int, document: TorchExport) -> None:
+    needed = len(document.devices)
+    if processes != needed:
+        what = f"{len(document.stages)} devices of the pipeline x {document.replicas} replicas"
+        raise MachineError(
+            f"{processes} processes, but {what}",
+            f"Start {needed}: torchrun --nproc-per-node {needed} SCRIPT",
+        )
+
+
+def replicate_stage(
+    module: nn.Module, mesh: DeviceMesh, how: Replicate, *, splits_backward: bool
+) -> nn.Module:
+    """A stage whose replicas begin alike, and average its gradients after the last backward of a step.
+
+    Where `splits_backward`, DistributedDataParallel does not see the weight gradients come: then it is the
+    module as it was, and `average_gradients` is to be called.
+    """
+    if how not in ("ddp", "fsdp"):
+        raise UsageError(f"replicate {how!r} is unknown", "Use 'ddp' or 'fsdp'.")
+    if how == "ddp" and not splits_backward and any(own.requires_grad for own in module.parameters()):
+        return DistributedDataParallel(module, process_group=mesh.get_group())
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
+    if how == "fsdp":
+        fully_shard(module, mesh=mesh)
+    return module
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    """What DistributedDataParallel does, for schedules whose weight gradients it does not see come."""
+    group = mesh.get_group()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for work in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
+        if work is not None:
+            work.wait()
+    for gradient in gradients:
+        gradient.div_(mesh.size())

@@ -1,0 +1,91 @@
+"""What crosses each cut: shapes, kinds, and what the stage behind overwrites. Found out without a byte.
+
+Told so, PyTorch does not run the stages to find out: that would cost the first step a fraction of a second,
+and in older PyTorch (2.11) count a batch in the statistics of batch norm that is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...profiler.user_model.copies import copied_to_meta
+from .cut_tensors import CutTensor
+from .input_form import InputForm
+from .stage_module import StageModule
+
+
+@dataclass(frozen=True)
+class StageShapes:
+    """Of one micro-batch of a process: tensors on the meta device, and what is to be known of the inputs."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    crossings: tuple[CutTensor, ...]
+
+
+def trace_shapes(
+    layers: nn.Sequential,
+    parts: Sequence[int],
+    given: Sequence[Tensor],
+    form: InputForm,
+    *,
+    splits_backward: bool = False,
+) -> list[StageShapes] | None:
+    """For each stage, with `given` of that form to the first; None where the meta device cannot run them.
+
+    PyTorch computes weight gradients apart only on what lies between an input with a gradient and the output:
+    where `splits_backward`, a stage behind frozen ones has such an input all the same, and its gradient is
+    zero.
+    """
+    try:
+        twin = copied_to_meta(layers, "the model")
+        stages = _followed(twin, parts, tuple(tensor.to("meta") for tensor in given), form, splits_backward)
+        return list(stages)
+    except Exception:
+        # Whatever a model does on the meta device that it does not do elsewhere; PyTorch finds out itself.
+        return None
+
+
+def _followed(
+    twin: Any,
+    parts: Sequence[int],
+    given: tuple[Tensor, ...],
+    form: InputForm | None,
+    splits_backward: bool,
+) -> Iterator[StageShapes]:
+    crossings = tuple(CutTensor.of(tensor) for tensor in given)
+    for first, end in pairwise(parts):
+        layers = twin[first:end]
+        crossings = _with_overwritten(layers, crossings, given, form)
+        stage = StageModule(layers, crossings, form=form, is_last=end == parts[-1])
+        outputs = stage(*given)
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        frozen = splits_backward and not any(tensor.requires_grad for tensor in outputs)
+        leaves = tuple(_leaf(tensor, always=frozen) for tensor in outputs)
+        yield StageShapes(given, leaves, crossings)
+        crossings, given, form = stage.output_tensors, leaves, None
+
+
+def _with_overwritten(
+    layers: nn.Sequential, crossings: tuple[CutTensor, ...], given: tuple[Tensor, ...], form: InputForm | None
+) -> tuple[CutTensor, ...]:
+    """`crossings` with a mark on those that the layers change in place: their version goes up."""
+    received = StageModule(layers, crossings, form=form).receive(given)
+    watched = tuple(tensor.clone() for tensor in received)
+    versions = [tensor._version for tensor in watched]
+    layers(watched[0] if len(watched) == 1 else watched)
+    changed = (tensor._version > old for tensor, old in zip(watched, versions, strict=True))
+    return tuple(
+        dataclasses.replace(about, is_overwritten=is_changed)
+        for about, is_changed in zip(crossings, changed, strict=True)
+    )
+
+
+def _leaf(tensor: Tensor, *, always: bool) -> Tensor:
+    return tensor.detach().requires_grad_(always or tensor.requires_grad)
