@@ -3,9 +3,9 @@
 What torch.export gives are operations of ATen with everything else baked in. Here calls of leaf modules are
 made whole again (remodule.py), parts that ran without gradients or under autocast are one call (regions.py),
 sizes that follow the batch stay symbolic, and a device that was the tensors' own is asked of a tensor
-(`device_of` of rederiving.py; any tensor of the graph will do). Every node's `meta["value_kind"]` is
+(`device_of` of size_recovery.py; any tensor of the graph will do). Every node's `meta["value_kind"]` is
 "tensor", "size" (a number), "device" or "other" (a tuple of tensors, say): only tensors may cross cuts,
-rederiving.py finds sizes and devices again.
+size_recovery.py finds sizes and devices again.
 
 The mode is baked where no leaf module holds it: `F.dropout(x, p, self.training)`, the dropout of
 `scaled_dot_product_attention`, an nn.LSTM's. So are dtypes: convert the model first.

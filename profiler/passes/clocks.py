@@ -25,7 +25,7 @@ class Clock(Protocol):
         """Has `hold_back` know how fast the device runs now. Never called inside what is timed."""
 
     def hold_back(self, seconds: float) -> None:
-        """Keeps the device busy for so long before what is launched next (see run_ahead.py).
+        """Keeps the device busy for so long before what is launched next (see launch_lead.py).
 
         Called right after `settle` the first time, and nothing where host and device are one.
         """
