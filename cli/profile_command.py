@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .field_names import as_options
 from .options import AsJson, Force, Output, shape, sizes, whole_number, word
 from .streams import console, printable, remark, watched
 
@@ -186,12 +185,13 @@ def profile_command(
 
     What was measured before is taken from the cache. Ctrl-C writes what there is; --resume continues it.
     """
-    from .. import profile as measure
+    from ..api.profiles import profile as measure
+    from ..api.provenance import made_by
     from ..cost_models.errors import UsageError
     from ..cost_models.quantities import parse_seconds
     from ..profiler.profile_file import Interrupted
+    from .invocation import command_line
     from .output import chosen_target, file_stem
-    from .provenance import command_line, made_by
     from .settings import parse_settings
 
     sample = None if input_shape is None else shape(input_shape, "--input")
@@ -244,7 +244,7 @@ def profile_command(
                 progress=progress,
                 cache=not no_cache,
                 resume=resume,
-                remark=lambda text: remark(as_options(text)),
+                remark=remark,
             )
     except Interrupted as interruption:
         write(interruption.profile)

@@ -11,7 +11,7 @@ from ..cost_models.schedules import schedule_named
 from .balance import balance
 from .candidate import Proposal, ScoredPlan, linear_pipeline
 from .pipeline_config import PipelineConfig
-from .planners.equal_pipelines import ends_of, work_seconds
+from .planners.base import ends_of, work_seconds
 from .problem import Problem
 
 

@@ -101,7 +101,7 @@ NOT_BOUNDS: dict[str, str] = {
     "objectives/step_time.py:step_time": "of a robust plan no bound is said",
     "objectives/solved.py:_covering": "says in words what a bound is about",
     "universal_bound.py:_Case.key": "which cases are bounded alike",
-    "planners/block_partition.py:_Blocks.bounds": "items of blocks",
+    "planners/torchgpipe_balance.py:_Blocks.bounds": "items of blocks",
     "planners/pipedream_programme.py:Programme.solution": "PipeDream's own programme, whose plan is scored",
     "sweep.py:row_of": "figures of a plan, copied",
 }

@@ -16,9 +16,8 @@ from ...cost_models.schedules import schedule_named
 from ..balance import balance
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
-from .equal_pipelines import Ends, ends_of, shared_configs, stage_counts, work_seconds
-from .megatron import block_ends
-from .repeated_blocks import repeated_blocks
+from .base import Ends, ends_of, shared_configs, stage_counts, work_seconds
+from .transformer_blocks import block_ends, repeated_blocks
 
 if TYPE_CHECKING:
     from ..problem import Problem

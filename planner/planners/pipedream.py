@@ -1,7 +1,7 @@
 """PipeDream: stages and replicas by the hierarchical dynamic programme, for asynchronous throughput.
 
 Narayanan et al., "PipeDream", SOSP 2019. Its objective is the seconds of a mini-batch in steady state, with
-transfers and all-reduces beside the compute: those of the slowest stage or cut (`pipedream_table`).
+transfers and all-reduces beside the compute: those of the slowest stage or cut (`pipedream_programme`).
 Latencies count nothing in it. What enters the pipeline at a time is a mini-batch of its own there, a
 micro-batch here; replicas of a stage take turns there and share every micro-batch here, which the recurrence
 does not tell apart.
@@ -9,6 +9,11 @@ does not tell apart.
 Where a model has branches PipeDream's states are the down-sets of its graph. Here they are the cut points of
 the chain: what a cut sends is every tensor made before it that is needed behind it, each once, and always
 counts. Of devices of several kinds all count as the slowest, with the least memory.
+
+`pipedream-published` counts as the code that its authors published, which is not as the paper does. Of a
+stage on m components compute and all-reduce add up, and the all-reduce of m copies sends 4 (m-1) / m times
+the weights; what a cut sends is divided among the components of the stage behind it. Cuts are charged, which
+that code does where it is told to; memory and unused machines are as in `pipedream`.
 """
 
 from __future__ import annotations
@@ -29,13 +34,13 @@ from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
 from ..search.space import Space, divide_batch
 from ..stage_table import StageTable, ledger_options
-from .pipedream_devices import devices_of, tiers_of
-from .pipedream_search import WORK, Solution, fastest
-from .pipedream_table import PAPER, Bools, Floats, Instance, Recurrence, Tier
+from .pipedream_programme import PAPER, Bools, Floats, Instance, Recurrence, Tier
+from .pipedream_search import WORK, Solution, devices_of, fastest, tiers_of
 from .replicated import thinned
 
 if TYPE_CHECKING:
     from ..problem import Problem
+
 
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
 SCHEDULES = (*ASYNCHRONOUS, "1f1b", "dapple", "gpipe")
@@ -330,3 +335,15 @@ class _Stages:
 
 
 PLANNER = PipeDream("pipedream", PAPER)
+
+
+def _published_stage(seconds: Floats, weights: Floats, machines: int, bandwidth: float) -> Floats:
+    return (seconds + 4 * (machines - 1) * weights / (bandwidth * machines)) / machines
+
+
+def _published_cut(crossing: Floats, machines: int, bandwidth: float) -> Floats:
+    return 2 * crossing / (bandwidth * machines)
+
+
+PUBLISHED = Recurrence(_published_stage, _published_cut)
+PUBLISHED_PLANNER = PipeDream("pipedream-published", PUBLISHED)

@@ -45,7 +45,7 @@ def solve_raises(
 ) -> Callable[[BaseException], None]:
     """Makes `pplan solve` meet an error in its middle."""
     profile.save(here / "toy.profile.json", force=False)
-    return lambda error: monkeypatch.setattr("pplan.solve", _raising(error))
+    return lambda error: monkeypatch.setattr("pplan.api.solve.solve", _raising(error))
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
@@ -271,6 +271,7 @@ WITHOUT_TORCH = "raise ImportError('torch is made unimportable')\n"
 COSTS = "--schedule zb-v --stages 2 --micro-batches 4 --forward-ms 1 --backward-ms 1 --weight-ms 1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -194,6 +194,7 @@ def planned(here: Path, profile: Profile) -> Plan:
     return plan
 
 
+@pytest.mark.slow
 def test_explains_the_newest_plan(run: Run, planned: Plan) -> None:
     ran = run("explain", "--json")
     assert ran.status == 0, ran.err

@@ -85,6 +85,7 @@ def test_an_interruption_and_a_defect(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert (ran.status, error_of(ran)["kind"]) == (1, "defect")
 
 
+@pytest.mark.slow
 def test_one_object_where_the_result_is_printed_already(run: Run, here: Path, profile: Profile) -> None:
     """A sweep of which no point has a plan prints its rows, with the reasons, and they stay alone."""
     profile.save(here / "toy.profile.json", force=False)

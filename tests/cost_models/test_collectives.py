@@ -141,13 +141,13 @@ def test_uneven_devices_have_no_hierarchy() -> None:
     with pytest.raises(UsageError, match="hierarchical over devices 0, 1, 4: they are not spread evenly"):
         all_reduce_seconds(TOPOLOGY, [0, 1, 4], 1e9, "hierarchical")
     best = all_reduce_seconds(TOPOLOGY, [0, 1, 4], 1e9, "best")
-    assert best == min(all_reduce_seconds(TOPOLOGY, [0, 1, 4], 1e9, route) for route in ("ring", "tree"))
+    assert best == min(all_reduce_seconds(TOPOLOGY, [0, 1, 4], 1e9, way) for way in ("ring", "tree"))
 
 
 def test_nothing_to_reduce_takes_no_time() -> None:
-    for route in ALGORITHMS:
-        assert all_reduce_seconds(TOPOLOGY, [3], 8e9, route) == 0.0
-        assert all_reduce_seconds(TOPOLOGY, [0, 1], 0.0, route) == 0.0
+    for way in ALGORITHMS:
+        assert all_reduce_seconds(TOPOLOGY, [3], 8e9, way) == 0.0
+        assert all_reduce_seconds(TOPOLOGY, [0, 1], 0.0, way) == 0.0
     two = all_reduce_seconds(TOPOLOGY, [0, 1], np.array([0.0, 8e9]))
     assert two.tolist() == pytest.approx([0.0, 1.002])
 
@@ -165,12 +165,12 @@ def test_the_slowest_step_sets_the_pace_whatever_makes_it_slow() -> None:
 
 
 def test_halves_of_an_all_reduce() -> None:
-    for route in ("ring", "hierarchical", "best"):
+    for way in ("ring", "hierarchical", "best"):
         for ranks in ([0, 1, 2, 3], [3, 4], list(range(8))):
-            half = reduce_scatter_seconds(TOPOLOGY, ranks, 3e9, route)
-            assert half == all_gather_seconds(TOPOLOGY, ranks, 3e9, route)
-            if route != "best":
-                assert 2 * half == pytest.approx(all_reduce_seconds(TOPOLOGY, ranks, 3e9, route))
+            half = reduce_scatter_seconds(TOPOLOGY, ranks, 3e9, way)
+            assert half == all_gather_seconds(TOPOLOGY, ranks, 3e9, way)
+            if way != "best":
+                assert 2 * half == pytest.approx(all_reduce_seconds(TOPOLOGY, ranks, 3e9, way))
     # Four devices, 8 GB at 8 GB/s: 3/4 s and three steps.
     assert reduce_scatter_seconds(TOPOLOGY, range(4), 8e9) == pytest.approx(0.753)
     best = reduce_scatter_seconds(TOPOLOGY, range(8), np.array([1.0, 8e9]), "best")
@@ -178,9 +178,9 @@ def test_halves_of_an_all_reduce() -> None:
 
 
 @pytest.mark.parametrize("way", ["star", "tree"])
-def test_an_unknown_algorithm(route: Algorithm) -> None:
-    with pytest.raises(UsageError, match=f"algorithm '{route}': not known here"):
-        reduce_scatter_seconds(TOPOLOGY, range(4), 1.0, route)
+def test_an_unknown_algorithm(way: Algorithm) -> None:
+    with pytest.raises(UsageError, match=f"algorithm '{way}': not known here"):
+        reduce_scatter_seconds(TOPOLOGY, range(4), 1.0, way)
 
 
 CALM = settings(deadline=None)
@@ -194,17 +194,17 @@ SIZES = st.floats(0, 1e10)
 @CALM
 @given(LINKS, LINKS, RANKS, SIZES, st.floats(1, 10), st.sampled_from(ALGORITHMS))
 def test_never_faster_with_more_bytes_or_slower_with_better_links(
-    inside: Link, between: Link, ranks: list[int], size: float, more: float, route: Algorithm
+    inside: Link, between: Link, ranks: list[int], size: float, more: float, way: Algorithm
 ) -> None:
     plain = two_level_topology(GPU, 8, 4, inside, between)
-    if route == "hierarchical" and not is_even(plain, ranks):
+    if way == "hierarchical" and not is_even(plain, ranks):
         return
-    seconds = all_reduce_seconds(plain, ranks, size, route)
-    assert all_reduce_seconds(plain, ranks, size * more, route) >= seconds * (1 - 1e-12)
+    seconds = all_reduce_seconds(plain, ranks, size, way)
+    assert all_reduce_seconds(plain, ranks, size * more, way) >= seconds * (1 - 1e-12)
     wider = Link(inside.bandwidth_bytes_per_second * more, inside.latency_seconds)
     sooner = Link(between.bandwidth_bytes_per_second * more, between.latency_seconds / more)
     better = two_level_topology(GPU, 8, 4, wider, sooner)
-    assert all_reduce_seconds(better, ranks, size, route) <= seconds * (1 + 1e-12)
+    assert all_reduce_seconds(better, ranks, size, way) <= seconds * (1 + 1e-12)
 
 
 @CALM
@@ -214,10 +214,10 @@ def test_the_best_is_one_of_them_and_none_is_faster(
 ) -> None:
     topology = two_level_topology(GPU, 8, 4, inside, between)
     even = is_even(topology, ranks)
-    routes: tuple[Algorithm, ...] = ("ring", "tree", "hierarchical") if even else ("ring", "tree")
-    each = [all_reduce_seconds(topology, ranks, size, route) for route in routes]
+    ways: tuple[Algorithm, ...] = ("ring", "tree", "hierarchical") if even else ("ring", "tree")
+    each = [all_reduce_seconds(topology, ranks, size, way) for way in ways]
     assert all_reduce_seconds(topology, ranks, size, "best") == min(each)
-    assert each[routes.index(best_algorithm(topology, ranks, size))] == min(each)
+    assert each[ways.index(best_algorithm(topology, ranks, size))] == min(each)
     # No algorithm sends less than 2 (n - 1) / n of the bytes through each device.
     n = len(ranks)
     widest = max(inside.bandwidth_bytes_per_second, between.bandwidth_bytes_per_second)

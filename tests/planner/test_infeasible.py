@@ -60,6 +60,7 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wishes", WISHES, ids=lambda wishes: "-".join(wishes) or "free")
 def test_every_change_that_is_named_fits(
     wishes: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology

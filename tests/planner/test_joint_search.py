@@ -71,6 +71,7 @@ class TestMonotone:
         assert all(more <= less * (1 + 1e-12) for less, more in pairwise(steps))
         assert len(set(steps)) > 3
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("per_node", [1, 2, 3, 8])
     @pytest.mark.parametrize("seed", [1, 2])
     def test_devices(
@@ -114,6 +115,7 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wishes", WISHES, ids=lambda wishes: "-".join(wishes) or "free")
 @pytest.mark.parametrize("seed", range(2))
 def test_never_worse_than_any_planner(
@@ -139,6 +141,7 @@ def test_never_worse_than_any_planner(
     assert all(reasons)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*PLANNERS, r"deepspeed-type:layers\.[2-5]"])
 def test_a_named_planners_own_plan(name: str, make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """With the bound on all plans, whoever makes them."""
@@ -166,6 +169,7 @@ print(pplan.solve(sys.argv[1], gpus=4, gpus_per_node=2, bandwidth=(2e8, 5e7), mi
 """
 
 
+@pytest.mark.slow
 def test_the_same_file_in_any_process(tmp_path: Path, toy_profile: Path) -> None:
     """Whatever the order of sets and of hashes."""
     texts = []
@@ -186,6 +190,7 @@ def test_the_same_file_in_any_process(tmp_path: Path, toy_profile: Path) -> None
     assert len(json.loads(texts[0])["alternatives"]) > 2
 
 
+@pytest.mark.slow
 def test_more_devices_are_never_worse_without_a_proof(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:

@@ -49,6 +49,7 @@ def is_what_it_says(plan: Plan, chain: Chain, topology: Topology) -> None:
         assert own.limit_bytes is None or own.bytes <= own.limit_bytes + len(own.terms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_schedule(schedule: str, seed: int, make_chain: MakeChain, make_topology: MakeTopology) -> None:

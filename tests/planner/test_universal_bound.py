@@ -95,6 +95,7 @@ def _devices(gpus: int, program: Program) -> Iterator[tuple[tuple[int, ...], ...
                     yield tuple(own[place.device] for place in program.pipes[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_no_plan_is_below_it(schedule: str, make_chain: MakeChain) -> None:
     bounded = 0

@@ -303,6 +303,7 @@ def test_agrees_with_the_longest_path(seed: int, transfers: Transfers, launches:
     equal_ends(simulate(program, costs, "python"), longest_path(program, costs))
 
 
+@pytest.mark.slow
 @given(seeds, st.sampled_from(TRANSFERS), st.integers(0, 3))
 @settings(max_examples=250, deadline=None)
 def test_agrees_with_a_stepped_clock(seed: int, transfers: Transfers, links: int) -> None:

@@ -131,6 +131,7 @@ def agrees(reach: Sensitivity, question: Any, varied: Callable[[float], Problem]
     return sum(turn is not None for turn, _ in turns)
 
 
+@pytest.mark.slow
 def test_how_far_it_holds_is_what_a_scan_finds(
     make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
 ) -> None:
@@ -166,6 +167,7 @@ def test_links_between_nodes_are_varied_alone(make_topology: MakeTopology) -> No
     assert everywhere.link(0, 1).bandwidth_bytes_per_second == 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_change_for_the_better_is_never_worse(
     seed: int, make_chain: MakeChain, make_topology: MakeTopology, solved: Solve

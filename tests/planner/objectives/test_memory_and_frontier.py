@@ -24,6 +24,7 @@ EveryPlan = Callable[[Problem], list[tuple[Proposal, float, float]]]
 PROFILE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_least_memory_of_all_plans_that_are_fast_enough(
     seed: int, make_problem: MakeProblem, every_plan: EveryPlan
@@ -56,6 +57,7 @@ def pareto(every: list[tuple[Proposal, float, float]]) -> list[tuple[float, floa
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_the_frontier_is_that_of_all_plans(
     seed: int, make_problem: MakeProblem, every_plan: EveryPlan

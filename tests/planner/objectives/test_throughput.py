@@ -39,6 +39,7 @@ def asynchronous(problem: Problem, shapes: Shapes) -> Iterator[tuple[Proposal, t
                     yield proposal, modes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(15))
 def test_best_of_all_asynchronous_plans(seed: int, make_problem: MakeProblem, every_shape: Shapes) -> None:
     problem = make_problem(seed, 2 + seed % 4, 2 + seed % 3, memory=[None, 1500, 900, 600][seed % 4])
@@ -72,6 +73,7 @@ def test_most_of_these_plans_wait_for_no_port(make_problem: MakeProblem) -> None
     assert reached >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_the_formula_is_the_simulators_steady_state(
     seed: int, make_problem: MakeProblem, every_shape: Shapes

@@ -18,8 +18,7 @@ from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.planners.dapple import ANY, PLANNER, Effort, Whole, plan
-from pplan.planner.planners.dapple_moves import machines_of
-from pplan.planner.planners.dapple_placement import POLICIES
+from pplan.planner.planners.dapple_moves import POLICIES, machines_of
 from pplan.planner.planners.replicated import Trial
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space

@@ -16,10 +16,10 @@ from pplan.cost_models.runtime import runtime_named
 from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
-from pplan.planner.planners import pipedream, pipedream_published
+from pplan.planner.planners import pipedream
 from pplan.planner.planners.pipedream import plan_asynchronous
-from pplan.planner.planners.pipedream_devices import devices_of, tiers_of
-from pplan.planner.planners.pipedream_table import Part
+from pplan.planner.planners.pipedream_programme import Part
+from pplan.planner.planners.pipedream_search import devices_of, tiers_of
 from pplan.planner.search.space import Space
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class TestProposals:
         return cast("Problem", SimpleNamespace(space=space, configs=made))
 
     @pytest.mark.parametrize(
-        "planner", [pipedream.PLANNER, pipedream_published.PLANNER], ids=lambda p: p.name
+        "planner", [pipedream.PLANNER, pipedream.PUBLISHED_PLANNER], ids=lambda p: p.name
     )
     def test_one_for_every_size(
         self, planner: pipedream.PipeDream, make_chain: MakeChain, make_topology: MakeTopology

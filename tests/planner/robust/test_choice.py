@@ -93,6 +93,7 @@ def test_an_uncertain_layer_is_given_room(uncertain: Problem) -> None:
     assert chosen.plan.step_seconds > nominal.step_seconds
 
 
+@pytest.mark.slow
 def test_against_every_plan(make_problem: MakeProblem) -> None:
     """It is no exact search, and yet of these it finds the best each time."""
     others = 0

@@ -66,6 +66,7 @@ def test_odd_replicas_beside_single_devices_are_bounded() -> None:
     assert found.best.step_seconds <= known.step_seconds * 1.0001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "seed"), [(66, 0), (97, 1), (130, 2)])
 def test_no_number_of_replicas_is_below_the_bound(devices: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -88,6 +89,7 @@ def test_no_number_of_replicas_is_below_the_bound(devices: int, seed: int) -> No
     assert searched(problem).bound_seconds <= best.step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_the_bound_of_many_devices_sees_memory_and_bubbles() -> None:
     rng = np.random.default_rng(3)
     chain = chain_of(list(rng.uniform(0, 2e-4, 24)), list(rng.uniform(5e-4, 1e-3, 24)), 10.0, 100.0)

@@ -100,6 +100,7 @@ def test_wishes_against_brute_force(
     assert answer.best.step_seconds == pytest.approx(best.step_seconds, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torchgpipe", "deepspeed", "torch", "megatron"])
 @pytest.mark.parametrize("seed", range(4))
 def test_runtimes_against_brute_force(
@@ -173,6 +174,7 @@ def test_wishes_that_cannot_be(
     assert hint in caught.value.hint
 
 
+@pytest.mark.slow
 def test_pinned_neighbours_of_a_long_chain(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """Where not all cuts are searched, those that the pins need are."""
     chain, topology = make_chain(3, 300, cuts=1.1, traffic=0.05), make_topology(8)
