@@ -30,11 +30,11 @@ from training_rows import TRAINED, print_training
 
 from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.stage_bytes import StageBytes, stage_workspace
-from pplan.profiler.chain.layers import LayerChain, chain_of
+from pplan.profiler.chain.layers import LayerChain, build_chain
 from pplan.profiler.measure import profile_model
-from pplan.profiler.memory.live_bytes import meter_of
+from pplan.profiler.memory.live_bytes import build_meter
 from pplan.profiler.memory.workspace import StepMemory, peak_of_step
-from pplan.profiler.offload.fitting import counted_pass
+from pplan.profiler.offload.fitting import count_pass
 from pplan.profiler.passes.timing import OutputGradients, backward
 
 
@@ -70,11 +70,11 @@ def counted_row(name: str, size: int) -> Row:
     with device:
         loaded = built(name)
     model, given = loaded.module, loaded.example_input_for(size).to(device).tensors[0]
-    chain, gradients, meter = chain_of(model, given), OutputGradients(0), meter_of(device, model)
+    chain, gradients, meter = build_chain(model, given), OutputGradients(0), build_meter(device, model)
     with meter:
         # The first makes the gradients, and what the libraries allocate once.
-        counted_pass(model, chain.layers, given, gradients, meter)
-        _, memory = counted_pass(model, chain.layers, given, gradients, meter)
+        count_pass(model, chain.layers, given, gradients, meter)
+        _, memory = count_pass(model, chain.layers, given, gradients, meter)
         measured = peak_of_step(lambda: backward(*gradients.of(model(given))), meter)
     return Row(size, _predicted(chain, memory), measured)
 

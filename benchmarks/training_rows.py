@@ -17,7 +17,7 @@ from torch import nn
 from pplan.cost_models.memory import ledger
 from pplan.cost_models.precision import training_precision
 from pplan.planner.stage_table import StageTable
-from pplan.profiler.analytic import target_named
+from pplan.profiler.analytic import parse_analytic_device
 from pplan.profiler.measure import profile_model
 from pplan.profiler.passes.autocast_on_meta import AutocastOnMeta
 from pplan.profiler.profile_file import Profile
@@ -109,7 +109,7 @@ def _profile(name: str, size: int, precision: str) -> Profile:
         micro_batch_sizes=[size],
         loss="none",
         # A chain has seconds; these are not looked at.
-        estimate_for=target_named("analytic:h100"),
+        estimate_for=parse_analytic_device("analytic:h100"),
     )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..profiler.measured_links import LevelName, MeasuredLinks
-    from ..profiler.torchrun_env import Launched
+    from ..profiler.torchrun_env import TorchrunEnv
     from .output import Target
 
 LinksFile = Annotated[
@@ -55,10 +55,10 @@ def profile_links_command(
     torchrun --no-python --nproc-per-node 2 pplan profile-links
     """
     from ..cost_models.errors import PplanError
-    from ..profiler.torchrun_env import launched
+    from ..profiler.torchrun_env import read_torchrun_env
     from .output import chosen_target
 
-    process = launched(os.environ)
+    process = read_torchrun_env(os.environ)
     target = chosen_target(output, "links.toml", force=force)
     try:
         measured = _measure(process, target, sizes, repeats, timeout)
@@ -72,7 +72,7 @@ def profile_links_command(
 
 
 def _measure(
-    process: Launched, target: Target, sizes: str | None, repeats: int, timeout: str
+    process: TorchrunEnv, target: Target, sizes: str | None, repeats: int, timeout: str
 ) -> MeasuredLinks:
     from ..cost_models.errors import UsageError
     from ..cost_models.quantities import parse_seconds

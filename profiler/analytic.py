@@ -18,12 +18,12 @@ from ..cost_models.errors import UsageError
 from ..cost_models.machines.presets import match_device
 from ..cost_models.machines.roofline_file import load_roofline
 from ..cost_models.machines.rooflines import ROOFLINES, Roofline, find_roofline
-from .build_profile import assembled
-from .counting_operations import LayerOperations, Operation, counted_operations
-from .efficiency import Curves, Efficiency, Vector, Work, fitted
-from .measurement_target import Subject
+from .build_profile import build_profile
+from .counting_operations import LayerOperations, Operation, count_operations
+from .efficiency import Curves, Efficiency, Vector, Work, fit_efficiency
+from .measurement_target import MeasurementTarget
 from .passes.layer_stamps import LayerTimes, LossTimes
-from .passes.timed_passes import Rounds
+from .passes.timed_passes import TimedPasses
 from .profile_file import Profile
 from .size_result import SizeResult
 
@@ -38,7 +38,7 @@ class Target:
     measured: Profile | None = None
 
 
-def target_named(device: str | None, calibrate: str | Path | Profile | None = None) -> Target | None:
+def parse_analytic_device(device: str | None, calibrate: str | Path | Profile | None = None) -> Target | None:
     """Of `analytic:NAME` or `analytic:FILE.toml`; None for another device.
 
     Raises UsageError, FileError.
@@ -63,7 +63,7 @@ def target_named(device: str | None, calibrate: str | Path | Profile | None = No
 
 
 def estimate(
-    subject: Subject, results: Sequence[SizeResult], notes: Sequence[str], target: Target
+    subject: MeasurementTarget, results: Sequence[SizeResult], notes: Sequence[str], target: Target
 ) -> Profile:
     """The profile of `subject`, whose bytes are counted already on the meta device, with estimated seconds.
 
@@ -74,14 +74,14 @@ def estimate(
         curves, measured_on = _calibrated(subject, target.measured, target.roofline)
         said = f"the efficiencies are calibrated from a profile measured on {measured_on}"
     timed = [
-        dataclasses.replace(result, rounds=Rounds(layers=[_times(subject, result.size, target, curves)]))
+        dataclasses.replace(result, rounds=TimedPasses(layers=[_times(subject, result.size, target, curves)]))
         for result in results
     ]
     note = (
         f"an estimate from FLOPs and bytes for {target.roofline.device_name}, not a measurement; {said} "
         f"(FLOPs {_told(curves.compute)}, bytes {_told(curves.memory)})"
     )
-    made = assembled(subject, timed, (), [note, *notes])
+    made = build_profile(subject, timed, (), [note, *notes])
     return made.model_copy(
         update={
             "device": DEVICE,
@@ -96,11 +96,11 @@ def _told(curve: Efficiency) -> str:
     return f"at most {curve.highest:.0%}, half of that in {curve.half_seconds * 1e6:.3g} µs"
 
 
-def _times(subject: Subject, size: int, target: Target, curves: Curves) -> LayerTimes:
+def _times(subject: MeasurementTarget, size: int, target: Target, curves: Curves) -> LayerTimes:
     launch, host_launch = target.roofline.launch.value, target.roofline.host_launch.value
     rows = [
         [_work(part, target.roofline, tf32=subject.modes.tf32) for part in (layer.forward, layer.backward)]
-        for layer in counted_operations(subject, size)
+        for layer in count_operations(subject, size)
     ]
     seconds = np.array([[work.seconds(curves, launch) for work in row] for row in rows])
     hosts = np.array([[host_launch * len(work.compute) for work in row] for row in rows])
@@ -127,27 +127,27 @@ def _work(operations: Sequence[Operation], roofline: Roofline, *, tf32: bool) ->
     )
 
 
-def _calibrated(subject: Subject, measured: Profile, roofline: Roofline) -> tuple[Curves, str]:
+def _calibrated(subject: MeasurementTarget, measured: Profile, roofline: Roofline) -> tuple[Curves, str]:
     """The curves by which the measured layers take their seconds, and on what they were measured."""
     _check_same(subject, measured)
     own = _roofline_of(measured, roofline)
     works: list[Work] = []
     seconds: list[float] = []
     for position, size in enumerate(measured.micro_batch_sizes):
-        layers = counted_operations(subject, size)[: len(subject.chain)]
+        layers = count_operations(subject, size)[: len(subject.chain)]
         costs = [layer.costs[position] for layer in measured.layers]
         for layer, cost in zip(layers, costs, strict=True):
             works += _works(layer, own, tf32=measured.tf32)
             seconds += [cost.forward_seconds, cost.backward_seconds]
     told: Vector = np.array(seconds, dtype=np.float64)
-    return fitted(works, told, own.launch.value), measured.device_name
+    return fit_efficiency(works, told, own.launch.value), measured.device_name
 
 
 def _works(layer: LayerOperations, roofline: Roofline, *, tf32: bool) -> list[Work]:
     return [_work(part, roofline, tf32=tf32) for part in (layer.forward, layer.backward)]
 
 
-def _check_same(subject: Subject, measured: Profile) -> None:
+def _check_same(subject: MeasurementTarget, measured: Profile) -> None:
     """Raises UsageError where the profile is of another model, input or dtype."""
     dtype, shape = str(subject.dtype).removeprefix("torch."), list(subject.loaded.input_shape)
     names = [layer.name for layer in subject.chain.layers]

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..cost_models.errors import MachineError
-from .chain.layers import LayerChain, users_of_tensors
+from .chain.layers import LayerChain, find_tensor_users
 from .machine import device_memory_bytes, device_name, versions
-from .measurement_target import Subject
+from .measurement_target import MeasurementTarget
 from .profile_file import (
     InputTensor,
     LayerMeasurement,
@@ -28,8 +28,11 @@ _DOMINATES = 1 / 3
 """Share of all seconds from which on a layer put together from several modules is worth a remark."""
 
 
-def assembled(
-    subject: Subject, results: Sequence[SizeResult], unmeasured: Sequence[Unmeasured], notes: Sequence[str]
+def build_profile(
+    subject: MeasurementTarget,
+    results: Sequence[SizeResult],
+    unmeasured: Sequence[Unmeasured],
+    notes: Sequence[str],
 ) -> Profile:
     """The profile. Raises MachineError where the clock saw no time pass."""
     loaded, chain, device, modes = subject.loaded, subject.chain, subject.device, subject.modes
@@ -122,7 +125,7 @@ def _costs(result: SizeResult, layers: int) -> list[LayerMeasurement]:
     ]
 
 
-def _loss(subject: Subject, results: Sequence[SizeResult]) -> MeasuredLoss | None:
+def _loss(subject: MeasurementTarget, results: Sequence[SizeResult]) -> MeasuredLoss | None:
     if subject.loss is None:
         return None
     costs = []
@@ -175,12 +178,12 @@ def _tied(model: nn.Module, chain: LayerChain) -> list[Tied]:
     modules = [layer.module for layer in chain.layers]
     return [
         Tied(tensor=name, layers=[chain.layers[index].name for index in users])
-        for name, users in users_of_tensors(model, modules, chain.aliases)
+        for name, users in find_tensor_users(model, modules, chain.aliases)
         if len(users) > 1
     ]
 
 
-def _evaluation_note(subject: Subject) -> list[str]:
+def _evaluation_note(subject: MeasurementTarget) -> list[str]:
     measured = "the model is in evaluation mode and was measured so"
     return [] if subject.loaded.module.training else [measured]
 

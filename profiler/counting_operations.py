@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .measurement_target import Subject
+from .measurement_target import MeasurementTarget
 from .passes.timing import OutputGradients, run_layers
 from .structure import as_on_the_cpu
 from .user_model.loaded_model import ModelInput
@@ -39,7 +39,7 @@ class LayerOperations:
     backward: list[Operation] = field(default_factory=list)
 
 
-def counted_operations(subject: Subject, size: int) -> list[LayerOperations]:
+def count_operations(subject: MeasurementTarget, size: int) -> list[LayerOperations]:
     """Of every layer at a micro-batch of `size`, and of the loss, where there is one, after the last.
 
     `subject` lies on the meta device, and its gradients exist. Attention is the fused one.

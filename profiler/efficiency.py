@@ -64,7 +64,7 @@ def _both(work: Work, curves: Curves) -> tuple[Vector, Vector]:
     return curves.compute.seconds(work.compute), curves.memory.seconds(work.memory)
 
 
-def fitted(works: list[Work], seconds: Vector, launch: float) -> Curves:
+def fit_efficiency(works: list[Work], seconds: Vector, launch: float) -> Curves:
     """The curves by which each of `works` takes about its measured `seconds`, shape (works,).
 
     Least squares of the relative errors. Given which operations are bound by what, the seconds are linear in

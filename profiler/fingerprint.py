@@ -19,12 +19,12 @@ from ..cost_models.document import sha256
 from .chain.layers import Layer, LayerChain
 from .chain.shared_parameters import modules_used, tensors_used
 from .machine import device_memory_bytes, device_name, versions
-from .measurement_target import Subject
+from .measurement_target import MeasurementTarget
 
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 
 
-def fingerprint(subject: Subject) -> str:
+def fingerprint(subject: MeasurementTarget) -> str:
     """Hexadecimal SHA-256 of all that decides what a profile holds, but for chance.
 
     Of the layers: names, kinds, cuts, modules with their settings and source code, parameters and buffers by
@@ -110,7 +110,7 @@ def _tensor(tensor: Tensor) -> list[Any]:
     return [list(tensor.shape), str(tensor.dtype), tensor.requires_grad, list(tensor.stride())]
 
 
-def _input(subject: Subject) -> dict[str, Any]:
+def _input(subject: MeasurementTarget) -> dict[str, Any]:
     """Shapes of two samples, dtypes, and what else forward is given."""
     example = subject.loaded.example_input_for(2).to(dtype=subject.dtype)
     leaves, form = tree_flatten((example.args, example.kwargs))
@@ -120,7 +120,7 @@ def _input(subject: Subject) -> dict[str, Any]:
     return {"input": given, "form": str(form)}
 
 
-def _conditions(subject: Subject) -> dict[str, Any]:
+def _conditions(subject: MeasurementTarget) -> dict[str, Any]:
     device, modes, loss, made = subject.device, subject.modes, subject.loss, versions()
     return {
         "dtype": str(subject.dtype),

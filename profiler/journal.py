@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from .memory.workspace import LossWorkspace, StepMemory
 from .passes.backward_parts import PartTimes
 from .passes.layer_stamps import LayerTimes, LossTimes
-from .passes.timed_passes import Rounds
+from .passes.timed_passes import TimedPasses
 from .passes.timing import WholeTimes
 
 try:
@@ -62,7 +62,7 @@ class KeptSize:
     """What a journal holds of one micro-batch size."""
 
     counted: CountedBytes
-    rounds: Rounds = field(default_factory=Rounds)
+    rounds: TimedPasses = field(default_factory=TimedPasses)
     taken: list[float] = field(default_factory=list)
     """Host seconds of each round."""
     parts_left_out: str = ""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ..cost_models.errors import MachineError
 from .machine import device_memory_bytes, device_name, versions
 from .measured_links import MeasuredLinks, Member, PairTimes
-from .torchrun_env import Launched
+from .torchrun_env import TorchrunEnv
 
 KIB = 2**10
 SIZES = {
@@ -45,7 +45,7 @@ ELEMENT = 4
 
 
 def measure_links(
-    process: Launched,
+    process: TorchrunEnv,
     *,
     sizes: Sequence[int] | None = None,
     repeats: int = REPEATS,
@@ -108,7 +108,9 @@ class _Own:
     memory_bytes: int | None
 
 
-def _measure(process: Launched, sizes: Sequence[int] | None, repeats: int, wait: timedelta) -> MeasuredLinks:
+def _measure(
+    process: TorchrunEnv, sizes: Sequence[int] | None, repeats: int, wait: timedelta
+) -> MeasuredLinks:
     own = _own(process)
     everyone: list[_Own] = _told(own)
     backend = _backend(everyone)
@@ -121,7 +123,7 @@ def _measure(process: Launched, sizes: Sequence[int] | None, repeats: int, wait:
     wanted = sorted({-(-size // ELEMENT) * ELEMENT for size in sizes or SIZES[backend]})
     bench = _Bench(process.rank, own.device, group, repeats, wait.total_seconds())
     seconds: dict[tuple[int, int], list[float]] = {}
-    pairs = chosen_pairs([member.node for member in members])
+    pairs = choose_pairs([member.node for member in members])
     for first, second in pairs:
         for way in ((first, second), (second, first)):
             seconds[way] = bench.transfers(*way, wanted)
@@ -147,7 +149,7 @@ def _measure(process: Launched, sizes: Sequence[int] | None, repeats: int, wait:
     )
 
 
-def chosen_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
+def choose_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
     """The pairs of ranks to measure, of processes on these nodes: all, or of many one for each level."""
     every = list(combinations(range(len(nodes)), 2))
     if len(nodes) <= EVERY_PAIR_UP_TO:
@@ -164,7 +166,7 @@ def _told(own: Any) -> list[Any]:
     return everyone
 
 
-def _own(process: Launched) -> _Own:
+def _own(process: TorchrunEnv) -> _Own:
     """The device of this process: its own by number, or the only one that it is shown."""
     # Two machines may have one name (containers): torchrun's number of the node tells them apart.
     host = socket.gethostname(), -1 if process.node is None else process.node

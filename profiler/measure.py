@@ -15,24 +15,24 @@ from torch import nn
 from ..cost_models.errors import ModelError, UsageError
 from ..cost_models.quantities import format_bytes
 from .analytic import Target, estimate
-from .build_profile import assembled
+from .build_profile import build_profile
 from .journal import Journal
 from .machine import device_named
-from .measurement_target import Setup, Subject, subject_for
-from .micro_batch_sizes import checked_sizes
+from .measurement_target import MeasurementTarget, Setup, build_target
+from .micro_batch_sizes import check_micro_batch_sizes
 from .models import from_module
 from .passes.clocks import Clock, CpuClock, CudaClock
 from .passes.modes import Modes
-from .profile_cache import Keeper, Request
+from .profile_cache import ProfileCache, Request
 from .profile_file import Interrupted, Profile
 from .segmented_sweep import SegmentedSweep
 from .size_result import SizeResult
 from .size_run import host_note, release
-from .structure import counted
+from .structure import count_structure
 from .sweep import Progress, Sweep
 from .user_model.failures import DoesNotFit
 from .user_model.loaded_model import LoadedModel
-from .user_model.seeding import checked_seed, seeded
+from .user_model.seeding import check_seed, seeded
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Effort:
     memory_bytes: int | None
     progress: Callable[[Progress], None] | None
     estimate_for: Target | None = None
-    keeper: Keeper = field(default_factory=lambda: Keeper(None))
+    keeper: ProfileCache = field(default_factory=lambda: ProfileCache(None))
 
     @property
     def request(self) -> Request:
@@ -93,7 +93,7 @@ def profile_model(
     """Measures every layer of `model`, and the whole model, at several micro-batch sizes.
 
     `model`: loaded, or a module and an example input as `ModelInput.of` takes it. It is measured on a copy,
-    in the mode (training or not) it is in. `granularity` and `keep_together`: as `chain_of` takes them.
+    in the mode (training or not) it is in. `granularity` and `keep_together`: as `build_chain` takes them.
     `dtype`: what the copy and floating inputs are converted to; by default the model's own, or float32 where
     it has several or none. `loss`: as `loss_named` takes it; by default what is usual for the model.
     `compile`, `channels_last`, `amp`, `tf32`: as in `Modes`. `micro_batch_sizes`: those, or by default 1, 2,
@@ -110,10 +110,10 @@ def profile_model(
     Raises UsageError, ModelError, MachineError; Interrupted, which holds a profile of what there is, at
     Ctrl-C after a micro-batch size was measured.
     """
-    seed = checked_seed(seed)
+    seed = check_seed(seed)
     loaded = model if isinstance(model, LoadedModel) else from_module(*model)
     check_effort(budget_seconds, rounds, memory_bytes)
-    sizes = checked_sizes(micro_batch_sizes)
+    sizes = check_micro_batch_sizes(micro_batch_sizes)
     place = device_named(device)
     modes = Modes(compile=compile, channels_last=channels_last, amp=amp, tf32=tf32)
     (modes if estimate_for is None else dataclasses.replace(modes, tf32=False)).check(place)
@@ -128,7 +128,7 @@ def profile_model(
         clock=clock or (CudaClock(place) if place.type == "cuda" else CpuClock()),
     )
     kept = place.type != "meta"
-    keeper = Keeper.of_user(cache=cache and kept, resume=resume and kept, remark=remark)
+    keeper = ProfileCache.of_user(cache=cache and kept, resume=resume and kept, remark=remark)
     effort = Effort(sizes, budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, keeper)
     # The device first: CUDA has no random numbers to seed before it is initialised.
     with _on(place), seeded(seed), torch.enable_grad():
@@ -163,7 +163,7 @@ def _measured(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
 
 def _in_one(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
     """With the whole model on the device. Raises DoesNotFit."""
-    subject = subject_for(loaded, setup, effort.smallest)
+    subject = build_target(loaded, setup, effort.smallest)
     _check_fits(subject, effort.smallest, effort.memory_bytes)
 
     def measure(journal: Journal | None) -> Profile:
@@ -179,7 +179,7 @@ def _in_one(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
         )
         sweep.measure()
         results = [SizeResult.of_run(run) for run in sweep.runs]
-        profile = assembled(subject, results, sweep.unmeasured, [*_notes(sweep), *_continued(journal)])
+        profile = build_profile(subject, results, sweep.unmeasured, [*_notes(sweep), *_continued(journal)])
         if sweep.interrupted:
             raise Interrupted(profile)
         return profile
@@ -189,13 +189,13 @@ def _in_one(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
 
 def _in_segments(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
     """With only a part of the weights on the device at a time. There is no journal of it."""
-    subject = subject_for(loaded, setup, effort.smallest, host=True)
+    subject = build_target(loaded, setup, effort.smallest, host=True)
     free = partial(_free_bytes, setup.device, effort.memory_bytes)
     sweep = SegmentedSweep(subject, effort.sizes, effort.budget_seconds, free, effort.rounds, effort.progress)
 
     def finished(more: Sequence[str] = ()) -> Profile:
         notes = [*sweep.notes, *_left_notes(sweep), *more]
-        return assembled(subject, sweep.results, sweep.unmeasured, notes)
+        return build_profile(subject, sweep.results, sweep.unmeasured, notes)
 
     def measure(_: Journal | None) -> Profile:
         try:
@@ -209,7 +209,7 @@ def _in_segments(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
     return effort.keeper.profile(subject, effort.request, measure, way="-segments")
 
 
-def _check_fits(subject: Subject, size: int, memory_bytes: int | None) -> None:
+def _check_fits(subject: MeasurementTarget, size: int, memory_bytes: int | None) -> None:
     """Raises DoesNotFit where `size` needs more than `memory_bytes`, as far as counting tells."""
     if memory_bytes is None:
         return
@@ -235,11 +235,11 @@ def _free_bytes(device: torch.device, memory_bytes: int | None) -> int:
 
 def _structure(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
     """On the meta device."""
-    subject = subject_for(loaded, setup, effort.smallest)
-    results, notes = counted(subject, effort.sizes)
+    subject = build_target(loaded, setup, effort.smallest)
+    results, notes = count_structure(subject, effort.sizes)
     if effort.estimate_for is not None:
         return estimate(subject, results, notes, effort.estimate_for)
-    return assembled(subject, results, (), notes)
+    return build_profile(subject, results, (), notes)
 
 
 @contextmanager

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from ..cost_models.errors import ModelError
-from .chain.layers import LayerChain, chain_of
-from .chain.shared_parameters import aliases_in
+from .chain.layers import LayerChain, build_chain
+from .chain.shared_parameters import storage_aliases
 from .machine import DTYPES, dtype_named
 from .passes.clocks import Clock
 from .passes.modes import Modes
-from .user_model.copies import copied, copied_to_host, copied_to_meta
+from .user_model.copies import copy_model, copy_to_host, copy_to_meta
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
 from .user_model.loaded_model import LoadedModel, own_dtype, refuse_lazy
 from .user_model.losses import Loss, loss_named
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasurementTarget:
     """The working copy of the model, its layers, and the clock."""
 
     loaded: LoadedModel
@@ -52,7 +52,9 @@ class Setup:
     clock: Clock
 
 
-def subject_for(loaded: LoadedModel, setup: Setup, smallest: int, *, host: bool = False) -> Subject:
+def build_target(
+    loaded: LoadedModel, setup: Setup, smallest: int, *, host: bool = False
+) -> MeasurementTarget:
     """The working copy on the device (`host`: left on the CPU), and its layers. Raises DoesNotFit."""
     kind, notes = dtype_for(loaded, setup.dtype)
     place = torch.device("cpu") if host else setup.device
@@ -61,16 +63,16 @@ def subject_for(loaded: LoadedModel, setup: Setup, smallest: int, *, host: bool 
         for parameter in copy.parameters():
             parameter.grad = None
         example = loaded.example_input_for(smallest).to(dtype=kind)
-        chain = chain_of(
+        chain = build_chain(
             copy,
             example,
             name=loaded.name,
             granularity=setup.granularity,
             keep_together=setup.keep_together,
-            aliases=aliases_in(loaded.module),
+            aliases=storage_aliases(loaded.module),
         )
         layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
-        return Subject(
+        return MeasurementTarget(
             dataclasses.replace(loaded, module=copy),
             chain,
             setup.device,
@@ -95,10 +97,10 @@ def _copied_to(place: torch.device, loaded: LoadedModel) -> nn.Module:
     """A copy there. To another device than the model's own, it does not lie on that twice."""
     model, name = loaded.module, loaded.name
     if place.type == "meta":
-        return copied_to_meta(model, name)
+        return copy_to_meta(model, name)
     if place.type == "cpu" and any(parameter.device.type == "cuda" for parameter in model.parameters()):
-        return copied_to_host(model, name)
-    return copied(model, name).to(place)
+        return copy_to_host(model, name)
+    return copy_model(model, name).to(place)
 
 
 def dtype_for(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple[str, ...]]:

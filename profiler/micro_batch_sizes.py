@@ -60,7 +60,7 @@ def in_words(seconds: float, whole: Callable[[float], int] = round) -> str:
     return f"{whole(seconds)} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
-def checked_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+def check_micro_batch_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
     """Micro-batch sizes, ascending and each once; None where the user names none. Raises UsageError."""
     if sizes is None:
         return None

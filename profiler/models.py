@@ -10,10 +10,10 @@ from torch import nn
 
 from ..cost_models.errors import ModelError, UsageError
 from .chain.layer_sequential import model_name
-from .loading.factories import made_by_factory
+from .loading.factories import call_factory
 from .named_model import may_name, shown
-from .user_model.loaded_model import LoadedModel, ModelInput, described
-from .user_model.seeding import checked_seed, noise, seeded
+from .user_model.loaded_model import LoadedModel, ModelInput, describe_type
+from .user_model.seeding import check_seed, noise, seeded
 
 _DEFAULT_SHAPE = (3, 224, 224)
 _TRANSFORMERS = "hf:"
@@ -46,7 +46,7 @@ def load_model(
     """
     if known_only and not may_name(name):
         raise ModelError(f"model {shown(name)}: a file's word runs no code", "Name it yourself: `model`.")
-    seed = checked_seed(seed)
+    seed = check_seed(seed)
     shape = None if input_shape is None else _checked_shape(input_shape)
     if classes is not None and not is_positive(classes):
         raise UsageError(f"classes {classes!r}: must be a whole number of at least 1", "As in classes=1000.")
@@ -119,11 +119,11 @@ def _from_factory(
     name: str, shape: tuple[int, ...] | None, settings: Mapping[str, object], seed: int
 ) -> LoadedModel:
     with seeded(seed):
-        made = made_by_factory(name, settings)
+        made = call_factory(name, settings)
     module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
         raise ModelError(
-            f"{name} returned {described(made)}",
+            f"{name} returned {describe_type(made)}",
             "Return an nn.Module, or a tuple of an nn.Module and an example input.",
         )
     if example is None:

@@ -15,7 +15,7 @@ from ..cost_models.document import Record, read_text, write_whole
 from ..cost_models.errors import FileError
 from .fingerprint import fingerprint
 from .journal import Journal
-from .measurement_target import Subject
+from .measurement_target import MeasurementTarget
 from .profile_file import Profile
 
 
@@ -52,7 +52,7 @@ class StoredProfile(Profile):
 
 
 @dataclass(frozen=True)
-class Keeper:
+class ProfileCache:
     """Takes profiles from the folder and puts them there. `folder` None: nothing is kept.
 
     `resume`: an interrupted profile is continued. `remark` is told what a user should know.
@@ -63,7 +63,7 @@ class Keeper:
     remark: Callable[[str], None] = lambda _: None
 
     @classmethod
-    def of_user(cls, *, cache: bool, resume: bool, remark: Callable[[str], None] | None) -> Keeper:
+    def of_user(cls, *, cache: bool, resume: bool, remark: Callable[[str], None] | None) -> ProfileCache:
         """In the user's folder, which is made; to resume is to keep."""
         tell = remark or (lambda _: None)
         if not (cache or resume):
@@ -78,7 +78,7 @@ class Keeper:
 
     def profile(
         self,
-        subject: Subject,
+        subject: MeasurementTarget,
         request: Request,
         measure: Callable[[Journal | None], Profile],
         *,

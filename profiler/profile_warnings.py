@@ -19,7 +19,7 @@ def profiled_device(profile: Profile) -> ProfiledDevice:
     return ProfiledDevice(profile.device, profile.device_name, profile.device_memory_bytes)
 
 
-def warnings_of(profile: Profile, topology: Topology) -> list[str]:
+def list_warnings(profile: Profile, topology: Topology) -> list[str]:
     """Of planning this machine with these seconds, the gravest first."""
     own = {text for whole in profile.whole for text in closing_warning(whole)}
     return [
@@ -30,7 +30,7 @@ def warnings_of(profile: Profile, topology: Topology) -> list[str]:
     ]
 
 
-def notes_of(profile: Profile) -> list[str]:
+def list_notes(profile: Profile) -> list[str]:
     """What else the profile says."""
     own = {text for whole in profile.whole for text in closing_warning(whole)}
     return [*profile.remarks(), *(note for note in profile.notes if note not in own)]

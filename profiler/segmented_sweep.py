@@ -10,17 +10,17 @@ import torch
 
 from ..cost_models.errors import MachineError, ModelError
 from .chain.layer_sequential import LayerSequential
-from .chain.layers import Layer, LayerChain, chain_of
-from .measurement_target import Subject
+from .chain.layers import Layer, LayerChain, build_chain
+from .measurement_target import MeasurementTarget
 from .micro_batch_sizes import beyond_budget, left_out_note, left_unmeasured, sizes_to_try
-from .offload.fitting import needs_counted, segments_that_fit
+from .offload.fitting import count_needs, plan_segments
 from .offload.segmented import Mover, Segmented
 from .passes.timed_passes import link_sizes
 from .profile_file import Unmeasured
 from .size_result import SizeResult
 from .size_run import no_collection, release
 from .sweep import Progress
-from .user_model.copies import copied_to_meta
+from .user_model.copies import copy_to_meta
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
 from .user_model.loaded_model import ModelInput
 
@@ -38,7 +38,7 @@ class SegmentedSweep:
     on the meta device, with the loss, and with an estimate of what autocast converts.
     """
 
-    subject: Subject
+    subject: MeasurementTarget
     sizes: Sequence[int] | None
     budget_seconds: float
     free_bytes: Callable[[], int]
@@ -83,12 +83,10 @@ class SegmentedSweep:
         model, chain = self._counted
         example = self._example(size)
         given, amp = example.to("meta").handed, self.subject.modes.amp is not None
-        needs = needs_counted(model, chain.layers, given, self.subject.loss, amp=amp)
+        needs = count_needs(model, chain.layers, given, self.subject.loss, amp=amp)
         entering = sum(tensor.nbytes for tensor in example.tensors)
         try:
-            return segments_that_fit(
-                needs, entering, int(share * self.free_bytes()), str(self.subject.device)
-            )
+            return plan_segments(needs, entering, int(share * self.free_bytes()), str(self.subject.device))
         except MachineError as error:
             raise DoesNotFit(f"{self._of(size)}: {error.what}", error.hint) from error
 
@@ -104,9 +102,9 @@ class SegmentedSweep:
         if isinstance(module, LayerSequential) and len(module.layer_names) == len(chain):
             # Its granularity is that of the model it was made of; the layers are its elements.
             granularity = "block"
-        model = copied_to_meta(module, loaded.name)
+        model = copy_to_meta(module, loaded.name)
         example = loaded.example_input_for(2).to("meta", self.subject.dtype)
-        return model, chain_of(model, example, name=loaded.name, granularity=granularity)
+        return model, build_chain(model, example, name=loaded.name, granularity=granularity)
 
     def _example(self, size: int) -> ModelInput:
         subject = self.subject

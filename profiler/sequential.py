@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from .chain.layer_sequential import LayerSequential, is_mode_bound
-from .chain.layers import LayerChain, chain_of
+from .chain.layers import LayerChain, build_chain
 from .chain.shared_parameters import OnClone
 from .chain.sharing import Sharing
 
@@ -33,16 +33,18 @@ def sequential(
     input, the first element works on a clone.
 
     `example_input` is an input of the model: a tensor of shape (batch, ...), a tuple of forward's arguments,
-    or a dict of its keyword arguments; it and the options are those of `chain_of`. The model is not changed.
+    or a dict of its keyword arguments; it and the options are `build_chain`'s. The model is not changed.
     `F.dropout(..., self.training)` and the like keep the mode the model is in now (changing it warns), and
     sizes that are used
     far from the tensor they were asked of keep the example's, the batch excepted. Parts that the model
     recomputes in backward (torch.utils.checkpoint) are not recomputed, unless they lie inside one module that
     is taken whole: recomputation is the plan's to decide.
 
-    Raises ModelError as `chain_of` does.
+    Raises ModelError as `build_chain` does.
     """
-    return as_sequential(chain_of(model, example_input, granularity=granularity, keep_together=keep_together))
+    return as_sequential(
+        build_chain(model, example_input, granularity=granularity, keep_together=keep_together)
+    )
 
 
 def as_sequential(chain: LayerChain) -> LayerSequential:
@@ -73,7 +75,7 @@ def state_dict_names(
     A tensor that the model knows by several names is in the nn.Sequential once: the second names lead to the
     same place as the first. What no layer uses is left out.
     """
-    chain = chain_of(model, example_input, granularity=granularity)
+    chain = build_chain(model, example_input, granularity=granularity)
     own = model.state_dict(keep_vars=True)
     names: dict[str, str] = {}
     places: dict[int, str] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .memory.workspace import LossWorkspace, StepMemory
 from .offload.segmented import SegmentedRun
-from .passes.timed_passes import Rounds
+from .passes.timed_passes import TimedPasses
 from .size_run import SizeRun
 
 
@@ -16,7 +16,7 @@ class SizeResult:
     """Entries by layer. `rounds` is without passes on the meta device, and without whole ones in segments."""
 
     size: int
-    rounds: Rounds
+    rounds: TimedPasses
     saved_bytes: Sequence[int]
     saved_input_bytes: Sequence[int]
     output_bytes: Sequence[int]
@@ -53,7 +53,7 @@ class SizeResult:
         """Of a model that was on the device in parts."""
         return cls(
             size=size,
-            rounds=Rounds(layers=run.times),
+            rounds=TimedPasses(layers=run.times),
             saved_bytes=run.saved_bytes,
             saved_input_bytes=run.saved_input_bytes,
             output_bytes=run.output_bytes,

@@ -13,14 +13,14 @@ import torch
 
 from ..cost_models.errors import PplanError
 from .chain.layers import Layer
-from .measurement_target import Subject
-from .memory.live_bytes import meter_of
+from .measurement_target import MeasurementTarget
+from .memory.live_bytes import build_meter
 from .memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
 from .passes.activations import SavedBytes
 from .passes.backward_parts import PartTimes, run_parts
 from .passes.launch_lead import RunAhead
 from .passes.layer_stamps import LayerTimes, Stamps, tell_leads
-from .passes.timed_passes import Rounds
+from .passes.timed_passes import TimedPasses
 from .passes.timing import OutputGradients, WholeTimes, run_layers, run_whole, tensors_in
 from .passes.watchers import Watcher
 from .user_model.failures import first_line, is_out_of_memory, refusal
@@ -45,7 +45,7 @@ class SizeRun:
     """
 
     def __init__(
-        self, subject: Subject, size: int, *, parts: bool = False, journal: Journal | None = None
+        self, subject: MeasurementTarget, size: int, *, parts: bool = False, journal: Journal | None = None
     ) -> None:
         self._subject = subject
         self.size = size
@@ -61,7 +61,7 @@ class SizeRun:
         self.memory: StepMemory | None = None
         self.loss_workspace: LossWorkspace | None = None
         self.peak_bytes: int | None = None
-        self.rounds = Rounds()
+        self.rounds = TimedPasses()
         self.parts_left_out = ""
         self._parts = parts
         self._taken: list[float] = []
@@ -81,7 +81,7 @@ class SizeRun:
         self.loss_workspace = self._loss_workspace()
         if self._subject.device.type == "meta":
             return
-        with meter_of(self._subject.device, self._subject.loaded.module) as meter:
+        with build_meter(self._subject.device, self._subject.loaded.module) as meter:
             self.peak_bytes = peak_of_step(self._whole_pass, meter)
 
     def warm_up(self, visit: Callable[[Layer], None]) -> None:
@@ -306,7 +306,7 @@ class SizeRun:
         module, device = self._subject.loaded.module, self._subject.device
         # Those that backward starts from are of the pass: they are drawn in it.
         self._gradients.forget()
-        with meter_of(device, module) as meter:
+        with build_meter(device, module) as meter:
             given = self._fresh().handed
             workspace = Workspace(module, len(self._layers), meter, tensors_in(given))
             run_layers(self._layers, given, self._gradients, workspace, context=self._context)
@@ -318,7 +318,7 @@ class SizeRun:
         if subject.loss is None:
             return None
         module, count = subject.loaded.module, len(self._layers)
-        with meter_of(subject.device, module) as meter:
+        with build_meter(subject.device, module) as meter:
             given = self._fresh().handed
             workspace = Workspace(module, count, meter, tensors_in(given))
             # Its targets are of the pass.

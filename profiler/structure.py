@@ -9,7 +9,7 @@ from torch import nn
 
 from ..cost_models.errors import ModelError
 from .chain.layers import LayerChain
-from .measurement_target import Subject
+from .measurement_target import MeasurementTarget
 from .memory.meta_attention import attention_as_on_the_cpu
 from .memory.meta_operations import OperationsAsOnTheCpu
 from .micro_batch_sizes import left_out_note
@@ -19,7 +19,9 @@ from .size_run import SizeRun
 _SIZES = (1, 2, 4, 8)
 
 
-def counted(subject: Subject, sizes: Sequence[int] | None) -> tuple[list[SizeResult], list[str]]:
+def count_structure(
+    subject: MeasurementTarget, sizes: Sequence[int] | None
+) -> tuple[list[SizeResult], list[str]]:
     """The bytes at `sizes` (None: a few), which are the CPU's, and notes.
 
     Raises ModelError as a pass through the layers does.

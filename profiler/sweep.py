@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..cost_models.errors import ModelError
 from ..cost_models.quantities import format_bytes
 from .machine import free_host_bytes
-from .measurement_target import Subject
+from .measurement_target import MeasurementTarget
 from .micro_batch_sizes import beyond_budget, in_words, left_out_note, left_unmeasured, sizes_to_try
 from .passes.timed_passes import link_sizes
 from .profile_file import Unmeasured
@@ -56,7 +56,7 @@ class Sweep:
     time, which gets all its rounds before the next is begun.
     """
 
-    subject: Subject
+    subject: MeasurementTarget
     sizes: Sequence[int] | None
     budget_seconds: float
     rounds: int | None = None

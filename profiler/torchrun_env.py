@@ -13,7 +13,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 
 
 @dataclass(frozen=True)
-class Launched:
+class TorchrunEnv:
     """This process among `world_size`; `node` is torchrun's number of the node, None with other launchers."""
 
     rank: int
@@ -28,7 +28,9 @@ def is_launched(environment: Mapping[str, str]) -> bool:
     return bool(environment.get("RANK") and environment.get("WORLD_SIZE"))
 
 
-def launched(environment: Mapping[str, str], verb: str = "profile-links", at_least: int = 2) -> Launched:
+def read_torchrun_env(
+    environment: Mapping[str, str], verb: str = "profile-links", at_least: int = 2
+) -> TorchrunEnv:
     """Reads the environment. Raises UsageError where torchrun did not start this process, or fewer than
     `at_least`."""
     missing = [name for name in _NEEDED if not environment.get(name)]
@@ -38,7 +40,7 @@ def launched(environment: Mapping[str, str], verb: str = "profile-links", at_lea
             f"Start one process for each device: {COMMAND} {verb}",
         )
     group = environment.get("GROUP_RANK")
-    found = Launched(
+    found = TorchrunEnv(
         rank=_whole(environment, "RANK", verb),
         world_size=_whole(environment, "WORLD_SIZE", verb),
         local_rank=_whole(environment, "LOCAL_RANK", verb),

@@ -35,12 +35,12 @@ def split_spec(
     """
     from torch.distributed.pipelining import SplitPoint
 
-    from ..profiler.chain.layers import chain_of
+    from ..profiler.chain.layers import build_chain
 
     if isinstance(source, Plan):
         source, _ = export(source, device="cuda", made_by=MadeBy())
     document = load_document(source, TorchExport)
-    chain = chain_of(model, example_input, granularity=document.granularity)
+    chain = build_chain(model, example_input, granularity=document.granularity)
     names = [layer.name for layer in chain.layers]
     check_names(document, document.parts[-1], len(names), names, chain.model_name)
     return {_first_module(chain, first): SplitPoint.BEGINNING for first in document.parts[1:-1]}

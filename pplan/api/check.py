@@ -15,7 +15,7 @@ from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import Plan
 from ..profiler.named_model import loss_for, model_for
 from ..profiler.profile_file import Profile
-from ..profiler.torchrun_env import is_launched, launched
+from ..profiler.torchrun_env import is_launched, read_torchrun_env
 from ..runtimes.checking.devices import cores, gpus
 from ..runtimes.checking.job import Case, Corrections, Device, Job, Measured, ModelSpec, RuntimeCase
 from ..runtimes.checking.launching import Telling, run_in_processes
@@ -236,7 +236,7 @@ def chosen_device(devices: int, options: CheckOptions, *, one_process: bool = Fa
     found = gpus()
     needed = devices
     if is_launched(os.environ) and not one_process:
-        needed = launched(os.environ, "check", at_least=1).local_world_size
+        needed = read_torchrun_env(os.environ, "check", at_least=1).local_world_size
     if found >= needed:
         return "cuda"
     here = f"{counted(found, 'CUDA device')} and {counted(cores(), 'core')}"
@@ -289,7 +289,7 @@ def run_here(job: Job, told: Telling | None = None) -> Measured | None:
     """
     if not is_launched(os.environ):
         return run_in_processes(job, told)
-    process = launched(os.environ, "check", at_least=1)
+    process = read_torchrun_env(os.environ, "check", at_least=1)
     if process.world_size != job.processes:
         raise UsageError(
             f"check: world size {process.world_size} for a plan of {counted(job.processes, 'device')}",

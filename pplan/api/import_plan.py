@@ -18,7 +18,7 @@ from ..planner.plan_file import Plan, ProfileReference
 from ..planner.solve import build_problem
 from ..planner.wishes import Wishes
 from ..profiler.profile_file import Profile
-from ..profiler.profile_warnings import notes_of, profiled_device, warnings_of
+from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
 from ..runtimes.reading.partition import Partition
 from ..runtimes.reading.read import read_partition, with_virtual_stages
 from .load import profile_and_reference
@@ -134,8 +134,8 @@ def imported_plan(
         given,
         model=profile.model,
         profile=reference,
-        notes=[*notes_of(profile), *read.notes],
-        warnings=warnings_of(profile, topology),
+        notes=[*list_notes(profile), *read.notes],
+        warnings=list_warnings(profile, topology),
     )
 
 

@@ -74,7 +74,7 @@ def profile(
     micro-batch size was measured, the KeyboardInterrupt holds what there is as its `profile`.
     """
     _require_torch()
-    from ..profiler.analytic import target_named
+    from ..profiler.analytic import parse_analytic_device
     from ..profiler.machine import device_named, dtype_named
     from ..profiler.measure import profile_model
 
@@ -94,7 +94,7 @@ def profile(
         arguments.function(name, told)
     if calibrate is not None and not isinstance(calibrate, Profile):
         calibrate = arguments.path("calibrate", calibrate)
-    target = target_named(arguments.optional_word("device", device), calibrate)
+    target = parse_analytic_device(arguments.optional_word("device", device), calibrate)
     device = device if target is None else "meta"
     device_named(device)
     if dtype is not None:

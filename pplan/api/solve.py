@@ -16,7 +16,7 @@ from ..planner.objectives.solved import solve_for
 from ..planner.plan_file import Plan
 from ..planner.sweep import Sweep, list_points, solve_points
 from ..profiler.profile_file import Profile
-from ..profiler.profile_warnings import notes_of, warnings_of
+from ..profiler.profile_warnings import list_notes, list_warnings
 from .load import profile_and_reference
 from .problem_arguments import ProblemArguments, check_grid
 from .provenance import made_by
@@ -137,8 +137,8 @@ def _solved(
         problem,
         model=measured.model,
         profile=reference,
-        notes=notes_of(measured),
-        warnings=warnings_of(measured, problem.topology),
+        notes=list_notes(measured),
+        warnings=list_warnings(measured, problem.topology),
         compared=compared,
     )
     return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
@@ -172,7 +172,7 @@ def frontier(
         problem,
         model=measured.model,
         profile=reference,
-        warnings=warnings_of(measured, problem.topology),
+        warnings=list_warnings(measured, problem.topology),
         points=arguments.whole("points", points),
         memory_step=arguments.number("memory_step", memory_step),
     )

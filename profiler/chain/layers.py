@@ -10,13 +10,13 @@ from torch import Tensor, fx, nn
 
 from ...cost_models.errors import ModelError
 from ..graphs.cutting import Flow, parts
-from ..graphs.frontends import drawn
+from ..graphs.frontends import trace_model
 from ..graphs.granularity import Granularity, refuse_unmatched
 from ..graphs.segments import GraphSegment
 from ..user_model.failures import layer_failure as layer_failure
 from ..user_model.loaded_model import ModelInput, refuse_lazy
 from .layer_sequential import LayerSequential, model_name
-from .shared_parameters import aliases_in, tensors_used
+from .shared_parameters import storage_aliases, tensors_used
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class LayerChain:
         return len(self.layers)
 
 
-def chain_of(
+def build_chain(
     model: nn.Module,
     given: object,
     *,
@@ -97,7 +97,7 @@ def chain_of(
     A cut is refused where a later layer overwrites a tensor that crosses it (version counters tell, through
     views too), between the users of a shared parameter or buffer, and between the first and the last layer
     whose names match a pattern of `keep_together`. `aliases`: the names of parameters and buffers that lie
-    in the same memory, for a copy of a model, which has parted them; None: as `aliases_in` finds them.
+    in the same memory, for a copy of a model, which has parted them; None: as `storage_aliases` finds them.
 
     Raises ModelError: not traceable (with the line), with hooks of its own, lazy, failing on this input, or a
     pattern that nothing matches; UsageError for an unknown granularity.
@@ -114,7 +114,7 @@ def chain_of(
     modules = [segment.bind(model) for segment in segments]
     names = _names(model, segments)
     reasons = _overwritten_reasons(model, segments, names, flow)
-    aliases = aliases_in(model) if aliases is None else aliases
+    aliases = storage_aliases(model) if aliases is None else aliases
     _add(reasons, _shared_reasons(model, modules, names, aliases))
     pins = (*_remembered(model, segments), *keep_together)
     _add(reasons, _kept_together(pins, names, name))
@@ -146,7 +146,7 @@ def chain_of(
 def _segments(
     model: nn.Module, given: ModelInput, name: str, granularity: Granularity
 ) -> tuple[list[GraphSegment], Flow]:
-    flow = Flow(*drawn(model, given, name, granularity))
+    flow = Flow(*trace_model(model, given, name, granularity))
     if not flow.reaches_output:
         raise ModelError(
             f"{name}: its output does not depend on its input", "Return what is computed from the input."
@@ -232,7 +232,7 @@ def _edges(segments: Sequence[GraphSegment], flow: Flow) -> tuple[tuple[int, int
     return tuple(sorted(found))
 
 
-def users_of_tensors(
+def find_tensor_users(
     model: nn.Module, modules: Sequence[nn.Module], aliases: Sequence[Sequence[str]]
 ) -> list[tuple[str, list[int]]]:
     """For each parameter and buffer that modules use, its name and the positions of those, ascending.
@@ -260,7 +260,7 @@ def _shared_reasons(
 ) -> _Reasons:
     """No cut between the first and the last user of a parameter or a buffer."""
     reasons: _Reasons = [None] * len(modules)
-    for word, users in users_of_tensors(model, modules, aliases):
+    for word, users in find_tensor_users(model, modules, aliases):
         for index in range(users[0], users[-1]):
             reasons[index] = reasons[index] or f"{names[users[0]]} and {names[users[-1]]} share {word}"
     return reasons

@@ -115,7 +115,7 @@ def tensors_used(module: nn.Module) -> Iterator[Tensor]:
             yield from (value for value in vars(part).values() if isinstance(value, nn.Parameter))
 
 
-def aliases_in(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+def storage_aliases(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Groups of names whose tensors overlap in memory (`c.weight.data = a.weight.data`).
 
     Views of one flat buffer that lie beside each other are no group, and a tensor that several modules

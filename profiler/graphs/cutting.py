@@ -12,7 +12,7 @@ from torch import fx, nn
 from .granularity import Granularity
 from .graph import TracedGraph
 from .node_order import fed_by_inputs, operations
-from .size_recovery import TensorSeen, rederive
+from .size_recovery import TensorSeen, recover_sizes
 from .trial import Trial
 
 _MOVES = frozenset({
@@ -150,7 +150,7 @@ class Flow:
         graph = fx.Graph()
         copies = {node: graph.placeholder(node.name) for node in position.handed}
         return all(
-            rederive(node, position.handed, graph, copies, values) is not None for node in position.rest
+            recover_sizes(node, position.handed, graph, copies, values) is not None for node in position.rest
         )
 
     def tensors(self, position: Position) -> int:

@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils._pytree import tree_flatten
 
 from ...cost_models.errors import ModelError
-from ..user_model.copies import copied, copied_to_meta
+from ..user_model.copies import copy_model, copy_to_meta
 from ..user_model.failures import first_line, is_out_of_memory, user_line
 from ..user_model.loaded_model import ModelInput
 from .export_cleaning import ask_devices, drop_checks, drop_unused_sizes, value_kind, write_early
@@ -38,7 +38,7 @@ from .flat_output import FlatOutput
 from .graph import TracedGraph
 from .regions import as_calls, bodies
 from .remodule import attribute, drop_aliases, leaf_calls_made_whole, path_of, tell_inputs_apart
-from .tracing_patches import masks_as_in_training, refused
+from .tracing_patches import masks_as_in_training, refuse_custom_functions
 
 _INSTEAD = (
     "Give granularity='module:PATTERN' with modules around what cannot be traced, "
@@ -46,7 +46,7 @@ _INSTEAD = (
 )
 
 
-def exported_graph(model: nn.Module, given: ModelInput, name: str) -> TracedGraph:
+def export_graph(model: nn.Module, given: ModelInput, name: str) -> TracedGraph:
     """The graph of `model` called with `given`, for any batch size.
 
     Traced on a meta copy, or where that fails on a real one, in the mode (`training`) that each module is in.
@@ -86,12 +86,12 @@ class _Export:
 
 
 def _on_meta(model: nn.Module, given: ModelInput, name: str) -> tuple[nn.Module, ModelInput, str]:
-    return copied_to_meta(model, name), _several(given).to("meta"), name
+    return copy_to_meta(model, name), _several(given).to("meta"), name
 
 
 def _for_real(model: nn.Module, given: ModelInput, name: str) -> tuple[nn.Module, ModelInput, str]:
     device = next((tensor.device for tensor in model.parameters()), given.tensors[0].device)
-    return copied(model, name), _several(given).to(device).clone(), name
+    return copy_model(model, name), _several(given).to(device).clone(), name
 
 
 def _several(given: ModelInput) -> ModelInput:
@@ -109,7 +109,7 @@ def _exported(model: nn.Module, given: ModelInput, name: str) -> _Export:
             shapes[tensor] = {0: torch.export.Dim.AUTO}
     own_positions = "position_ids" not in given.kwargs
     masks = masks_as_in_training(one_text_a_row=own_positions)
-    with _silence(), masks, output.flattened(), refused():
+    with _silence(), masks, output.flattened(), refuse_custom_functions():
         _spell_keywords_out(model, given)
         program = torch.export.export(model, given.args, given.kwargs, dynamic_shapes=shapes, strict=False)
         module = program.module()

@@ -11,15 +11,15 @@ from ...cost_models.errors import ModelError
 from ..user_model.loaded_model import ModelInput
 from .granularity import Granularity, refuse_unmatched
 from .graph import TracedGraph
-from .sequential_graph import element_graph, has_hooks, is_plain_sequential
-from .tracing import INSTEAD, called_with, container_paths, symbolic_graph
-from .tracing_patches import checkpoints_noticed
+from .sequential_graph import has_hooks, is_plain_sequential, sequential_graph
+from .tracing import INSTEAD, called_with, container_paths, trace_symbolically
+from .tracing_patches import notice_checkpoints
 from .trial import Trial, runs_on_meta
 
 _Frontend = Callable[[nn.Module, ModelInput, str], TracedGraph]
 
 
-def drawn(
+def trace_model(
     model: nn.Module, given: ModelInput, name: str, granularity: Granularity
 ) -> tuple[TracedGraph, Trial]:
     """The graph of `model`, by the first tool whose graph runs as the model does, and its trial.
@@ -35,13 +35,13 @@ def drawn(
     modules = [path for path, _ in model.named_modules() if path]
     refuse_unmatched(granularity.patterns, modules, "module", name)
     if is_plain_sequential(model) and granularity.kind == "block":
-        elements = element_graph(model, given, name)
+        elements = sequential_graph(model, given, name)
         return elements, Trial(elements, model, given, name)
     called_with(model, given, name)
     failures: list[ModelError] = []
     for frontend in _frontends(model, granularity):
         try:
-            with checkpoints_noticed() as noticed:
+            with notice_checkpoints() as noticed:
                 traced = frontend(model, given, name)
             traced = dataclasses.replace(traced, recomputes=bool(noticed))
         except ModelError as error:
@@ -59,23 +59,24 @@ def drawn(
 
 
 def _frontends(model: nn.Module, granularity: Granularity) -> Iterator[_Frontend]:
-    yield symbolic_graph
+    yield trace_symbolically
     matched = [path for path, _ in model.named_modules() if path and granularity.outermost(path) == path]
     if matched:
         yield _with_leaves(matched)
     if is_plain_sequential(model):
-        yield element_graph
+        yield sequential_graph
         return
-    from .exporting import exported_graph
 
-    yield exported_graph
+    from .exporting import export_graph
+
+    yield export_graph
     containers = container_paths(model)
     if containers:
         yield _with_leaves([*matched, *containers])
 
 
 def _with_leaves(leaves: list[str]) -> _Frontend:
-    return lambda model, given, name: symbolic_graph(model, given, name, leaves)
+    return lambda model, given, name: trace_symbolically(model, given, name, leaves)
 
 
 def _combined(failures: list[ModelError], name: str) -> ModelError:

@@ -13,7 +13,7 @@ from torch import fx, nn
 from ...cost_models.errors import ModelError
 from .cutting import Flow, Part, Position
 from .graph import graph_module, named
-from .size_recovery import rederive
+from .size_recovery import recover_sizes
 
 _FINISH = "finish"
 
@@ -195,7 +195,7 @@ class _Drawing:
         handed = before.handed if before is not None else ()
         known = {source: self._handed[self._flow.same(source)] for source in handed}
         copies = {**known, **self._found}
-        found = rederive(node, handed, self._graph, copies, self._flow.trial.values)
+        found = recover_sizes(node, handed, self._graph, copies, self._flow.trial.values)
         if found is None:
             raise RuntimeError(f"{node.name} was said to be found again, and is not")
         self._found[node] = found

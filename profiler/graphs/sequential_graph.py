@@ -31,7 +31,7 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def element_graph(model: nn.Module, given: ModelInput, name: str) -> TracedGraph:
+def sequential_graph(model: nn.Module, given: ModelInput, name: str) -> TracedGraph:
     """The graph of a plain nn.Sequential, whose nested ones are taken apart too: nothing is traced.
 
     Several tensors of the input are handed to the first element as one tuple. Raises ModelError where there

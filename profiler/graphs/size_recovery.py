@@ -41,7 +41,7 @@ def seen(value: object) -> Any:
     return tree_map_only(Tensor, described, value, is_leaf=lambda part: isinstance(part, torch.Size))
 
 
-def rederive(
+def recover_sizes(
     node: fx.Node, available: Sequence[fx.Node], graph: fx.Graph, copies: dict[fx.Node, fx.Node], values: Seen
 ) -> fx.Node | None:
     """Emits at the end of `graph` what recomputes the non-tensor `node`; None where that cannot be.

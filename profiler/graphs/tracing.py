@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from ...cost_models.errors import ModelError
-from ..user_model.copies import copied, copied_to_meta
+from ..user_model.copies import copy_model, copy_to_meta
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from .graph import TracedGraph, named
-from .tracing_patches import kept_as_calls
+from .tracing_patches import keep_custom_functions
 
 INSTEAD = (
     "Name modules of yours to be layers, as in granularity='module:PATTERN' (what is inside them is then "
@@ -27,7 +27,7 @@ _CONTAINERS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 """Modules of torch.nn that hold layers worth telling apart."""
 
 
-def symbolic_graph(
+def trace_symbolically(
     model: nn.Module, given: ModelInput, name: str, leaves: Collection[str] = ()
 ) -> TracedGraph:
     """The graph of `model` called with `given`; arguments that are no tensors keep their values.
@@ -70,16 +70,16 @@ def _traced(
     model: nn.Module, constants: dict[str, Any] | None, leaves: Collection[str], name: str
 ) -> tuple[fx.Graph, nn.Module]:
     """The graph, and the copy that was traced: on the meta device, unless that would show in the graph."""
-    for place in (copied_to_meta, copied):
+    for place in (copy_to_meta, copy_model):
         copy = place(model, name)
         try:
-            with warnings.catch_warnings(), kept_as_calls():
+            with warnings.catch_warnings(), keep_custom_functions():
                 warnings.simplefilter("ignore")
                 graph = _Tracer(leaves).trace(copy, concrete_args=constants)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            if place is copied_to_meta and "meta" in str(error):
+            if place is copy_to_meta and "meta" in str(error):
                 continue
             raise ModelError(
                 f"{name} cannot be traced by torch.fx: {first_line(error)}{at_user_line(error)}", INSTEAD

@@ -31,7 +31,7 @@ class CustomFunction(nn.Module):
 
 
 @contextlib.contextmanager
-def kept_as_calls() -> Iterator[None]:
+def keep_custom_functions() -> Iterator[None]:
     """While torch.fx traces, a function is one call of a `CustomFunction`, added to the traced module."""
 
     def applied(apply: Callable[..., Any], function: type[Function], args: Any, kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ def kept_as_calls() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refused() -> Iterator[None]:
+def refuse_custom_functions() -> Iterator[None]:
     """While torch.export traces: raises NotImplementedError at a function that is not of torch's own."""
 
     def applied(apply: Callable[..., Any], function: type[Function], args: Any, kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ _INNER = ("_checkpoint_impl", "_checkpoint_without_reentrant_generator")
 
 
 @contextlib.contextmanager
-def checkpoints_noticed() -> Iterator[list[bool]]:
+def notice_checkpoints() -> Iterator[list[bool]]:
     """Inside, every call of torch.utils.checkpoint adds to the list."""
     seen: list[bool] = []
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...cost_models.errors import ModelError
-from ..user_model.copies import copied, copied_to_meta
+from ..user_model.copies import copy_model, copy_to_meta
 from ..user_model.failures import is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import seeded
@@ -114,9 +114,9 @@ def _tensors(value: Any) -> list[TensorSeen]:
 
 
 def _on_meta(model: nn.Module, given: ModelInput, name: str) -> tuple[nn.Module, ModelInput]:
-    return copied_to_meta(model, name), given.to("meta")
+    return copy_to_meta(model, name), given.to("meta")
 
 
 def _for_real(model: nn.Module, given: ModelInput, name: str) -> tuple[nn.Module, ModelInput]:
     device = next((tensor.device for tensor in model.parameters()), given.tensors[0].device)
-    return copied(model, name), given.to(device).clone()
+    return copy_model(model, name), given.to(device).clone()

@@ -17,13 +17,13 @@ from torch import nn
 
 from ...cost_models.errors import ModelError, UsageError
 from ..user_model.failures import at_user_line, first_line
-from ..user_model.loaded_model import described
+from ..user_model.loaded_model import describe_type
 
 _NAMED = 5
 """Callables of a module that an error names."""
 
 
-def made_by_factory(name: str, settings: Mapping[str, object] | None = None) -> Any:
+def call_factory(name: str, settings: Mapping[str, object] | None = None) -> Any:
     """What the factory `name` returns for the keywords `settings`, or the object itself where it is a module.
 
     A factory returns the model and an example input, as `ModelInput.of` takes it. The example's batch is best
@@ -155,7 +155,7 @@ def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
 def _called(factory: Callable[..., Any] | Any, name: str, settings: Mapping[str, object]) -> Any:
     if not callable(factory):
         raise ModelError(
-            f"model {name!r} is {described(factory)}, which cannot be called",
+            f"model {name!r} is {describe_type(factory)}, which cannot be called",
             "Name a function that takes no arguments and returns an nn.Module.",
         )
     _refuse_unexpected(factory, name, settings)

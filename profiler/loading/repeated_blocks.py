@@ -17,7 +17,7 @@ _COMPARABLE = 4
 """A list whose entries are smaller than this part of the largest list's entries is no list of blocks."""
 
 
-def order_of_calls(model: nn.Module, run: Callable[[], object]) -> dict[str, int]:
+def record_call_order(model: nn.Module, run: Callable[[], object]) -> dict[str, int]:
     """Dotted name -> place among the first calls of all modules, while `run` runs (in eval mode)."""
     order: dict[str, int] = {}
     training = {module: module.training for module in model.modules()}

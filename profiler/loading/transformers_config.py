@@ -50,7 +50,7 @@ _OF_A_CHECKPOINT = ("dtype", "torch_dtype", "quantization_config", "auto_map", "
 
 
 @dataclass(frozen=True, eq=False)
-class Configured:
+class ConfiguredModel:
     """A configuration, and what of the settings is not part of one."""
 
     config: Any
@@ -58,9 +58,9 @@ class Configured:
     notes: tuple[str, ...]
 
 
-def configured(
+def configure_model(
     transformers: Any, name: str, settings: Mapping[str, object], *, known_only: bool = False
-) -> Configured:
+) -> ConfiguredModel:
     """The configuration `name` (a model type, a config.json or its folder) with `settings`.
 
     `settings` are sizes in words (`layers`, `hidden`, `heads`, `intermediate`, `vocabulary`, `sequence`,
@@ -80,7 +80,7 @@ def configured(
     if "tie_word_embeddings" in changes.values:
         # T5's class ties whatever it is told (it takes the key for another one).
         config.tie_word_embeddings = changes.values["tie_word_embeddings"]
-    return Configured(config, changes.sequence, tuple(changes.notes))
+    return ConfiguredModel(config, changes.sequence, tuple(changes.notes))
 
 
 def size_of(config: Any, word: str) -> int | None:

@@ -16,8 +16,8 @@ from ...cost_models.errors import MachineError, ModelError
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import seeded
-from .repeated_blocks import block_patterns, order_of_calls, registered_order
-from .transformers_config import configured, size_of
+from .repeated_blocks import block_patterns, record_call_order, registered_order
+from .transformers_config import configure_model, size_of
 from .transformers_session import transformers_session
 
 _SAMPLES = 2
@@ -66,7 +66,7 @@ def load_transformers(
     ModelError, FileError, UsageError, and MachineError without transformers.
     """
     with transformers_session() as transformers, seeded(seed):
-        asked = configured(transformers, name, settings, known_only=known_only)
+        asked = configure_model(transformers, name, settings, known_only=known_only)
         module = _built(_class_of(transformers, asked.config, name), asked.config, name, torch.device(device))
         sequence = _sequence(module, asked.config, asked.sequence, name)
         example = _example(module, asked.config, sequence, seed, name)
@@ -192,12 +192,12 @@ def _order(module: nn.Module, example: ModelInput, name: str) -> dict[str, int]:
     whole = example.repeated(1).to(device)
     short = ModelInput((), {key: _cut(tensor) for key, tensor in whole.kwargs.items()})
     try:
-        return order_of_calls(module, lambda: short.call(module))
+        return record_call_order(module, lambda: short.call(module))
     except Exception:
         # Some families need a sequence of at least one of their windows.
         pass
     try:
-        return order_of_calls(module, lambda: whole.call(module))
+        return record_call_order(module, lambda: whole.call(module))
     except Exception as error:
         if device.type == "meta":
             # What depends on values (which expert a token goes to) has no meaning there.

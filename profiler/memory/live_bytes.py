@@ -150,7 +150,7 @@ def lasting(model: nn.Module) -> list[Tensor]:
     return [*parameters, *model.buffers(), *gradients]
 
 
-def meter_of(device: torch.device, model: nn.Module) -> Meter:
+def build_meter(device: torch.device, model: nn.Module) -> Meter:
     """The meter for passes of `model` on `device`, which counts what the model holds already."""
     if device.type == "cuda":
         return AllocatorBytes(device)

@@ -16,12 +16,12 @@ from ...cost_models.quantities import format_bytes
 from ...cost_models.stage_bytes import workspace_before_loss
 from ..chain.layers import Layer
 from ..chain.shared_parameters import tensors_used
-from ..memory.live_bytes import Meter, meter_of, storages
+from ..memory.live_bytes import Meter, build_meter, storages
 from ..memory.meta_attention import attention_as_on_the_cpu
 from ..memory.workspace import LossWorkspace, StepMemory, Workspace
 from ..passes.activations import SavedBytes
 from ..passes.timing import Context, OutputGradients, run_layers, tensors_in
-from ..passes.watchers import Together
+from ..passes.watchers import CompositeWatcher
 from ..user_model.losses import Loss
 
 
@@ -57,7 +57,7 @@ def needs_of(
     )
 
 
-def needs_counted(
+def count_needs(
     model: nn.Module, layers: Sequence[Layer], given: Any, loss: Loss | None = None, *, amp: bool = False
 ) -> tuple[LayerNeeds, ...]:
     """Of each layer, from passes through them: on the meta device, where they cost no memory.
@@ -70,10 +70,10 @@ def needs_counted(
     gradients = OutputGradients(0)
     device = tensors_in(given)[0].device
     attention = attention_as_on_the_cpu() if device.type == "meta" else nullcontext()
-    with attention, meter_of(device, model) as meter:
+    with attention, build_meter(device, model) as meter:
         # The first makes the gradients.
-        counted_pass(model, layers, given, gradients, meter)
-        saved, memory = counted_pass(model, layers, given, gradients, meter)
+        count_pass(model, layers, given, gradients, meter)
+        saved, memory = count_pass(model, layers, given, gradients, meter)
         behind = _loss_counted(model, layers, given, gradients, meter, loss)
     saved_bytes, workspace = list(saved.saved_bytes), list(memory.workspace)
     if behind is not None:
@@ -94,7 +94,7 @@ def _loss_counted(
     if loss is None:
         return None
     try:
-        return counted_loss(model, layers, given, gradients, meter, loss)
+        return count_loss(model, layers, given, gradients, meter, loss)
     except ModelError:
         return None
 
@@ -116,7 +116,7 @@ def _held(module: nn.Module, *, amp: bool = False) -> dict[int, int]:
     return held
 
 
-def segments_that_fit(
+def plan_segments(
     layers: Sequence[LayerNeeds], input_bytes: int, free_bytes: int, device: str = "the device"
 ) -> tuple[range, ...]:
     """The fewest runs of consecutive layers that each fit into `free_bytes` by themselves.
@@ -161,7 +161,7 @@ def _needs_from(first: int, layers: Sequence[LayerNeeds], input_bytes: int) -> I
         yield round((weights + given + layer.output + peak) * (1 + FRAGMENTATION_RESERVE))
 
 
-def counted_loss(
+def count_loss(
     model: nn.Module,
     layers: Sequence[Layer],
     given: Any,
@@ -172,17 +172,17 @@ def counted_loss(
 ) -> tuple[int, LossWorkspace]:
     """Saved bytes and workspace of the loss, from one untimed pass which it ends.
 
-    As `counted_pass`. The targets are made in this pass: they belong to the loss' workspace.
+    As `count_pass`. The targets are made in this pass: they belong to the loss' workspace.
     """
     own = loss.without_targets()
     saved = SavedBytes(model, len(layers))
     workspace = Workspace(model, len(layers), meter, tensors_in(given))
     with saved.hooks():
-        run_layers(layers, given, gradients, Together(saved, workspace), loss=own, context=context)
+        run_layers(layers, given, gradients, CompositeWatcher(saved, workspace), loss=own, context=context)
     return saved.loss_saved_bytes, workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
 
 
-def counted_pass(
+def count_pass(
     model: nn.Module, layers: Sequence[Layer], given: Any, gradients: OutputGradients, meter: Meter
 ) -> tuple[SavedBytes, StepMemory]:
     """Saved and output bytes, and those of the step, from one untimed pass, forward and backward.
@@ -193,5 +193,5 @@ def counted_pass(
     saved = SavedBytes(model, len(layers))
     workspace = Workspace(model, len(layers), meter, tensors_in(given))
     with saved.hooks():
-        run_layers(layers, given, gradients, Together(saved, workspace))
+        run_layers(layers, given, gradients, CompositeWatcher(saved, workspace))
     return saved, workspace.memory(saved.saved_bytes)

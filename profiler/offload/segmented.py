@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...cost_models.errors import PplanError
 from ..chain.layers import Layer
 from ..chain.shared_parameters import modules_used, tensors_used
-from ..memory.live_bytes import Meter, meter_of, storages
+from ..memory.live_bytes import Meter, build_meter, storages
 from ..memory.workspace import LossWorkspace, StepMemory, Workspace
 from ..passes.activations import SavedBytes
 from ..passes.clocks import Clock
 from ..passes.launch_lead import RunAhead
 from ..passes.layer_stamps import LayerTimes, Stamps, tell_leads
 from ..passes.timing import Context, OutputGradients, run_layers
-from ..passes.watchers import Together, Watcher
+from ..passes.watchers import CompositeWatcher, Watcher
 from ..user_model.failures import is_out_of_memory, layer_failure
 from ..user_model.losses import Loss
 from .boundary import Boundary, InnerGradients
@@ -171,7 +171,7 @@ class _Segment:
     def count_bytes(self, run: SegmentedRun) -> Boundary:
         """A warm-up pass, and two that count into `run`; returns what the next segment is fed."""
         count = len(self._layers)
-        with meter_of(self._whole.device, self._model) as meter:
+        with build_meter(self._whole.device, self._model) as meter:
             end = _End(self._layers, self._whole.visit)
             self._pass([self._fresh()], end, loss=self._loss)
             given = [self._fresh()]
@@ -179,7 +179,7 @@ class _Segment:
             asked = _Asked(count - 1, saved)
             workspace = self._workspace(meter, given)
             with saved.hooks():
-                self._pass(given, Together(saved, workspace, asked), loss=self._loss_to_count())
+                self._pass(given, CompositeWatcher(saved, workspace, asked), loss=self._loss_to_count())
             memory = self._memory(meter, saved.saved_bytes)
         run.saved_bytes += saved.saved_bytes
         run.saved_input_bytes += saved.saved_input_bytes

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .clocks import Clock
-from .launch_lead import Leads, Vector
+from .launch_lead import LaunchLead, Vector
 from .layer_stamps import LayerTimes, Stamps
 from .timing import Context, OutputGradients, backward_failures, forward_layers, hook_first, tensors_in
 from .weight_paths import WeightPaths
@@ -51,7 +51,7 @@ def run_parts(
     gradients: OutputGradients,
     clock: Clock,
     *,
-    leads: Leads = Leads(),  # noqa: B008
+    leads: LaunchLead = LaunchLead(),  # noqa: B008
     context: Context = nullcontext,
 ) -> PartTimes:
     """One pass: forward, input gradients, weight gradients, which accumulate as in any backward.

@@ -40,7 +40,7 @@ _TRIALS = 2
 
 
 @dataclass(frozen=True)
-class Leads:
+class LaunchLead:
     """Seconds that the device is held back before a pass' forward, its backward, its weight gradients."""
 
     forward: float = 0.0
@@ -125,9 +125,9 @@ class RunAhead:
         self._forward, self._backward, self._weights = Direction(), Direction(), Direction()
 
     @property
-    def leads(self) -> Leads:
+    def leads(self) -> LaunchLead:
         """For the next pass."""
-        return Leads(self._forward.lead, self._backward.lead, self._weights.lead)
+        return LaunchLead(self._forward.lead, self._backward.lead, self._weights.lead)
 
     @property
     def is_settled(self) -> bool:

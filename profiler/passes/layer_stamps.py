@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from .clocks import Clock
-from .launch_lead import Leads, RunAhead, Vector
+from .launch_lead import LaunchLead, RunAhead, Vector
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def tell_leads(ahead: RunAhead, times: LayerTimes) -> None:
 class Stamps:
     """The watcher that times: a stamp at both ends of every layer's forward, and at every gradient."""
 
-    def __init__(self, clock: Clock, layers: int, leads: Leads = Leads()) -> None:  # noqa: B008
+    def __init__(self, clock: Clock, layers: int, leads: LaunchLead = LaunchLead()) -> None:  # noqa: B008
         self._clock = clock
         self._layers = layers
         self._leads = leads

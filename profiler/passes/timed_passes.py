@@ -20,14 +20,14 @@ _DIRECTIONS: tuple[Literal["forward"], Literal["backward"]] = ("forward", "backw
 
 
 @dataclass
-class Rounds:
+class TimedPasses:
     """All timed passes at one micro-batch size."""
 
     layers: list[LayerTimes] = field(default_factory=list)
     whole: list[WholeTimes] = field(default_factory=list)
     parts: list[PartTimes] = field(default_factory=list)
     """Backward in two parts; empty where it was not measured."""
-    smaller: Rounds | None = field(default=None, repr=False)
+    smaller: TimedPasses | None = field(default=None, repr=False)
     """Those at the next smaller size (see `host_medians`)."""
 
     def __len__(self) -> int:
@@ -137,7 +137,7 @@ class Rounds:
         return float(1.2533 * widest / 1.349 / np.sqrt(len(self)))
 
 
-def link_sizes(ascending: Sequence[Rounds]) -> None:
+def link_sizes(ascending: Sequence[TimedPasses]) -> None:
     """Tells each size of the next smaller one."""
     for smaller, rounds in pairwise(ascending):
         rounds.smaller = smaller

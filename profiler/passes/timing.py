@@ -17,7 +17,7 @@ from ..user_model.loaded_model import ModelInput
 from ..user_model.losses import Loss
 from ..user_model.seeding import normal_like
 from .clocks import Clock
-from .launch_lead import Leads
+from .launch_lead import LaunchLead
 from .modes import compiler_failure
 from .watchers import Watcher
 
@@ -149,7 +149,7 @@ def run_whole(
     gradients: OutputGradients,
     clock: Clock,
     *,
-    leads: Leads = Leads(),  # noqa: B008
+    leads: LaunchLead = LaunchLead(),  # noqa: B008
     context: Context = nullcontext,
 ) -> WholeTimes:
     """Forward and backward of the untouched model, between stamps at its ends only."""

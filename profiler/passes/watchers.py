@@ -24,7 +24,7 @@ class Watcher(Protocol):
     def backward_ends(self) -> None: ...
 
 
-class Together:
+class CompositeWatcher:
     """Tells several watchers of the same pass, each in the order given."""
 
     def __init__(self, *watchers: Watcher) -> None:

@@ -11,19 +11,19 @@ from ...cost_models.errors import ModelError
 from .failures import at_user_line, first_line, is_out_of_memory
 
 
-def copied(model: nn.Module, name: str) -> nn.Module:
+def copy_model(model: nn.Module, name: str) -> nn.Module:
     """A copy, where the model is. Raises ModelError; where memory runs out, what the allocator raises."""
     return _copy(model, name, {})
 
 
-def copied_to_host(model: nn.Module, name: str) -> nn.Module:
-    """A copy on the CPU; nothing is allocated where the model is. Raises as `copied` does."""
+def copy_to_host(model: nn.Module, name: str) -> nn.Module:
+    """A copy on the CPU; nothing is allocated where the model is. Raises as `copy_model` does."""
     tensors = (*model.parameters(), *model.buffers())
     return _copy(model, name, {id(tensor): _on_the_host(tensor) for tensor in tensors}).to("cpu")
 
 
-def copied_to_meta(model: nn.Module, name: str) -> nn.Module:
-    """A copy on the meta device: parameters and buffers without values. Raises as `copied` does.
+def copy_to_meta(model: nn.Module, name: str) -> nn.Module:
+    """A copy on the meta device: parameters and buffers without values. Raises as `copy_model` does.
 
     Nothing is allocated where the model is: copying first and moving then would hold the weights twice.
     """

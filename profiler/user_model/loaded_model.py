@@ -44,7 +44,7 @@ class ModelInput:
             made = cls((example,), {})
         if not made.tensors:
             raise ModelError(
-                f"{name}: the example input is {described(example)}, and holds no tensor",
+                f"{name}: the example input is {describe_type(example)}, and holds no tensor",
                 "Give a tensor, a tuple of forward's arguments, or a dict of its keyword arguments; "
                 "dimension 0 of the tensors is the batch.",
             )
@@ -177,7 +177,7 @@ def _is_json(value: object) -> bool:
         return False
 
 
-def described(value: object) -> str:
+def describe_type(value: object) -> str:
     """What somebody returned instead of what was expected."""
     if isinstance(value, tuple):
         return f"a tuple of {', '.join(type(part).__name__ for part in value) or 'nothing'}"

@@ -14,7 +14,7 @@ from ...cost_models.errors import UsageError
 _SEEDS = 2**63
 
 
-def checked_seed(seed: int) -> int:
+def check_seed(seed: int) -> int:
     """Raises UsageError where torch, or the file of a profile, could not hold it."""
     if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= int(seed) < _SEEDS:
         raise UsageError(f"seed {seed!r}: must be a whole number from 0 to 2**63 - 1", "As in seed=0.")

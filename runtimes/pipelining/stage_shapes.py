@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...profiler.user_model.copies import copied_to_meta
+from ...profiler.user_model.copies import copy_to_meta
 from .cut_tensors import CutTensor
 from .input_form import InputForm
 from .stage_module import StageModule
@@ -44,7 +44,7 @@ def trace_shapes(
     zero.
     """
     try:
-        twin = copied_to_meta(layers, "the model")
+        twin = copy_to_meta(layers, "the model")
         stages = _followed(twin, parts, tuple(tensor.to("meta") for tensor in given), form, splits_backward)
         return list(stages)
     except Exception:

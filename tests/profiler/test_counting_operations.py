@@ -11,13 +11,13 @@ import torchvision
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pplan.profiler.chain.layers import chain_of
-from pplan.profiler.counting_operations import LayerOperations, Operation, counted_operations
-from pplan.profiler.measurement_target import Subject
+from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.counting_operations import LayerOperations, Operation, count_operations
+from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.models import from_module
 from pplan.profiler.passes.clocks import CpuClock
-from pplan.profiler.structure import counted
-from pplan.profiler.user_model.copies import copied_to_meta
+from pplan.profiler.structure import count_structure
+from pplan.profiler.user_model.copies import copy_to_meta
 from pplan.profiler.user_model.losses import loss_named
 
 
@@ -25,9 +25,9 @@ def operations(
     model: nn.Module, example: Tensor, size: int, loss: str = "none", *, again: bool = True
 ) -> list[LayerOperations]:
     loaded = from_module(model, example)
-    copy = copied_to_meta(model, "model")
-    chain = chain_of(copy, loaded.example_input_for(size))
-    subject = Subject(
+    copy = copy_to_meta(model, "model")
+    chain = build_chain(copy, loaded.example_input_for(size))
+    subject = MeasurementTarget(
         replace(loaded, module=copy),
         chain,
         torch.device("meta"),
@@ -37,8 +37,8 @@ def operations(
         loss=loss_named(loss),
     )
     if again:
-        counted(subject, [size])
-    return counted_operations(subject, size)
+        count_structure(subject, [size])
+    return count_operations(subject, size)
 
 
 def flops(layers: list[LayerOperations], way: str) -> int:

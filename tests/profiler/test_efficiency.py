@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.profiler.efficiency import Curves, Efficiency, Work, fitted
+from pplan.profiler.efficiency import Curves, Efficiency, Work, fit_efficiency
 
 LAUNCH = 4e-6
 
@@ -47,7 +47,7 @@ def test_half_of_the_highest_efficiency_at_half() -> None:
 )
 def test_known_curves_are_found_again(seed: int, known: Curves) -> None:
     works = layers(seed)
-    found = fitted(works, seconds(works, known), LAUNCH)
+    found = fit_efficiency(works, seconds(works, known), LAUNCH)
     for own, other in ((found.compute, known.compute), (found.memory, known.memory)):
         assert own.highest == pytest.approx(other.highest, rel=1e-6)
         assert own.half_seconds == pytest.approx(other.half_seconds, rel=1e-6, abs=1e-12)
@@ -57,7 +57,7 @@ def test_noise_moves_them_little() -> None:
     known = Curves(Efficiency(0.6, 5e-6), Efficiency(0.9, 2e-6))
     works = layers(1)
     noise = np.random.default_rng(0).normal(1, 0.02, size=len(works))
-    found = fitted(works, seconds(works, known) * noise, LAUNCH)
+    found = fit_efficiency(works, seconds(works, known) * noise, LAUNCH)
     assert found.compute.highest == pytest.approx(0.6, rel=0.05)
     assert found.memory.highest == pytest.approx(0.9, rel=0.05)
 
@@ -65,7 +65,7 @@ def test_noise_moves_them_little() -> None:
 def test_what_nothing_is_bound_by_stays_as_it_was() -> None:
     works = layers(2, products=False)
     known = Curves(memory=Efficiency(0.5, 3e-6))
-    found = fitted(works, seconds(works, known), LAUNCH)
+    found = fit_efficiency(works, seconds(works, known), LAUNCH)
     assert found.compute == Curves().compute
     assert found.memory.highest == pytest.approx(0.5)
 
@@ -73,6 +73,6 @@ def test_what_nothing_is_bound_by_stays_as_it_was() -> None:
 def test_seconds_that_no_efficiency_explains() -> None:
     works = layers(3)
     with pytest.raises(UsageError, match="no efficiency"):
-        fitted(works, np.full(len(works), 1e-9), LAUNCH)
+        fit_efficiency(works, np.full(len(works), 1e-9), LAUNCH)
     with pytest.raises(UsageError, match="no efficiency"):
-        fitted([], np.array([]), LAUNCH)
+        fit_efficiency([], np.array([]), LAUNCH)

@@ -16,7 +16,7 @@ import torch
 
 from pplan.cost_models.errors import MachineError
 from pplan.cost_models.machines.topology_file import load_topology
-from pplan.profiler.links import EVERY_PAIR_UP_TO, _backend, _members, _Own, chosen_pairs
+from pplan.profiler.links import EVERY_PAIR_UP_TO, _backend, _members, _Own, choose_pairs
 
 PPLAN = "import sys; from pplan.cli.app import main; sys.exit(main())"
 DIES = """
@@ -146,7 +146,7 @@ def test_a_process_that_is_gone(tmp_path: Path) -> None:
 
 
 def test_few_processes_are_measured_in_all_pairs() -> None:
-    pairs = chosen_pairs([0] * EVERY_PAIR_UP_TO)
+    pairs = choose_pairs([0] * EVERY_PAIR_UP_TO)
     assert len(pairs) == len(set(pairs)) == 28
     assert all(first < second for first, second in pairs)
 
@@ -161,7 +161,7 @@ def test_few_processes_are_measured_in_all_pairs() -> None:
     ],
 )
 def test_of_many_processes_one_pair_of_each_level(nodes: list[int], expected: list[tuple[int, int]]) -> None:
-    assert chosen_pairs(nodes) == expected
+    assert choose_pairs(nodes) == expected
 
 
 def gpu(identity: str, host: tuple[str, int] = ("a", 0)) -> _Own:

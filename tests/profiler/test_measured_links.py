@@ -11,7 +11,7 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.machines.topology_file import load_topology
 from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
 from pplan.profiler.measured_links import MeasuredLinks, Member, PairTimes
-from pplan.profiler.torchrun_env import launched
+from pplan.profiler.torchrun_env import read_torchrun_env
 
 SIZES = [1024, 65536, 2**20, 2**24]
 INSIDE, BETWEEN = (5e-6, 300e9), (25e-6, 12.5e9)
@@ -153,9 +153,9 @@ ENVIRONMENT = {
 
 
 def test_what_torchrun_says_is_read() -> None:
-    process = launched(ENVIRONMENT)
+    process = read_torchrun_env(ENVIRONMENT)
     assert (process.rank, process.world_size, process.local_rank, process.node) == (3, 4, 1, None)
-    assert launched(ENVIRONMENT | {"GROUP_RANK": "1"}).node == 1
+    assert read_torchrun_env(ENVIRONMENT | {"GROUP_RANK": "1"}).node == 1
 
 
 @pytest.mark.parametrize(
@@ -168,5 +168,5 @@ def test_what_torchrun_says_is_read() -> None:
 )
 def test_another_start_is_refused_with_the_command(change: dict[str, str], what: str) -> None:
     with pytest.raises(UsageError, match=what) as refused:
-        launched(ENVIRONMENT | change)
+        read_torchrun_env(ENVIRONMENT | change)
     assert "torchrun --no-python" in refused.value.hint

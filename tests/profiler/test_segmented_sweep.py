@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from pplan.cost_models.errors import MachineError, ModelError, UsageError
 from pplan.profiler import segmented_sweep as segmented_sweep_module
-from pplan.profiler.build_profile import assembled
-from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.build_profile import build_profile
+from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measure import profile_model
-from pplan.profiler.measurement_target import Subject
+from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.micro_batch_sizes import sizes_to_try
 from pplan.profiler.offload.segmented import Segmented
 from pplan.profiler.passes.clocks import CpuClock
@@ -33,15 +33,17 @@ MUCH = 10**9
 UNHELD = ", and the layers' seconds were not held against the whole model's"
 
 
-def subject_of(model: nn.Module, clock: Any, given: Tensor | None = None, **options: Any) -> Subject:
+def subject_of(
+    model: nn.Module, clock: Any, given: Tensor | None = None, **options: Any
+) -> MeasurementTarget:
     example = ModelInput.of(torch.ones(1, 4) if given is None else given)
     loaded = LoadedModel(model, "model", example)
-    chain = chain_of(model, example, granularity=options.pop("granularity", "block"))
-    return Subject(loaded, chain, torch.device("cpu"), torch.float32, clock, 0, **options)
+    chain = build_chain(model, example, granularity=options.pop("granularity", "block"))
+    return MeasurementTarget(loaded, chain, torch.device("cpu"), torch.float32, clock, 0, **options)
 
 
 def swept(
-    subject: Subject,
+    subject: MeasurementTarget,
     free: int | Callable[[], int],
     sizes: Sequence[int] | None = None,
     budget: float = 1e6,
@@ -62,10 +64,12 @@ def sizes_of(sweep: SegmentedSweep) -> list[int]:
     return [result.size for result in sweep.results]
 
 
-def whole_profile(subject: Subject, sizes: Sequence[int]) -> Profile:
+def whole_profile(subject: MeasurementTarget, sizes: Sequence[int]) -> Profile:
     sweep = Sweep(subject, sizes, 1e6, 1)
     sweep.measure()
-    return assembled(subject, [SizeResult.of_run(run) for run in sweep.runs], sweep.unmeasured, sweep.notes)
+    return build_profile(
+        subject, [SizeResult.of_run(run) for run in sweep.runs], sweep.unmeasured, sweep.notes
+    )
 
 
 @pytest.mark.parametrize("loss", ["none", "cross-entropy"])
@@ -76,7 +80,7 @@ def test_the_profile_has_the_bytes_of_the_whole(
     given = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(0))
     subject = subject_of(convolutions(), CpuClock(), given, loss=loss_named(loss, 0))
     sweep = swept(subject, free, [3], rounds=1)
-    profile = assembled(subject, sweep.results, sweep.unmeasured, sweep.notes)
+    profile = build_profile(subject, sweep.results, sweep.unmeasured, sweep.notes)
     expected = whole_profile(subject, [3])
     note = f"does not fit on cpu whole: measured in {segments} segment{'s' * (segments > 1)}{UNHELD}"
     assert profile.notes[0] == note
@@ -224,7 +228,7 @@ def test_one_sample_that_batch_norm_refuses_is_left_out(clock: Any, takes: Any) 
 def test_a_sequential_made_of_layers_keeps_them(clock: Any) -> None:
     """Its granularity tells how the layers were found, not how to find them again."""
     inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
-    whole = chain_of(inner, torch.ones(1, 4), granularity="module:0")
+    whole = build_chain(inner, torch.ones(1, 4), granularity="module:0")
     assert len(whole) == 2
     made = as_sequential(whole)
     subject = subject_of(made, clock)

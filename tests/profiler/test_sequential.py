@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.chain.layer_sequential import LayerSequential
-from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.sequential import sequential, state_dict_names
 from pplan.profiler.user_model.loaded_model import ModelInput
 
@@ -63,7 +63,7 @@ def test_same_outputs_and_gradients_bit_for_bit(model: nn.Module, training: bool
 
 def test_same_layers_as_the_profile_and_the_models_own_parameters(model: nn.Module) -> None:
     given = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    chain, children = chain_of(model, given), sequential(model, given)
+    chain, children = build_chain(model, given), sequential(model, given)
     assert len(children) == len(chain)
     assert [type(child) for child in children if not isinstance(child, torch.fx.GraphModule)] == [
         type(layer.module) for layer in chain.layers if layer.path is not None
@@ -88,7 +88,7 @@ def test_state_dict_names_carry_weights_both_ways(model: nn.Module) -> None:
 
 def test_it_knows_the_names_of_its_layers(model: nn.Module) -> None:
     given = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    chain, children = chain_of(model, given), sequential(model, given)
+    chain, children = build_chain(model, given), sequential(model, given)
     names = tuple(layer.name for layer in chain.layers)
     assert isinstance(children, LayerSequential)
     assert (children.model_name, children.layer_names) == (type(model).__name__, names)
@@ -112,7 +112,7 @@ def test_a_first_layer_that_works_in_place_gets_a_clone() -> None:
     given = torch.randn(3, 4)
     before = given.clone()
     children = sequential(model, given)
-    assert len(children) == len(chain_of(model, given)) == 2
+    assert len(children) == len(build_chain(model, given)) == 2
     output = children(given)
     assert torch.equal(given, before)
     assert torch.equal(output, model(given))
@@ -283,7 +283,7 @@ def test_checkpoints_of_fine_layers_move_both_ways(graph: str) -> None:
 def test_what_is_handed_on_is_what_the_profile_counts(graph: str) -> None:
     make, make_input = GRAPHS[graph]
     model, given = make().double(), ModelInput.of(make_input())
-    chain = chain_of(model, given, granularity="fine")
+    chain = build_chain(model, given, granularity="fine")
     value: Any = given.clone().handed
     several = 0
     for layer in chain.layers[:-1]:
@@ -297,16 +297,16 @@ def test_what_is_handed_on_is_what_the_profile_counts(graph: str) -> None:
 
 def test_layers_that_hand_on_tuples_know_their_names_and_their_granularity() -> None:
     model, given = UNet().eval(), torch.randn(2, 3, 16, 16)
-    chain = chain_of(model, given, granularity="fine")
+    chain = build_chain(model, given, granularity="fine")
     layers = sequential(model, given, granularity="fine")
     assert layers.granularity == chain.granularity == "fine"
     for asked in ("block", "fine"):
-        again = chain_of(layers, given, granularity=asked)
+        again = build_chain(layers, given, granularity=asked)
         assert again.granularity == "fine"
         assert [(x.name, x.crossing) for x in again.layers] == [(x.name, x.crossing) for x in chain.layers]
         assert [x.cut_reason is None for x in again.layers] == [x.cut_reason is None for x in chain.layers]
     pinned = sequential(model, given, granularity="fine", keep_together=["down*"])
-    assert [x.cut_reason for x in chain_of(pinned, given).layers][1:4] == [
+    assert [x.cut_reason for x in build_chain(pinned, given).layers][1:4] == [
         *["kept together: down*"] * 2,
         None,
     ]

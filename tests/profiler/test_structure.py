@@ -17,16 +17,16 @@ from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
 from torchvision.models.vision_transformer import VisionTransformer
 
-from pplan.profiler.chain.layers import chain_of
-from pplan.profiler.measurement_target import Subject
+from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.memory import meta_attention
 from pplan.profiler.models import from_module
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.passes.modes import Modes
 from pplan.profiler.size_result import SizeResult
 from pplan.profiler.size_run import SizeRun
-from pplan.profiler.structure import as_on_the_cpu, counted
-from pplan.profiler.user_model.copies import copied, copied_to_meta
+from pplan.profiler.structure import as_on_the_cpu, count_structure
+from pplan.profiler.user_model.copies import copy_model, copy_to_meta
 
 SIZE = 2
 Bytes = dict[str, tuple[int, ...]]
@@ -40,16 +40,16 @@ def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def subject_of(
     model: nn.Module, example: object, device: str, dtype: torch.dtype, modes: Modes, granularity: str
-) -> Subject:
+) -> MeasurementTarget:
     loaded = from_module(model, example)
-    copy = copied_to_meta(model, "model") if device == "meta" else copied(model, "model")
+    copy = copy_to_meta(model, "model") if device == "meta" else copy_model(model, "model")
     copy = modes.converted(copy.to(dtype))
-    chain = chain_of(copy, loaded.example_input_for(SIZE).to(dtype=dtype), granularity=granularity)
+    chain = build_chain(copy, loaded.example_input_for(SIZE).to(dtype=dtype), granularity=granularity)
     place = torch.device(device)
-    return Subject(replace(loaded, module=copy), chain, place, dtype, CpuClock(), 0, modes=modes)
+    return MeasurementTarget(replace(loaded, module=copy), chain, place, dtype, CpuClock(), 0, modes=modes)
 
 
-def bytes_of(subject: Subject, result: SizeResult, *, workspace: bool) -> Bytes:
+def bytes_of(subject: MeasurementTarget, result: SizeResult, *, workspace: bool) -> Bytes:
     columns = [result.saved_bytes, result.saved_input_bytes, result.output_bytes]
     if workspace:
         assert result.forward_workspace_bytes is not None
@@ -71,7 +71,7 @@ def both(
     """Of the model on meta, and on the CPU."""
     settings = (dtype, modes or Modes(), granularity)
     subject = subject_of(model, example, "meta", *settings)
-    (result,), _ = counted(subject, [SIZE])
+    (result,), _ = count_structure(subject, [SIZE])
     on_meta = bytes_of(subject, result, workspace=workspace)
     subject = subject_of(model, example, "cpu", *settings)
     run = SizeRun(subject, SIZE)
@@ -292,8 +292,8 @@ def test_notes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model, settings = nn.Sequential(nn.Linear(16, 16), Last()), ("meta", torch.float32, Modes(), "block")
     recurrent = "1: on a real device recurrent layers save other bytes than are counted here"
-    assert counted(subject_of(model, torch.randn(2, 5, 16), *settings), [SIZE])[1] == [recurrent]
+    assert count_structure(subject_of(model, torch.randn(2, 5, 16), *settings), [SIZE])[1] == [recurrent]
     monkeypatch.setattr(meta_attention, "_missing", lambda: "such_a_name")
-    _, notes = counted(subject_of(Attends(), torch.randn(2, 10, 16), *settings), [SIZE])
+    _, notes = count_structure(subject_of(Attends(), torch.randn(2, 10, 16), *settings), [SIZE])
     missing = f"torch {torch.__version__} has no such_a_name"
     assert notes == [f"attention is counted with its whole matrix, more than the CPU saves: {missing}"]

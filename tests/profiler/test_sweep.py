@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from pplan.cost_models.errors import MachineError, ModelError
 from pplan.profiler import size_run as size_run_module
 from pplan.profiler import sweep as sweep_module
-from pplan.profiler.chain.layers import Layer, LayerChain, chain_of
-from pplan.profiler.measurement_target import Subject
+from pplan.profiler.chain.layers import Layer, LayerChain, build_chain
+from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.passes.backward_parts import run_parts
 from pplan.profiler.passes.layer_stamps import LayerTimes
 from pplan.profiler.passes.modes import Modes
@@ -29,15 +29,15 @@ PROBE = 1
 """Seconds of the run that finds the cuts."""
 
 
-def subject_of(model: nn.Module, clock: Any, given: object = None, **options: Any) -> Subject:
+def subject_of(model: nn.Module, clock: Any, given: object = None, **options: Any) -> MeasurementTarget:
     example = ModelInput.of(torch.ones(1, 4) if given is None else given)
     loaded = LoadedModel(model, "model", example)
     options = {"dtype": torch.float32, "clock": clock, "seed": 0, **options}
-    return Subject(loaded, chain_of(model, example), torch.device("cpu"), **options)
+    return MeasurementTarget(loaded, build_chain(model, example), torch.device("cpu"), **options)
 
 
 def swept(
-    subject: Subject,
+    subject: MeasurementTarget,
     sizes: Sequence[int] | None = None,
     budget: float = 1e6,
     rounds: int | None = None,
@@ -290,7 +290,7 @@ def test_several_inputs(clock: Any, takes: Any) -> None:
     layer = Layer("all", "Adds", OfTuple(model), None, tuple(model.parameters()), (), None)
     example = ModelInput.of({"second": torch.ones(1, 4), "first": torch.ones(1, 4)})
     loaded, chain = LoadedModel(model, "model", example), LayerChain("model", (layer,), False)
-    subject = Subject(loaded, chain, torch.device("cpu"), torch.float32, clock, 0)
+    subject = MeasurementTarget(loaded, chain, torch.device("cpu"), torch.float32, clock, 0)
     sweep = swept(subject, [3], rounds=2)
     assert sweep.runs[0].rounds.medians("forward").sum() == 3
     assert sweep.runs[0].rounds.whole_medians() == (3, 6)

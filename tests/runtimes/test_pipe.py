@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from pplan.cost_models.errors import ExportError, FileError, MachineError, UsageError
 from pplan.planner.plan_file import Plan
-from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.sequential import sequential
 from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.formats.exporters import export
@@ -200,7 +200,7 @@ def test_shared_parameters(make_plan: MakePlan, runtime: str, name: str, recompu
     """Cut as the profile allows. Batch norm sees whole mini-batches, as the plain model's does."""
     plain, batch = sharing_model(name)
     model = copy.deepcopy(plain)
-    chain = chain_of(model, batch[0])
+    chain = build_chain(model, batch[0])
     ends = [index + 1 for index, layer in enumerate(chain.layers) if layer.cut_reason is None]
     balance = [b - a for a, b in pairwise([0, *ends])]
     assert 1 < len(balance) < len(chain)
@@ -287,7 +287,7 @@ def test_cuts_that_several_tensors_cross(
     plain = make().double()
     batch = torch.randn(8, 3, 16, 16, dtype=torch.float64), torch.randint(3, (8,))
     model = copy.deepcopy(plain)
-    chain = chain_of(model, batch[0], granularity="fine")
+    chain = build_chain(model, batch[0], granularity="fine")
     ends = [
         index + 1 for index, layer in enumerate(chain.layers) if layer.crossing > 1 and not layer.cut_reason
     ]
@@ -349,7 +349,7 @@ def test_tensors_without_gradients_at_cuts(make_plan: MakePlan, runtime: str, re
     ids[:, 0] = 1
     batch = ids, torch.randint(5, (8,))
     model = copy.deepcopy(plain)
-    count = len(chain_of(model, ids[:2], granularity="fine"))
+    count = len(build_chain(model, ids[:2], granularity="fine"))
     plan = make_plan(
         [6, 6, count - 12],
         micro_batches=4,
@@ -505,7 +505,7 @@ def test_other_layer_names_are_refused(make_plan: MakePlan) -> None:
 def test_pplan_sequential_knows_whose_layers_it_has(make_plan: MakePlan, runtime: str) -> None:
     """Another model of as many layers is refused; its own is not, nor one without names."""
     given = torch.randn(2, 6)
-    names = [layer.name for layer in chain_of(Reused(), given).layers]
+    names = [layer.name for layer in build_chain(Reused(), given).layers]
     plan = make_plan([2, len(names) - 2], layer_names=names, model="reused")
     document, _ = export(runtime, plan, device="cpu")
     own = sequential(Reused(), given)

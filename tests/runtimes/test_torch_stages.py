@@ -15,7 +15,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from pplan.cost_models.document import sha256
 from pplan.cost_models.errors import ExportError, FileError, MachineError, UsageError
 from pplan.planner.plan_file import Plan
-from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.user_model.loaded_model import ModelInput
 from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.formats.torch_export import TorchExport
@@ -276,7 +276,7 @@ NET = ["stem", "act", "mul", "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1
 def test_the_cuts_for_pipeline(make_plan: MakePlan) -> None:
     """`pipeline()` makes the plan's stages of them, with the model's output."""
     model, given = Net(), torch.randn(4, 3)
-    assert [layer.name for layer in chain_of(model, given).layers] == NET
+    assert [layer.name for layer in build_chain(model, given).layers] == NET
     plan = make_plan([3, 2, 3, 1], layer_names=NET)
     spec = split_spec(plan, model, given)
     assert spec == dict.fromkeys(("blocks.0.0", "blocks.1.0", "head"), SplitPoint.BEGINNING)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ....cost_models.errors import MachineError
-from ....profiler.torchrun_env import Launched
+from ....profiler.torchrun_env import TorchrunEnv
 from ..job import Job, Measured
 from .failure import Journal, failure_of
 from .worker import run_job
 
 
-def run_as_one(job: Job, process: Launched) -> Measured | None:
+def run_as_one(job: Job, process: TorchrunEnv) -> Measured | None:
     """What was found, in the first process; None in the others.
 
     Raises RankFailed in the process that fails on its own account, Lost in those that lose it.

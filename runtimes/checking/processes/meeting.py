@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....profiler.torchrun_env import Launched
+from ....profiler.torchrun_env import TorchrunEnv
 from ..job import Job
 from .failure import Journal
 
@@ -16,7 +16,7 @@ LAST_SECONDS = 30
 """By which the processes are more patient than their parent, who knows which of them hangs."""
 
 
-def device_of(job: Job, process: Launched) -> torch.device:
+def device_of(job: Job, process: TorchrunEnv) -> torch.device:
     """This process's, made the current one."""
     if job.device == "cpu":
         return torch.device("cpu")

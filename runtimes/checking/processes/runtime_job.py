@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from ....profiler.machine import device_name
-from ....profiler.torchrun_env import Launched
+from ....profiler.torchrun_env import TorchrunEnv
 from ...formats.deepspeed_export import DeepspeedExport
 from ..job import Job, Measured
 from .failure import Journal
 from .meeting import device_of
 
 
-def run_runtime_job(job: Job, process: Launched, journal: Journal) -> Measured | None:
+def run_runtime_job(job: Job, process: TorchrunEnv, journal: Journal) -> Measured | None:
     """Runs the cases; what was found, on rank 0, else None."""
     first = job.runtime_cases[0].document
     if isinstance(first, DeepspeedExport):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ....profiler.machine import device_name
-from ....profiler.torchrun_env import Launched, launched
+from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
 from ..calibration import fitted
 from ..job import Case, CaseResult, Corrections, Job, Measured
 from .case_run import CaseRun, Together
@@ -26,7 +26,7 @@ from .runtime_job import run_runtime_job
 from .transfers import measured_links
 
 
-def run_job(job: Job, process: Launched, journal: Journal) -> Measured | None:
+def run_job(job: Job, process: TorchrunEnv, journal: Journal) -> Measured | None:
     """Runs the cases with the other processes; what was found, on rank 0, else None.
 
     `journal` is told what is being done. Raises PplanError; what the model raises is left as it is.
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     """`FOLDER [NAME ...]`: of the job, of what is found, and of what is done meanwhile; and the names of a
     model and a loss that the user gave, without which no code but ours is imported."""
     folder = Path(arguments[0])
-    process = launched(os.environ, "check", at_least=1)
+    process = read_torchrun_env(os.environ, "check", at_least=1)
     journal = Journal(folder, process.rank)
     # torchgpipe and FairScale, in one process, compute in threads of theirs.
     journal.listen(all_threads=process.world_size == 1)

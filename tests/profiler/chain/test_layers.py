@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pplan.cost_models.errors import ModelError, UsageError
-from pplan.profiler.chain.layers import LayerChain, chain_of, layer_failure
-from pplan.profiler.chain.shared_parameters import aliases_in
+from pplan.profiler.chain.layers import LayerChain, build_chain, layer_failure
+from pplan.profiler.chain.shared_parameters import storage_aliases
 from pplan.profiler.measure import profile_model
 from pplan.profiler.user_model.loaded_model import ModelInput
 
@@ -28,7 +28,7 @@ def run(chain: LayerChain, value: Any) -> Any:
 def vgg19() -> LayerChain:
     with torch.device("meta"):
         model = torchvision.models.vgg19()
-    return chain_of(model, torch.empty(2, 3, 32, 32, device="meta"))
+    return build_chain(model, torch.empty(2, 3, 32, 32, device="meta"))
 
 
 def test_vgg19_has_46_layers(vgg19: LayerChain) -> None:
@@ -54,7 +54,7 @@ def test_vgg19_is_not_cut_before_in_place_relus(vgg19: LayerChain) -> None:
 def test_resnet50_is_cut_where_one_tensor_passes() -> None:
     with torch.device("meta"):
         model = torchvision.models.resnet50()
-    chain = chain_of(model, torch.empty(2, 3, 64, 64, device="meta"))
+    chain = build_chain(model, torch.empty(2, 3, 64, 64, device="meta"))
     assert len(chain) == 39
     names = [layer.name for layer in chain.layers]
     assert names[:6] == ["conv1", "bn1", "relu", "maxpool", "layer1.0", "layer1.0.relu"]
@@ -72,7 +72,7 @@ def test_nested_sequentials_are_taken_apart_and_others_are_not() -> None:
     hooked = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     hooked.register_forward_hook(lambda *seen: None)  # noqa: ARG005
     model = nn.Sequential(block, nn.MultiheadAttention(4, 1).out_proj, hooked)
-    names = [layer.name for layer in chain_of(model, torch.ones(1, 4)).layers]
+    names = [layer.name for layer in build_chain(model, torch.ones(1, 4)).layers]
     assert names == ["0.0", "0.1.0", "0.1.1", "1", "2"]
 
 
@@ -85,7 +85,7 @@ class Overwrites(nn.Module):
 
 def test_in_place_through_views_forbids_every_cut_it_reaches() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0), Overwrites(), nn.Flatten(0), nn.Hardtanh())
-    reasons = [layer.cut_reason for layer in chain_of(model, torch.ones(2, 4)).layers]
+    reasons = [layer.cut_reason for layer in build_chain(model, torch.ones(2, 4)).layers]
     assert reasons == ["in-place Overwrites 2 overwrites it", "in-place Overwrites follows", None, None, None]
 
 
@@ -109,10 +109,10 @@ class InBranch(nn.Module):
 
 
 def test_an_in_place_operation_inside_a_layer_is_not_called_by_the_layers_kind() -> None:
-    chain = chain_of(InBranch(nn.Linear(4, 4)), torch.ones(2, 4))
+    chain = build_chain(InBranch(nn.Linear(4, 4)), torch.ones(2, 4))
     assert [layer.kind for layer in chain.layers] == ["Linear", "Linear"]
     assert chain.layers[0].cut_reason == "an in-place operation in linear follows"
-    chain = chain_of(InBranch(nn.Linear(4, 4), nn.Flatten()), torch.ones(2, 4))
+    chain = build_chain(InBranch(nn.Linear(4, 4), nn.Flatten()), torch.ones(2, 4))
     assert [layer.cut_reason for layer in chain.layers] == [
         "an in-place operation in linear overwrites it",
         "an in-place operation in linear follows",
@@ -133,13 +133,13 @@ def test_an_in_place_operation_inside_a_layer_is_not_called_by_the_layers_kind()
     ],
 )
 def test_models_that_overwrite_their_input(model: nn.Module, overwrites: bool) -> None:
-    assert chain_of(model, torch.ones(2, 4)).overwrites_input is overwrites
+    assert build_chain(model, torch.ones(2, 4)).overwrites_input is overwrites
 
 
 def test_no_cut_between_users_of_one_weight() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].weight = model[0].weight
-    chain = chain_of(model, torch.ones(1, 4))
+    chain = build_chain(model, torch.ones(1, 4))
     reason = "0 and 2 share 0.weight"
     assert [layer.cut_reason for layer in chain.layers] == [reason, reason, None, None]
     assert [layer.parameter_bytes for layer in chain.layers] == [80, 0, 16, 80]
@@ -148,7 +148,7 @@ def test_no_cut_between_users_of_one_weight() -> None:
 def test_no_cut_between_uses_of_one_batch_norm() -> None:
     norm = nn.BatchNorm1d(4, affine=False)
     model = nn.Sequential(norm, nn.Linear(4, 4), norm, nn.Tanh())
-    reasons = [layer.cut_reason for layer in chain_of(model, torch.ones(2, 4)).layers]
+    reasons = [layer.cut_reason for layer in build_chain(model, torch.ones(2, 4)).layers]
     assert reasons[0] is not None
     assert "share 0.running_mean" in reasons[0]
     assert reasons[1] == reasons[0]
@@ -178,7 +178,7 @@ class Reuses(nn.Module):
 def test_a_traced_model_keeps_its_meaning() -> None:
     model = Reuses()
     given = torch.randn(3, 2, 3)
-    chain = chain_of(model, given)
+    chain = build_chain(model, given)
     assert [layer.name for layer in chain.layers] == [
         "view",
         "first",
@@ -216,7 +216,7 @@ class Branches(nn.Module):
 def test_tuples_and_constants_do_not_cross_cuts() -> None:
     model = Branches()
     given = torch.randn(2, 8)
-    chain = chain_of(model, given)
+    chain = build_chain(model, given)
     assert [layer.name for layer in chain.layers][-2:] == ["tanh", "clamp"]
     assert torch.equal(run(chain, given), model(given))
 
@@ -250,7 +250,7 @@ class Joins(nn.Module):
 def test_elements_of_a_sequential_may_hand_on_a_tuple_and_nothing_deeper() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Splits(), Nests(), Joins(), nn.Tanh())
     given = torch.randn(2, 4)
-    chain = chain_of(model, given)
+    chain = build_chain(model, given)
     assert [layer.crossing for layer in chain.layers] == [1, 2, 1, 0]
     assert [layer.path for layer in chain.layers] == ["0", "1", None, "4"]
     assert chain.edges == ((0, 1), (1, 2), (2, 3))
@@ -260,7 +260,7 @@ def test_elements_of_a_sequential_may_hand_on_a_tuple_and_nothing_deeper() -> No
 def test_the_last_layer_may_return_several_tensors() -> None:
     model = Pair()
     given = torch.randn(2, 4)
-    chain = chain_of(model, given)
+    chain = build_chain(model, given)
     assert [layer.name for layer in chain.layers] == ["body", "tanh", "heads"]
     result = run(chain, given)
     assert isinstance(result, dict)
@@ -271,7 +271,7 @@ def test_the_model_is_untouched() -> None:
     model = torchvision.models.resnet18(num_classes=2)
     before = copy.deepcopy(model.state_dict())
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    chain_of(model, torch.randn(2, 3, 32, 32))
+    build_chain(model, torch.randn(2, 3, 32, 32))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
     assert model.training
@@ -280,13 +280,13 @@ def test_the_model_is_untouched() -> None:
 
 def test_layers_that_the_meta_device_cannot_run_are_run_for_real() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Counts(), nn.ReLU(inplace=True))
-    reasons = [layer.cut_reason for layer in chain_of(model, torch.ones(1, 2)).layers]
+    reasons = [layer.cut_reason for layer in build_chain(model, torch.ones(1, 2)).layers]
     assert reasons == [None, "in-place ReLU follows", None]
 
 
 def test_batch_norm_on_one_value_a_channel_is_tried_with_two_samples() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    assert len(chain_of(model, torch.ones(1, 2))) == 2
+    assert len(build_chain(model, torch.ones(1, 2))) == 2
 
 
 class Decides(nn.Module):
@@ -298,7 +298,7 @@ class Decides(nn.Module):
 
 def test_an_untraceable_model_is_told_its_line() -> None:
     with pytest.raises(ModelError) as caught:
-        chain_of(Decides(), torch.ones(1, 2))
+        build_chain(Decides(), torch.ones(1, 2))
     assert "test_layers.py" in caught.value.what
     assert "if given.sum() > 0:" in caught.value.what
     assert "nn.Sequential" in caught.value.hint
@@ -344,7 +344,7 @@ class Named(nn.Module):
 )
 def test_models_that_are_no_chain(model: nn.Module, expected: str) -> None:
     with pytest.raises(ModelError, match=expected) as caught:
-        chain_of(model, torch.ones(1, 2))
+        build_chain(model, torch.ones(1, 2))
     assert caught.value.hint
 
 
@@ -368,10 +368,10 @@ class Scales(nn.Module):
 @pytest.mark.parametrize("granularity", ["block", "fine", "module:left,right"])
 def test_several_inputs_and_outputs(granularity: str) -> None:
     model, one, two = Scales(), torch.randn(2, 4), torch.randn(2, 3)
-    chain = chain_of(model, ModelInput((one, 3.0), {"two": two}), granularity=granularity)
+    chain = build_chain(model, ModelInput((one, 3.0), {"two": two}), granularity=granularity)
     results = run(chain, (one, two))
     assert all(map(torch.equal, results, model(one, 3.0, two=two)))
-    swapped = chain_of(model, {"two": two, "one": one}, granularity=granularity)
+    swapped = build_chain(model, {"two": two, "one": one}, granularity=granularity)
     assert all(map(torch.equal, run(swapped, (two, one)), model(one, two=two)))
     assert len(chain) == {"block": 1, "fine": 6, "module:left,right": 4}[granularity]
 
@@ -381,7 +381,7 @@ def test_a_wrong_input_shape_names_layer_shape_and_field(shape: tuple[int, ...])
     with torch.device("meta"):
         model = torchvision.models.vgg11()
     with pytest.raises(ModelError) as caught:
-        chain_of(model, torch.empty(shape, device="meta"))
+        build_chain(model, torch.empty(shape, device="meta"))
     assert "layer features." in caught.value.what
     assert "input of shape 1x" in caught.value.what
     assert "input_shape=(3, 224, 224)" in caught.value.hint
@@ -393,7 +393,7 @@ def test_a_failing_layer_of_the_users_is_told_its_line() -> None:
             raise KeyError(f"gone at {given.dim()}")
 
     with pytest.raises(ModelError, match=r"layer 1 \(Fails\) failed on .* 1x2 .*KeyError.*test_layers.py"):
-        chain_of(nn.Sequential(nn.Linear(2, 2), Fails()), torch.ones(1, 2))
+        build_chain(nn.Sequential(nn.Linear(2, 2), Fails()), torch.ones(1, 2))
 
 
 HOOKS = (
@@ -410,19 +410,19 @@ def test_hooks_of_the_whole_model_are_not_dropped(model: nn.Module, register: st
     model = copy.deepcopy(model)
     handle = getattr(model, register)(lambda *seen: None)  # noqa: ARG005
     with pytest.raises(ModelError, match=f"{type(model).__name__} has hooks of its own"):
-        chain_of(model, torch.ones(1, 2))
-    (layer,) = chain_of(nn.Sequential(model), torch.ones(1, 2)).layers
+        build_chain(model, torch.ones(1, 2))
+    (layer,) = build_chain(nn.Sequential(model), torch.ones(1, 2)).layers
     assert layer.module is model
     handle.remove()
     if isinstance(model, nn.Sequential):
-        assert len(chain_of(model, torch.ones(1, 2))) == 2
+        assert len(build_chain(model, torch.ones(1, 2))) == 2
 
 
 def test_frozen_parameters_are_not_trainable() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     model[1].bias.requires_grad_(False)
-    layers = chain_of(model, torch.ones(1, 4)).layers
+    layers = build_chain(model, torch.ones(1, 4)).layers
     assert [(layer.parameter_bytes, layer.trainable_bytes) for layer in layers] == [
         (80, 0),
         (80, 64),
@@ -452,7 +452,7 @@ def test_the_hint_fits_what_the_layer_said(layer: nn.Module, given: Tensor, hint
 def test_layers_are_kept_together_by_the_users_pins() -> None:
     with torch.device("meta"):
         model, given = torchvision.models.vgg11(num_classes=2), torch.empty(2, 3, 32, 32)
-    chain = chain_of(model, given, keep_together=["classifier.*", "features.1?"])
+    chain = build_chain(model, given, keep_together=["classifier.*", "features.1?"])
     reasons = {layer.name: layer.cut_reason for layer in chain.layers}
     names = list(reasons)
     free = [name for name in names if reasons[name] is None]
@@ -470,14 +470,14 @@ def test_a_pin_that_matches_no_layer_is_refused() -> None:
     with torch.device("meta"):
         model, given = torchvision.models.vgg11(), torch.empty(2, 3, 32, 32)
     with pytest.raises(ModelError, match=r"no layer is named 'clasifier\.\*'; nearest: classifier") as caught:
-        chain_of(model, given, keep_together=["clasifier.*"])
+        build_chain(model, given, keep_together=["clasifier.*"])
     assert "features.0, features.1" in caught.value.hint
 
 
 @pytest.mark.parametrize("granularity", ["blocks", "module", "module:", "fine:a", ""])
 def test_an_unknown_granularity_is_refused(granularity: str) -> None:
     with pytest.raises(UsageError, match="granularity"):
-        chain_of(nn.Sequential(nn.ReLU()), torch.ones(1, 2), granularity=granularity)
+        build_chain(nn.Sequential(nn.ReLU()), torch.ones(1, 2), granularity=granularity)
 
 
 class Passes(nn.Module):
@@ -493,8 +493,8 @@ class Passes(nn.Module):
 def test_parameters_over_the_same_memory_are_shared_too() -> None:
     model = Passes()
     model.b.weight.data = model.a.weight.data
-    assert aliases_in(model) == (("a.weight", "b.weight"),)
-    chain = chain_of(model, torch.ones(2, 4))
+    assert storage_aliases(model) == (("a.weight", "b.weight"),)
+    chain = build_chain(model, torch.ones(2, 4))
     assert [layer.cut_reason for layer in chain.layers] == ["a and b share a.weight", None, None]
     profile = profile_model((model, torch.ones(2, 4)), device="meta", micro_batch_sizes=[2])
     assert [layer.cut_after for layer in profile.layers] == [False, True, True]
@@ -506,8 +506,8 @@ def test_neighbours_in_one_flat_buffer_are_not_shared() -> None:
     flat = torch.randn(3 * 16)
     for index, layer in enumerate((model.a, model.b, model.c)):
         layer.weight.data = flat[16 * index : 16 * index + 16].view(4, 4)
-    assert aliases_in(model) == ()
-    assert all(layer.cut_reason is None for layer in chain_of(model, torch.ones(2, 4)).layers)
+    assert storage_aliases(model) == ()
+    assert all(layer.cut_reason is None for layer in build_chain(model, torch.ones(2, 4)).layers)
     # Unless they overlap: here by one number.
     model.c.weight.data = flat[31:47].view(4, 4)
-    assert aliases_in(model) == (("b.weight", "c.weight"),)
+    assert storage_aliases(model) == (("b.weight", "c.weight"),)

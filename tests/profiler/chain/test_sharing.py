@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.chain.shared_parameters import Again, Borrowed
 from pplan.profiler.measure import profile_model
 from pplan.profiler.sequential import sequential, state_dict_names
@@ -132,7 +132,7 @@ def assert_registered_once(layers: nn.Sequential) -> None:
 
 def test_each_tensor_is_registered_once(model: nn.Module) -> None:
     layers = sequential(model, batch())
-    assert len(layers) == len(chain_of(model, batch()))
+    assert len(layers) == len(build_chain(model, batch()))
     assert_registered_once(layers)
     assert {id(p) for p in layers.parameters()} == {id(p) for p in model.parameters()}
     assert len({id(b) for b in layers.buffers()}) == len(list(model.buffers()))
@@ -274,8 +274,8 @@ def test_the_model_is_untouched(model: nn.Module) -> None:
 
 def test_its_own_chain_knows_the_sharers(model: nn.Module) -> None:
     """A profile of the nn.Sequential forbids the cuts that the model's does."""
-    chain = chain_of(model, batch())
-    again = chain_of(sequential(model, batch()), batch())
+    chain = build_chain(model, batch())
+    again = build_chain(sequential(model, batch()), batch())
     cuts = [layer.cut_reason is None for layer in chain.layers]
     assert not all(cuts[:-1])
     assert [layer.cut_reason is None for layer in again.layers] == cuts

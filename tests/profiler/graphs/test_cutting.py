@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import LayerChain, chain_of
+from pplan.profiler.chain.layers import LayerChain, build_chain
 from pplan.profiler.graphs.cutting import Flow, parts
 from pplan.profiler.graphs.granularity import Granularity
-from pplan.profiler.graphs.tracing import symbolic_graph
+from pplan.profiler.graphs.tracing import trace_symbolically
 from pplan.profiler.graphs.trial import Trial
 from pplan.profiler.sequential import sequential
 from pplan.profiler.user_model.loaded_model import ModelInput
@@ -106,7 +106,7 @@ def by_hand(program: Program, values: list[Value], made: int) -> tuple[set[Value
 
 def flow_of(model: nn.Module, given: Tensor) -> Flow:
     example = ModelInput.of(given)
-    traced = symbolic_graph(model, example, "model")
+    traced = trace_symbolically(model, example, "model")
     return Flow(traced, Trial(traced, model, example, "model"))
 
 
@@ -166,7 +166,7 @@ def test_fine_cuts_are_block_cuts_and_more() -> None:
 def resnet(granularity: str) -> LayerChain:
     with torch.device("meta"):
         model = torchvision.models.resnet18()
-    return chain_of(model, torch.empty(2, 3, 64, 64, device="meta"), granularity=granularity)
+    return build_chain(model, torch.empty(2, 3, 64, 64, device="meta"), granularity=granularity)
 
 
 def test_a_residual_block_is_cut_inside_where_two_tensors_cross() -> None:
@@ -212,8 +212,8 @@ def test_a_pattern_that_matches_no_module_is_refused() -> None:
 def test_a_sequential_is_cut_by_patterns_and_finely() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 2)))
     given = torch.ones(2, 4)
-    assert [x.name for x in chain_of(model, given, granularity="module:0").layers] == ["0", "1.0"]
-    assert [x.name for x in chain_of(model, given, granularity="fine").layers] == ["0.0", "0.1", "1.0"]
+    assert [x.name for x in build_chain(model, given, granularity="module:0").layers] == ["0", "1.0"]
+    assert [x.name for x in build_chain(model, given, granularity="fine").layers] == ["0.0", "0.1", "1.0"]
 
 
 class Undecided(nn.Module):
@@ -235,9 +235,9 @@ class Around(nn.Module):
 def test_modules_of_the_users_choice_need_not_be_traceable() -> None:
     model, given = Around(), torch.ones(2, 4)
     with pytest.raises(ModelError, match=r"given if given\.sum") as caught:
-        chain_of(model, given)
+        build_chain(model, given)
     assert "module:PATTERN" in caught.value.hint
-    chain = chain_of(model, given, granularity="module:undecided")
+    chain = build_chain(model, given, granularity="module:undecided")
     assert [(layer.name, layer.path) for layer in chain.layers] == [
         ("first", None),
         ("undecided", "undecided"),
@@ -255,7 +255,7 @@ class Twice(nn.Module):
 
 
 def test_each_call_of_a_module_is_a_layer() -> None:
-    chain = chain_of(Twice(), torch.ones(2, 4), granularity="module:block")
+    chain = build_chain(Twice(), torch.ones(2, 4), granularity="module:block")
     assert [layer.name for layer in chain.layers] == ["block", "block_1", "head"]
     assert chain.layers[0].cut_reason == "block and block_1 share block.0.weight"
 
@@ -281,7 +281,7 @@ class Tables(nn.Module):
 
 def test_tables_and_sizes_do_not_stand_in_the_way_of_cuts() -> None:
     model, given = Tables(), torch.randn(3, 4)
-    chain = chain_of(model, given)
+    chain = build_chain(model, given)
     assert [layer.name for layer in chain.layers][:3] == ["first", "tanh", "last"]
     for batch in (3, 5):
         given = torch.randn(batch, 4)
@@ -304,8 +304,8 @@ def test_a_table_is_not_moved_over_what_changes_it() -> None:
 def test_dense_connections_are_counted_once_each() -> None:
     with torch.device("meta"):
         model = torchvision.models.densenet121()
-    chain = chain_of(model, torch.empty(2, 3, 64, 64, device="meta"), granularity="fine")
-    block = chain_of(model, torch.empty(2, 3, 64, 64, device="meta"))
+    chain = build_chain(model, torch.empty(2, 3, 64, 64, device="meta"), granularity="fine")
+    block = build_chain(model, torch.empty(2, 3, 64, 64, device="meta"))
     assert len(block) == 25
     # Before the last dense layer of the third block: the block's input and the outputs of 23 layers.
     inside = {layer.name: layer.crossing for layer in chain.layers}

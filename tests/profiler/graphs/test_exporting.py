@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.graphs import exporting
-from pplan.profiler.graphs.exporting import exported_graph
+from pplan.profiler.graphs.exporting import export_graph
 from pplan.profiler.graphs.flat_output import flat
 from pplan.profiler.graphs.graph import TracedGraph, graph_module
 from pplan.profiler.graphs.regions import AutocastSwitched, GradientsSwitched
@@ -67,11 +67,11 @@ def traced_well(
 ) -> TracedGraph:
     """Checked in both modes, and in float64; the graph of the training mode."""
     given = ModelInput.of(example)
-    assert_computes(exported_graph(model.eval(), given, "it"), model, given, 1, 2, 7)
-    traced = exported_graph(model.train(), given, "it")
+    assert_computes(export_graph(model.eval(), given, "it"), model, given, 1, 2, 7)
+    traced = export_graph(model.train(), given, "it")
     assert_computes(traced, model, given, *train_batches)
     double, of_doubles = copy.deepcopy(model).double(), given.to(dtype=torch.float64)
-    assert_computes(exported_graph(double, of_doubles, "it"), double, of_doubles, 3)
+    assert_computes(export_graph(double, of_doubles, "it"), double, of_doubles, 3)
     return traced
 
 
@@ -119,7 +119,7 @@ def test_the_mode_may_change_afterwards() -> None:
     """Dropout that returned its input itself in the trace does not stand for that input elsewhere."""
     model = Branching().eval()
     given = ModelInput.of(torch.randn(3, 4))
-    traced = exported_graph(model, given, "Branching")
+    traced = export_graph(model, given, "Branching")
     assert_computes(traced, model.train(), given, 2, 5)
 
 
@@ -184,7 +184,7 @@ def test_inputs_are_in_the_order_of_the_callers_tensors() -> None:
     assert [node for node in traced.graph.nodes if node.op == "placeholder"] == [mask, value]
     assert traced.finish is None
     assert_computes(
-        exported_graph(Keywords(), ModelInput.of((torch.randn(3, 4), 3)), "it"),
+        export_graph(Keywords(), ModelInput.of((torch.randn(3, 4), 3)), "it"),
         Keywords(),
         ModelInput.of((torch.randn(3, 4), 3)),
     )
@@ -196,7 +196,7 @@ def test_a_table_that_is_no_batch_keeps_its_size() -> None:
             return value + table.mean(0)
 
     model, given = Tabled(), ModelInput.of((torch.randn(1, 4), torch.randn(2, 4)))
-    traced = exported_graph(model, given, "Tabled")
+    traced = export_graph(model, given, "Tabled")
     assert_computes(traced, model, given, 1, 3)
 
 
@@ -281,7 +281,7 @@ def test_constants_keep_their_values_and_devices_follow_the_tensors() -> None:
 
 
 def test_every_value_has_its_kind() -> None:
-    traced = exported_graph(Constants(), ModelInput.of(torch.randn(3, 4)), "Constants")
+    traced = export_graph(Constants(), ModelInput.of(torch.randn(3, 4)), "Constants")
     kinds = {node.name: node.meta["value_kind"] for node in traced.graph.nodes if node.op != "output"}
     by_kind = {kind: {name for name, other in kinds.items() if other == kind} for kind in kinds.values()}
     assert by_kind["device"] == {"device_of"}
@@ -310,7 +310,7 @@ class Regions(nn.Module):
 
 def test_regions_without_gradients_and_under_autocast() -> None:
     model, given = Regions(), ModelInput.of(torch.randn(3, 4))
-    traced = exported_graph(model, given, "Regions")
+    traced = export_graph(model, given, "Regions")
     assert_computes(traced, model, given, 2, 5)
     # Nothing frozen needs the switch, so it is a layer like any other.
     assert modules_called(traced)[0] == "frozen"
@@ -335,7 +335,7 @@ def test_tied_weights_and_buffers_are_named_as_the_models() -> None:
             return output
 
     model, given = Tied(), ModelInput.of(torch.randint(0, 9, (3, 5)))
-    traced = exported_graph(model, given, "Tied")
+    traced = export_graph(model, given, "Tied")
     assert modules_called(traced) == ["words", "head"]
     assert_computes(traced, model, given, 1, 4)
 
@@ -369,7 +369,7 @@ def test_what_cannot_be_traced_is_told_with_its_line(
     model: nn.Module, words: str, line: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ModelError) as caught:
-        exported_graph(model, ModelInput.of(torch.randn(3, 4)), "package:factory")
+        export_graph(model, ModelInput.of(torch.randn(3, 4)), "package:factory")
     assert caught.value.what.startswith("package:factory")
     assert words in caught.value.what
     assert line in caught.value.what
@@ -390,7 +390,7 @@ def test_nothing_is_printed_and_all_is_as_before(capfd: pytest.CaptureFixture[st
     model = Talks()
     hooks, disabled = len(model.wide._forward_pre_hooks), logging.root.manager.disable
     state = copy.deepcopy(model.state_dict())
-    exported_graph(model, ModelInput.of(torch.randn(3, 4)), "Talks")
+    export_graph(model, ModelInput.of(torch.randn(3, 4)), "Talks")
     assert capfd.readouterr() == ("", "")
     assert logging.root.manager.disable == disabled
     assert len(model.wide._forward_pre_hooks) == hooks
@@ -405,7 +405,7 @@ def test_no_memory_is_no_fault_of_the_model(error: Exception, monkeypatch: pytes
 
     monkeypatch.setattr(exporting, "copied_to_meta", fails)
     with pytest.raises(type(error)):
-        exported_graph(Branching(), ModelInput.of(torch.randn(3, 4)), "Branching")
+        export_graph(Branching(), ModelInput.of(torch.randn(3, 4)), "Branching")
 
 
 def test_masks_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +420,7 @@ def test_masks_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(masks.is_torchdynamo_exporting())
             return given + 1
 
-    exported_graph(Asks(), ModelInput.of(torch.randn(3, 4)), "Asks")
+    export_graph(Asks(), ModelInput.of(torch.randn(3, 4)), "Asks")
     assert seen
     assert not any(seen)
     assert masks.is_torchdynamo_exporting()
@@ -502,9 +502,9 @@ def apart(traced: TracedGraph, model: nn.Module) -> Counter[str]:
 def test_language_models(model: tuple[str, str, dict[str, int]], example: Any, causal: bool) -> None:
     kind, head, sizes = model
     made, given = language_model(kind, head, **sizes), ModelInput.of(example)
-    traced = exported_graph(made.eval(), given, kind)
+    traced = export_graph(made.eval(), given, kind)
     assert_computes(traced, made, given, 1, 3)
-    traced = exported_graph(made.train(), given, kind)
+    traced = export_graph(made.train(), given, kind)
     assert_computes(traced, made, given, 3)
     # Of the rotary embedding, which takes two arguments, nothing else.
     assert set(apart(traced, made)) <= {"LlamaRotaryEmbedding"}
@@ -523,6 +523,6 @@ def test_functional_dropout_keeps_the_mode_of_the_trace() -> None:
             return F.dropout(given, 0.5, self.training)
 
     model, given = Functional(), ModelInput.of(torch.ones(3, 4))
-    traced = exported_graph(model, given, "Functional")
+    traced = export_graph(model, given, "Functional")
     assert_computes(traced, model, given, 2)
     assert not torch.equal(run(traced, model.eval(), given), given.tensors[0])

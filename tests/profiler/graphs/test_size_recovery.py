@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from pplan.profiler.graphs.exporting import exported_graph
+from pplan.profiler.graphs.exporting import export_graph
 from pplan.profiler.graphs.graph import graph_module
-from pplan.profiler.graphs.size_recovery import Seen, device_of, rederive, seen
+from pplan.profiler.graphs.size_recovery import Seen, device_of, recover_sizes, seen
 from pplan.profiler.user_model.loaded_model import ModelInput
 
 BATCHES = (2, 3, 7)
@@ -40,7 +40,7 @@ def values_of(module: fx.GraphModule, example: Tensor) -> Seen:
 def again(node: fx.Node, available: fx.Node, values: Seen) -> Callable[[Tensor], Any] | None:
     """A function from a value of `available` to the value of `node`."""
     graph = fx.Graph()
-    found = rederive(node, [available], graph, copies := {available: graph.placeholder("given")}, values)
+    found = recover_sizes(node, [available], graph, copies := {available: graph.placeholder("given")}, values)
     if found is None:
         assert node not in copies
         return None
@@ -125,7 +125,7 @@ def test_nodes_of_torch_export() -> None:
             return output + rows[: given.shape[0], None]
 
     model, example = Body(), torch.randn(2, 4)
-    graph = exported_graph(model, ModelInput.of(example), "Body")
+    graph = export_graph(model, ModelInput.of(example), "Body")
     module = graph_module(graph.graph, model, graph.constants)
     values = values_of(module, example)
     nodes = {node.name: node for node in values}
@@ -147,6 +147,6 @@ def test_a_node_is_found_once() -> None:
     wanted, available, values = traced(lambda x: (x * 2, x.shape[0]), torch.randn(2, 4))
     graph = fx.Graph()
     copies = {available: graph.placeholder("given")}
-    first = rederive(wanted, [available], graph, copies, values)
-    assert rederive(wanted, [available], graph, copies, values) is first
+    first = recover_sizes(wanted, [available], graph, copies, values)
+    assert recover_sizes(wanted, [available], graph, copies, values) is first
     assert len(graph.nodes) == 2

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import chain_of
-from pplan.profiler.graphs.tracing import symbolic_graph
+from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.graphs.tracing import trace_symbolically
 from pplan.profiler.sequential import sequential
 from pplan.profiler.user_model.loaded_model import ModelInput
 
@@ -29,28 +29,28 @@ class Arguments(nn.Module):
 
 def test_placeholders_come_in_the_order_of_the_inputs_tensors() -> None:
     given = ModelInput((), {"three": torch.ones(1), "two": torch.ones(1, 4), "one": torch.ones(1, 4)})
-    traced = symbolic_graph(Arguments(), given, "model")
+    traced = trace_symbolically(Arguments(), given, "model")
     assert [node.target for node in traced.inputs if node is not None] == ["three", "two", "one"]
     same = torch.ones(1, 4)
-    traced = symbolic_graph(Arguments(), ModelInput((same, 1, same), {}), "model")
+    traced = trace_symbolically(Arguments(), ModelInput((same, 1, same), {}), "model")
     assert [node.target for node in traced.inputs if node is not None] == ["one", "two"]
 
 
 def test_paths_tell_the_module_and_its_call() -> None:
-    traced = symbolic_graph(Arguments(), ModelInput.of(torch.ones(1, 4)), "model")
+    traced = trace_symbolically(Arguments(), ModelInput.of(torch.ones(1, 4)), "model")
     paths = [path for node, path in traced.paths.items() if node.op == "call_module"]
     assert paths == [f"inner.{name}{call}" for call in ("", "@1", "@2") for name in ("0", "1")]
 
 
 def test_leaves_are_not_gone_into() -> None:
-    traced = symbolic_graph(Arguments(), ModelInput.of(torch.ones(1, 4)), "model", ["inner"])
+    traced = trace_symbolically(Arguments(), ModelInput.of(torch.ones(1, 4)), "model", ["inner"])
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["inner"] * 3
 
 
 @pytest.mark.parametrize("example", [(torch.ones(1, 4), 2, None, 3), {"four": torch.ones(1, 4)}])
 def test_an_input_that_does_not_fit_forward_is_refused(example: object) -> None:
     with pytest.raises(ModelError, match=r"does not fit forward\(one, times=2, two=None, \*, three=None\)"):
-        chain_of(Arguments(), example)
+        build_chain(Arguments(), example)
 
 
 class Sums(nn.Module):
@@ -94,9 +94,9 @@ class Encodes(nn.Module):
 
 @pytest.mark.slow
 def test_the_layers_of_a_transformer_encoder_are_told_apart() -> None:
-    names = [layer.name for layer in chain_of(Encodes(), torch.randn(2, 3, 8)).layers]
+    names = [layer.name for layer in build_chain(Encodes(), torch.randn(2, 3, 8)).layers]
     assert {"encoder.layers.0.norm1", "encoder.layers.1.norm2", "head"} <= set(names)
-    chain = chain_of(Encodes(), torch.randn(2, 3, 8), granularity="module:encoder.layers.*")
+    chain = build_chain(Encodes(), torch.randn(2, 3, 8), granularity="module:encoder.layers.*")
     assert [layer.name for layer in chain.layers] == ["encoder.layers.0", "encoder.layers.1", "head"]
 
 
@@ -128,7 +128,7 @@ class Decides(nn.Module):
 
 def test_all_lines_that_stopped_the_tools_are_named() -> None:
     with pytest.raises(ModelError) as caught:
-        chain_of(Decides(), torch.ones(2, 2))
+        build_chain(Decides(), torch.ones(2, 2))
     fx, _, export = caught.value.what.partition("; nor by ")
     assert "torch.fx: RuntimeError" in fx
     assert "count = len(given)" in fx

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measure import profile_model
 from pplan.profiler.sequential import sequential
 
@@ -66,7 +66,7 @@ def test_gradients_are_those_of_the_functions_own_backward(granularity: str, way
 
 def test_what_only_torch_export_can_trace_is_refused() -> None:
     with pytest.raises(ModelError, match=r"Rounded has a backward of its own.*test_custom_functions.py"):
-        chain_of(Quantized(asks_size=True), torch.randn(2, 4))
+        build_chain(Quantized(asks_size=True), torch.randn(2, 4))
 
 
 class Averaged(nn.Module):
@@ -137,11 +137,11 @@ class Recomputing(nn.Module):
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_checkpoint_that_tracing_looks_through_is_told(recomputes: bool) -> None:
     model, given = Recomputing(recomputes), torch.randn(2, 4)
-    assert chain_of(model, given).drops_checkpoints is recomputes
+    assert build_chain(model, given).drops_checkpoints is recomputes
     profile = profile_model((model, given), device="meta", micro_batch_sizes=[2])
     assert any("torch.utils.checkpoint" in note for note in profile.notes) is recomputes
 
 
 def test_inside_a_layer_that_is_taken_whole_it_stays() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Recomputing(True))
-    assert not chain_of(model, torch.randn(2, 4)).drops_checkpoints
+    assert not build_chain(model, torch.randn(2, 4)).drops_checkpoints

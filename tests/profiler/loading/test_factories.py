@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from pplan.cost_models.errors import ModelError, UsageError
-from pplan.profiler.loading.factories import made_by_factory
+from pplan.profiler.loading.factories import call_factory
 
 _numbers = itertools.count()
 _TEXT = """
@@ -47,14 +47,14 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
 
 
 def test_settings_are_the_factorys_keywords(module: Callable[[str], str]) -> None:
-    assert len(made_by_factory(module("build"))) == 2
-    made = made_by_factory(module("build"), {"depth": 5, "width": 3})
+    assert len(call_factory(module("build"))) == 2
+    made = call_factory(module("build"), {"depth": 5, "width": 3})
     assert (len(made), made[0].in_features) == (5, 3)
-    assert made_by_factory(module("open_ended"), {"any": None}) == {"any": None}
+    assert call_factory(module("open_ended"), {"any": None}) == {"any": None}
 
 
 def test_a_class_is_a_factory_too(module: Callable[[str], str]) -> None:
-    made = made_by_factory(module("Kind"), {"in_features": 3, "out_features": 7, "bias": False})
+    made = call_factory(module("Kind"), {"in_features": 3, "out_features": 7, "bias": False})
     assert isinstance(made, nn.Linear)
     assert made.weight.shape == (7, 3)
     assert made.bias is None
@@ -62,24 +62,24 @@ def test_a_class_is_a_factory_too(module: Callable[[str], str]) -> None:
 
 def test_an_unexpected_keyword_is_told_with_the_signature(module: Callable[[str], str]) -> None:
     with pytest.raises(UsageError) as raised:
-        made_by_factory(module("build"), {"width": 3, "dept": 5})
+        call_factory(module("build"), {"width": 3, "dept": 5})
     name = module("build")
     assert raised.value.what == f"settings['dept']: {name} takes no keyword 'dept'"
     assert raised.value.hint.startswith("Nearest: depth. Its signature is build(depth: ")
     with pytest.raises(UsageError, match=r"positional\(depth, /\)"):
-        made_by_factory(module("positional"), {"depth": 1})
+        call_factory(module("positional"), {"depth": 1})
 
 
 def test_a_factory_that_fails_is_told_with_what_it_was_given(module: Callable[[str], str]) -> None:
     with pytest.raises(ModelError) as raised:
-        made_by_factory(module("build"), {"depth": 0})
+        call_factory(module("build"), {"depth": 0})
     assert "ValueError: depth 0" in raised.value.what
     assert raised.value.hint == "Mend the factory; it is called with depth=0."
     with pytest.raises(ModelError, match="it is called without arguments"):
-        made_by_factory(module("needs"))
+        call_factory(module("needs"))
 
 
 def test_a_module_already_built_takes_no_settings(module: Callable[[str], str]) -> None:
-    assert isinstance(made_by_factory(module("instance"), {}), nn.Linear)
+    assert isinstance(call_factory(module("instance"), {}), nn.Linear)
     with pytest.raises(UsageError, match="is a module already built, which takes no options"):
-        made_by_factory(module("instance"), {"depth": 5})
+        call_factory(module("instance"), {"depth": 5})

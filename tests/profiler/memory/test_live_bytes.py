@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.profiler.memory.live_bytes import AllocatorBytes, LiveBytes, lasting, meter_of, storages
+from pplan.profiler.memory.live_bytes import AllocatorBytes, LiveBytes, build_meter, lasting, storages
 
 DEVICES = ["cpu", "meta"]
 
@@ -147,10 +147,10 @@ def test_lasting_tensors_and_their_meter() -> None:
     model = nn.Sequential(linear, norm)
     model(torch.ones(2, 4)).sum().backward()
     # 64 + 16 + 16 of weights and as much of gradients; 16 + 16 + 8 of buffers.
-    meter = meter_of(torch.device("cpu"), model)
+    meter = build_meter(torch.device("cpu"), model)
     assert meter.allocated() == meter.bytes_of(lasting(model)) == 2 * 96 + 40
     assert len(storages([linear.weight, linear.weight.t(), norm.bias])) == 2
-    assert isinstance(meter_of(torch.device("cuda"), model), AllocatorBytes)
+    assert isinstance(build_meter(torch.device("cuda"), model), AllocatorBytes)
 
 
 def test_the_allocator_is_asked_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

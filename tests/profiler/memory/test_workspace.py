@@ -11,11 +11,11 @@ import torchvision
 from torch import Tensor, nn
 
 from pplan.cost_models.stage_bytes import stage_workspace, workspace_before_loss
-from pplan.profiler.chain.layers import Layer, chain_of
+from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.measure import profile_model
-from pplan.profiler.memory.live_bytes import LiveBytes, lasting, meter_of
+from pplan.profiler.memory.live_bytes import LiveBytes, build_meter, lasting
 from pplan.profiler.memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
-from pplan.profiler.offload.fitting import counted_pass
+from pplan.profiler.offload.fitting import count_pass
 from pplan.profiler.passes.timing import OutputGradients, backward, run_layers
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.user_model.losses import loss_named
@@ -25,16 +25,16 @@ def measured(
     model: nn.Module, layers: tuple[Layer, ...], given: Tensor, *, apart: bool = False
 ) -> tuple[StepMemory, int]:
     """The layers' bytes, and the peak of the untouched model's step."""
-    meter, gradients = meter_of(given.device, model), OutputGradients(0)
+    meter, gradients = build_meter(given.device, model), OutputGradients(0)
     with meter:
-        saved, _ = counted_pass(model, layers, given.clone(), gradients, meter)
+        saved, _ = count_pass(model, layers, given.clone(), gradients, meter)
         again = given.clone()
         if apart:
             workspace = Workspace(model, len(layers), meter, [again])
             run_layers(layers, again, gradients, workspace)
             memory = workspace.memory(saved.saved_bytes)
         else:
-            _, memory = counted_pass(model, layers, again, gradients, meter)
+            _, memory = count_pass(model, layers, again, gradients, meter)
         peak = peak_of_step(lambda: backward(*gradients.of(model(again))), meter)
     return memory, peak
 
@@ -43,7 +43,7 @@ def measured(
 def test_three_layers_byte_for_byte(device: str) -> None:
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False)).to(device)
     given = torch.ones(2, 4, device=device)
-    memory, peak = measured(model, chain_of(model, given).layers, given)
+    memory, peak = measured(model, build_chain(model, given).layers, given)
     # The input; ReLU's result, which is the last layer's input.
     assert memory.saved == (32, 64, 0)
     # 192 of weights and as much of gradients; the gradient that backward starts from, and the input that the
@@ -146,7 +146,7 @@ def convolutions() -> nn.Sequential:
 def test_the_peak_of_a_step_follows_from_its_layers(device: str, size: int) -> None:
     model = convolutions().to(device)
     given = torch.ones(size, 3, 10, 10, device=device)
-    memory, peak = measured(model, chain_of(model, given).layers, given)
+    memory, peak = measured(model, build_chain(model, given).layers, given)
     assert peak == memory.predicted_peak
     assert max(memory.workspace) > 0
 
@@ -156,7 +156,7 @@ def test_the_cpu_counts_what_meta_does_and_one_pass_what_two_do() -> None:
     for device, apart in [("cpu", False), ("cpu", True), ("meta", False)]:
         model = convolutions().to(device)
         given = torch.ones(2, 3, 10, 10, device=device)
-        found.append(measured(model, chain_of(model, given).layers, given, apart=apart))
+        found.append(measured(model, build_chain(model, given).layers, given, apart=apart))
     assert found[0] == found[1] == found[2]
 
 
@@ -171,7 +171,7 @@ def test_an_early_peak_is_no_late_one() -> None:
     later = (nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(50))
     model = nn.Sequential(nn.Linear(10, 10), Wide(), *later)
     given = torch.ones(100, 10)
-    memory, peak = measured(model, chain_of(model, given).layers, given)
+    memory, peak = measured(model, build_chain(model, given).layers, given)
     assert memory.workspace[1] >= 100 * 400 * 4
     assert peak == memory.predicted_peak
     assert memory.static + sum(memory.saved) + max(memory.workspace) > 1.2 * peak
@@ -183,14 +183,14 @@ def test_known_models_on_meta(name: str) -> None:
     with torch.device("meta"):
         model = torchvision.models.get_model(name)
     given = torch.empty(4, 3, 224, 224, device="meta")
-    memory, peak = measured(model, chain_of(model, given).layers, given)
+    memory, peak = measured(model, build_chain(model, given).layers, given)
     assert memory.predicted_peak == pytest.approx(peak, rel=0.01)
 
 
 def test_frozen_layers_need_nothing_in_backward() -> None:
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
     given = torch.ones(2, 4)
-    memory, peak = measured(model, chain_of(model, given).layers, given)
+    memory, peak = measured(model, build_chain(model, given).layers, given)
     assert memory.backward[:2] == (0, 0)
     assert peak == memory.predicted_peak
 
@@ -199,7 +199,7 @@ def test_frozen_layers_need_nothing_in_backward() -> None:
 def test_on_a_device() -> None:
     model = convolutions().cuda()
     given = torch.randn(64, 3, 10, 10, device="cuda")
-    memory, peak = measured(model, chain_of(model, given).layers, given)
+    memory, peak = measured(model, build_chain(model, given).layers, given)
     assert min(memory.workspace) >= 0
     assert memory.predicted_peak == pytest.approx(peak, rel=0.05)
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from pplan.cost_models.errors import MachineError
-from pplan.profiler.chain.layers import Layer, chain_of
-from pplan.profiler.offload.fitting import LayerNeeds, needs_counted, needs_of, segments_that_fit
-from pplan.profiler.user_model.copies import copied_to_meta
+from pplan.profiler.chain.layers import Layer, build_chain
+from pplan.profiler.offload.fitting import LayerNeeds, count_needs, needs_of, plan_segments
+from pplan.profiler.user_model.copies import copy_to_meta
 from pplan.profiler.user_model.losses import Loss, loss_named
 
 RESERVE = 1.05
@@ -51,9 +51,9 @@ def test_fewest_segments(seed: int) -> None:
     if max(alone) > free:
         first = next(i for i in range(count) if alone[i] > free)
         with pytest.raises(MachineError, match=f"layer layer{first} does not fit on cuda:0 even alone"):
-            segments_that_fit(layers, 7, free, "cuda:0")
+            plan_segments(layers, 7, free, "cuda:0")
         return
-    segments = segments_that_fit(layers, 7, free, "cuda:0")
+    segments = plan_segments(layers, 7, free, "cuda:0")
     assert [i for segment in segments for i in segment] == list(range(count))
     assert all(needed(layers, part.start, part.stop, 7) <= free for part in segments)
     fewest = min(
@@ -71,7 +71,7 @@ def test_both_outcomes_and_several_segments_are_tried() -> None:
         layers = random_layers(seed)
         free = int(np.random.default_rng(seed + 1000).integers(250, 700))
         try:
-            seen.add(min(len(segments_that_fit(layers, 7, free)), 3))
+            seen.add(min(len(plan_segments(layers, 7, free)), 3))
         except MachineError:
             seen.add(0)
     assert seen == {0, 1, 2, 3}
@@ -80,7 +80,7 @@ def test_both_outcomes_and_several_segments_are_tried() -> None:
 def test_a_layer_that_does_not_fit_is_named_with_its_bytes() -> None:
     layers = [LayerNeeds("small", {1: 10}, 1, 1, 1), LayerNeeds("head", {2: 2**31}, 0, 0, 0)]
     with pytest.raises(MachineError, match=r"layer head .*needs 2\.10 GiB, 1\.00 GiB are free") as caught:
-        segments_that_fit(layers, 1, 2**30)
+        plan_segments(layers, 1, 2**30)
     assert "`micro_batch_sizes`" in caught.value.hint
 
 
@@ -109,9 +109,9 @@ def test_needs_of_layers_count_gradients_and_know_tied_weights() -> None:
 def test_needs_counted_on_meta_are_those_of_the_model_itself() -> None:
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 2), nn.BatchNorm1d(2))
     given = torch.ones(3, 4)
-    meta = copied_to_meta(model, "model")
-    on_meta = needs_counted(meta, chain_of(meta, given.to("meta")).layers, given.to("meta"))
-    real = needs_counted(model, chain_of(model, given).layers, given)
+    meta = copy_to_meta(model, "model")
+    on_meta = count_needs(meta, build_chain(meta, given.to("meta")).layers, given.to("meta"))
+    real = count_needs(model, build_chain(model, given).layers, given)
     assert [sum(layer.held.values()) for layer in on_meta] == [256, 0, 2 * 72, 4 * 8 + 2 * 8 + 8]
     for mine, theirs in zip(on_meta, real, strict=True):
         assert sum(mine.held.values()) == sum(theirs.held.values())
@@ -123,8 +123,8 @@ def test_needs_counted_on_meta_are_those_of_the_model_itself() -> None:
 def test_the_loss_and_what_autocast_converts_are_counted() -> None:
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 50, bias=False))
     given = torch.ones(3, 4)
-    layers, loss = chain_of(model, given).layers, loss_named("cross-entropy")
-    bare, full = needs_counted(model, layers, given), needs_counted(model, layers, given, loss, amp=True)
+    layers, loss = build_chain(model, given).layers, loss_named("cross-entropy")
+    bare, full = count_needs(model, layers, given), count_needs(model, layers, given, loss, amp=True)
     assert [sum(layer.held.values()) for layer in bare] == [256, 3200]
     assert [sum(layer.held.values()) for layer in full] == [256 + 64, 3200 + 800]
     assert full[0].saved == bare[0].saved
@@ -136,6 +136,6 @@ def test_the_loss_and_what_autocast_converts_are_counted() -> None:
 def test_a_loss_that_does_not_run_on_meta_is_left_out() -> None:
     meta = nn.Sequential(nn.Linear(4, 8)).to("meta")
     given = torch.ones(3, 4, device="meta")
-    layers = chain_of(meta, given).layers
+    layers = build_chain(meta, given).layers
     here = Loss("mine", lambda output: float(output.sum()))
-    assert needs_counted(meta, layers, given, here) == needs_counted(meta, layers, given)
+    assert count_needs(meta, layers, given, here) == count_needs(meta, layers, given)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import Layer, chain_of
+from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.chain.shared_parameters import Again
-from pplan.profiler.memory.live_bytes import LiveBytes, meter_of
+from pplan.profiler.memory.live_bytes import LiveBytes, build_meter
 from pplan.profiler.memory.workspace import StepMemory
 from pplan.profiler.offload import segmented as segmented_module
 from pplan.profiler.offload.boundary import Boundary
-from pplan.profiler.offload.fitting import counted_loss, counted_pass, needs_of, segments_that_fit
+from pplan.profiler.offload.fitting import count_loss, count_pass, needs_of, plan_segments
 from pplan.profiler.offload.segmented import DeviceMover, Segmented, SegmentedRun
 from pplan.profiler.passes.activations import SavedBytes
 from pplan.profiler.passes.clocks import CpuClock
@@ -64,9 +64,9 @@ def segmented(
 
 
 def in_one(model: nn.Module, layers: Sequence[Layer], given: Tensor) -> tuple[SavedBytes, StepMemory]:
-    with meter_of(CPU, model) as meter:
-        counted_pass(model, layers, given.clone(), OutputGradients(0), meter)
-        return counted_pass(model, layers, given.clone(), OutputGradients(0), meter)
+    with build_meter(CPU, model) as meter:
+        count_pass(model, layers, given.clone(), OutputGradients(0), meter)
+        return count_pass(model, layers, given.clone(), OutputGradients(0), meter)
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [2], [6], [7, 8], [3, 4, 9], list(range(1, 11))])
@@ -74,7 +74,7 @@ def test_bytes_are_those_of_one_run(cuts: list[int], convolutions: MakeModel) ->
     """Also where a cut parts a layer from an in-place one, or from one that uses what the earlier saved."""
     model = convolutions()
     given = torch.randn(2, 3, 10, 10)
-    layers = chain_of(model, given).layers
+    layers = build_chain(model, given).layers
     run, _ = segmented(layers, given, cuts)
     whole, memory = in_one(model, layers, given)
     assert run.saved_bytes == whole.saved_bytes
@@ -93,7 +93,7 @@ def test_bytes_do_not_hang_on_who_holds_the_arguments(
 ) -> None:
     """Python's own stack may, for as long as a call takes."""
     model, given = convolutions(), torch.randn(2, 3, 10, 10)
-    layers = chain_of(model, given).layers
+    layers = build_chain(model, given).layers
     plain, _ = segmented(layers, given, [3, 8])
 
     def holds(layers: Sequence[Layer], given: object, *others: Any, **options: Any) -> None:
@@ -108,7 +108,7 @@ def test_bytes_do_not_hang_on_who_holds_the_arguments(
 
 def test_a_layer_that_fails_is_told_with_what_it_was_given() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    layers = chain_of(model, torch.ones(2, 4)).layers
+    layers = build_chain(model, torch.ones(2, 4)).layers
     with pytest.raises(ModelError, match=r"layer 0 \(Linear\) failed on an input of shape 2x5 \(float32\)"):
         segmented(layers, torch.ones(2, 5), [1])
 
@@ -131,11 +131,11 @@ class Metered(Recorded):
 def test_what_is_planned_fits(free: int, convolutions: MakeModel) -> None:
     model = convolutions()
     given = torch.randn(2, 3, 10, 10)
-    layers = chain_of(model, given).layers
+    layers = build_chain(model, given).layers
     saved, memory = in_one(model, layers, given)
     model.zero_grad(set_to_none=True)
     needs = needs_of(layers, saved.saved_bytes, memory.workspace, saved.output_bytes)
-    segments, mover = segments_that_fit(needs, given.nbytes, free), Metered()
+    segments, mover = plan_segments(needs, given.nbytes, free), Metered()
     Segmented(layers, segments, CPU, CpuClock(), 0, mover=mover).measure(given, 1)
     assert len(mover.peaks) == len(segments) > 1
     for segment, peak in zip(segments, mover.peaks, strict=True):
@@ -145,7 +145,7 @@ def test_what_is_planned_fits(free: int, convolutions: MakeModel) -> None:
 
 def test_times_are_joined_and_the_note_says_how(clock: Any, takes: Any) -> None:
     model = nn.Sequential(takes(clock, 1, 2), takes(clock, 3, 5), takes(clock, 7, 11))
-    layers = chain_of(model, torch.ones(2, 4)).layers
+    layers = build_chain(model, torch.ones(2, 4)).layers
     run, _ = segmented(layers, torch.ones(2, 4), [1, 2], clock, rounds=4)
     assert len(run.times) == 4
     for times in run.times:
@@ -157,7 +157,7 @@ def test_times_are_joined_and_the_note_says_how(clock: Any, takes: Any) -> None:
 
 def test_host_times_are_joined(device_clock: Any, takes: Any) -> None:
     model = nn.Sequential(takes(device_clock, 1, 2), takes(device_clock, 4, 8))
-    layers = chain_of(model, torch.ones(1, 4)).layers
+    layers = build_chain(model, torch.ones(1, 4)).layers
     (times,) = segmented(layers, torch.ones(1, 4), [1], device_clock)[0].times
     assert times.forward_host is not None
     assert times.forward_host.tolist() == [0.25, 1]
@@ -166,7 +166,7 @@ def test_host_times_are_joined(device_clock: Any, takes: Any) -> None:
 def test_only_the_segment_in_hand_is_on_the_device(convolutions: MakeModel) -> None:
     model = convolutions()
     given = torch.randn(2, 3, 10, 10)
-    layers = chain_of(model, given).layers
+    layers = build_chain(model, given).layers
     mover = Recorded()
     seen: list[str] = []
 
@@ -188,7 +188,7 @@ def test_only_the_segment_in_hand_is_on_the_device(convolutions: MakeModel) -> N
 def test_tied_weights_come_with_each_segment() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
-    layers = chain_of(model, torch.ones(2, 4)).layers
+    layers = build_chain(model, torch.ones(2, 4)).layers
     _, mover = segmented(layers, torch.ones(2, 4), [2])
     shared = id(model[0].weight)
     assert [shared in turn for turn in mover.turns] == [True, True]
@@ -198,7 +198,7 @@ def test_gradients_are_those_of_the_segment_by_itself() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.ReLU(inplace=True), nn.Linear(6, 3)).double()
     given = torch.randn(5, 4, dtype=torch.float64)
-    layers = chain_of(model, given).layers
+    layers = build_chain(model, given).layers
     _, mover = segmented(layers, given, [2])
     expected = []
     value = given
@@ -216,13 +216,13 @@ def test_gradients_are_those_of_the_segment_by_itself() -> None:
 
 def test_frozen_first_segment() -> None:
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 4))
-    layers = chain_of(model, torch.ones(2, 4)).layers
+    layers = build_chain(model, torch.ones(2, 4)).layers
     run, mover = segmented(layers, torch.ones(2, 4), [2])
     assert mover.gradients[0] == [None, None]
     assert None not in mover.gradients[1]
     assert run.saved_bytes == [0, 0, 32]
     with pytest.raises(ModelError, match="needs no gradient"):
-        segmented(chain_of(model, torch.ones(2, 4)).layers[:2], torch.ones(2, 4), [1])
+        segmented(build_chain(model, torch.ones(2, 4)).layers[:2], torch.ones(2, 4), [1])
 
 
 class Split(nn.Module):
@@ -288,7 +288,7 @@ def test_the_mover_puts_everything_back() -> None:
 def test_on_a_device(convolutions: MakeModel) -> None:
     model = convolutions()
     given = torch.randn(2, 3, 10, 10)
-    layers = chain_of(model, given).layers
+    layers = build_chain(model, given).layers
     device = torch.device("cuda")
     held = torch.cuda.memory_allocated()
     run = Segmented(layers, [range(4), range(4, 11)], device, CpuClock(), 0).measure(given, 2)
@@ -300,7 +300,7 @@ def test_on_a_device(convolutions: MakeModel) -> None:
 
 def test_a_loss_ends_the_last_segment() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    layers = chain_of(model, torch.ones(2, 4)).layers
+    layers = build_chain(model, torch.ones(2, 4)).layers
     loss = loss_named("cross-entropy", seed=0)
     mover = Recorded()
     runner = Segmented(layers, [range(1), range(1, 3)], CPU, CpuClock(), 0, loss=loss, mover=mover)
@@ -313,7 +313,7 @@ def test_a_loss_ends_the_last_segment() -> None:
 
 def test_every_layer_is_visited_once() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    layers, seen = chain_of(model, torch.ones(2, 4)).layers, []
+    layers, seen = build_chain(model, torch.ones(2, 4)).layers, []
 
     def visit(layer: Layer) -> None:
         seen.append(layer.name)
@@ -337,8 +337,8 @@ class Twice(nn.Module):
 
 def test_what_an_earlier_segment_registers_comes_along_and_is_not_saved() -> None:
     given = torch.randn(2, 8)
-    model = as_sequential(chain_of(Twice(), given))
-    layers = chain_of(model, given).layers
+    model = as_sequential(build_chain(Twice(), given))
+    layers = build_chain(model, given).layers
     assert sum(any(isinstance(part, Again) for part in layer.module.modules()) for layer in layers) == 1
     run, mover = segmented(layers, given, [2])
     whole, _ = in_one(model, layers, given)
@@ -352,7 +352,7 @@ def test_what_an_earlier_segment_registers_comes_along_and_is_not_saved() -> Non
 
 def test_compiled_layers_bring_the_plain_ones_weights() -> None:
     model, given = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
-    layers = chain_of(model, given).layers
+    layers = build_chain(model, given).layers
 
     class Hides(nn.Module):
         """As what torch.compile runs: it does not register what it runs."""
@@ -378,15 +378,15 @@ def test_compiled_layers_bring_the_plain_ones_weights() -> None:
 
 def test_the_loss_workspace_is_that_of_the_whole() -> None:
     model, given = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 50)), torch.randn(6, 8)
-    layers, loss = chain_of(model, given).layers, loss_named("cross-entropy")
+    layers, loss = build_chain(model, given).layers, loss_named("cross-entropy")
     assert loss is not None
     found = [
         Segmented(layers, segments, CPU, CpuClock(), 0, loss, mover=Recorded()).measure(given, 1)
         for segments in ([range(2)], [range(1), range(1, 2)])
     ]
-    with meter_of(CPU, model) as meter:
-        counted_pass(model, layers, given.clone(), OutputGradients(0), meter)
-        saved, expected = counted_loss(model, layers, given.clone(), OutputGradients(0), meter, loss)
+    with build_meter(CPU, model) as meter:
+        count_pass(model, layers, given.clone(), OutputGradients(0), meter)
+        saved, expected = count_loss(model, layers, given.clone(), OutputGradients(0), meter, loss)
     assert [(run.loss_saved_bytes, run.loss_workspace) for run in found] == [(saved, expected)] * 2
     # The gradient of the logits, and that of their log-softmax, at the least.
     assert expected.backward >= 2 * 6 * 50 * 4

@@ -9,7 +9,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from pplan.profiler.chain.layers import Layer, chain_of
+from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.passes.activations import SavedBytes
 from pplan.profiler.passes.timing import OutputGradients, run_layers
 from pplan.profiler.user_model.losses import loss_named
@@ -23,7 +23,7 @@ def counted(model: nn.Module, layers: tuple[Layer, ...], given: Tensor) -> Saved
 
 
 def count(model: nn.Module, given: Tensor) -> SavedBytes:
-    return counted(model, chain_of(model, given).layers, given)
+    return counted(model, build_chain(model, given).layers, given)
 
 
 def test_vgg19_saves_what_is_known_of_it() -> None:
@@ -83,7 +83,7 @@ def convolutions() -> nn.Sequential:
 def test_a_stage_run_by_itself_saves_its_layers_and_its_input() -> None:
     model = convolutions()
     given = torch.randn(2, 3, 10, 10)
-    layers = chain_of(model, given).layers
+    layers = build_chain(model, given).layers
     saved = counted(model, layers, given)
     value: Any = given
     tried = 0
@@ -184,7 +184,7 @@ class Pick(nn.Module):
 
 def test_the_loss_has_bytes_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
-    layers, saved = chain_of(model, torch.ones(3, 4)).layers, SavedBytes(model, 2)
+    layers, saved = build_chain(model, torch.ones(3, 4)).layers, SavedBytes(model, 2)
     with saved.hooks():
         run_layers(layers, torch.ones(3, 4), OutputGradients(0), saved, loss=loss_named("cross-entropy"))
     assert (saved.saved_bytes, saved.output_bytes) == ([48, 96], [96, 60])

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pplan.profiler.chain.layers import Layer, chain_of
+from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.passes.backward_parts import PartTimes, run_parts
 from pplan.profiler.passes.clocks import CpuClock
-from pplan.profiler.passes.launch_lead import Leads
+from pplan.profiler.passes.launch_lead import LaunchLead
 from pplan.profiler.passes.timing import OutputGradients, run_whole
 from pplan.profiler.user_model.loaded_model import ModelInput
 
@@ -155,7 +155,7 @@ def test_real_models(build: Callable[[], nn.Module]) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     given = ModelInput.of(image(2, 3, 32, 32))
-    layers = chain_of(model, given).layers
+    layers = build_chain(model, given).layers
     times = compared(layers, model, given)
     for layer, inputs, weights in zip(layers, times.input, times.weight, strict=True):
         assert (weights > 0) == (layer.trainable_bytes > 0), layer.name
@@ -289,7 +289,7 @@ def test_each_gradient_is_computed_once() -> None:
     assert counts.asked == {(True, False, False): 2, (False, True, True): 3}
 
 
-class Together(torch.autograd.Function):
+class CompositeWatcher(torch.autograd.Function):
     """Computes both gradients in one operation, and writes down which are asked for."""
 
     asked: list[tuple[bool, ...]] = []
@@ -301,7 +301,7 @@ class Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        Together.asked.append(ctx.needs_input_grad)
+        CompositeWatcher.asked.append(ctx.needs_input_grad)
         given, weight = ctx.saved_tensors
         return gradient * weight, gradient * given
 
@@ -313,14 +313,14 @@ def test_an_operation_that_computes_both_runs_twice() -> None:
             self.weight = nn.Parameter(torch.full((4,), 3.0))
 
         def forward(self, given: Tensor) -> Tensor:
-            result: Tensor = Together.apply(given, self.weight)
+            result: Tensor = CompositeWatcher.apply(given, self.weight)
             return result
 
     modules = [Multiplies().double(), nn.Tanh(), Multiplies().double()]
     compared_in_order(*modules, given=image(2, 4))
-    Together.asked.clear()
+    CompositeWatcher.asked.clear()
     run_parts(in_order(*modules), image(2, 4), OutputGradients(0), CpuClock())
-    assert len(Together.asked) == 3
+    assert len(CompositeWatcher.asked) == 3
 
 
 def test_every_part_gets_its_own_seconds(device_clock: Any, parted: Any) -> None:
@@ -372,5 +372,5 @@ def test_a_shared_weight_is_each_layers_own(clock: Any, parted: Any) -> None:
 
 def test_the_device_is_held_back_before_each_part(clock: Any, parted: Any) -> None:
     layers = in_order(parted(clock, 1, 2, 4), parted(clock, 8, 16, 32))
-    run_parts(layers, torch.ones(2, 4), OutputGradients(0), clock, leads=Leads(1.0, 2.0, 3.0))
+    run_parts(layers, torch.ones(2, 4), OutputGradients(0), clock, leads=LaunchLead(1.0, 2.0, 3.0))
     assert clock.held_back == [1, 2, 3]

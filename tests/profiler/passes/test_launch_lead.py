@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.profiler.chain.layers import chain_of
-from pplan.profiler.measurement_target import Subject
+from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.passes import launch_lead
-from pplan.profiler.passes.launch_lead import Direction, Leads, RunAhead, lead
+from pplan.profiler.passes.launch_lead import Direction, LaunchLead, RunAhead, lead
 from pplan.profiler.passes.layer_stamps import LayerTimes, Stamps, tell_leads
 from pplan.profiler.passes.timed_passes import link_sizes
 from pplan.profiler.passes.timing import OutputGradients, run_layers
@@ -129,8 +129,8 @@ def host_bound(queue: Queue) -> nn.Module:
     )
 
 
-def one_pass(model: nn.Module, queue: Queue, leads: Leads = Leads()) -> LayerTimes:  # noqa: B008
-    layers = chain_of(model, torch.ones(1, 4)).layers
+def one_pass(model: nn.Module, queue: Queue, leads: LaunchLead = LaunchLead()) -> LayerTimes:  # noqa: B008
+    layers = build_chain(model, torch.ones(1, 4)).layers
     stamps = Stamps(queue, len(layers), leads)
     queue.settle()
     run_layers(layers, torch.ones(1, 4), OutputGradients(0), stamps)
@@ -146,10 +146,10 @@ def settled(model: nn.Module, queue: Queue) -> RunAhead:
     return ahead
 
 
-def subject_of(model: nn.Module, queue: Queue) -> Subject:
+def subject_of(model: nn.Module, queue: Queue) -> MeasurementTarget:
     example = ModelInput.of(torch.ones(1, 4))
-    loaded, chain = LoadedModel(model, "model", example), chain_of(model, example)
-    return Subject(loaded, chain, torch.device("cpu"), torch.float32, queue, 0)
+    loaded, chain = LoadedModel(model, "model", example), build_chain(model, example)
+    return MeasurementTarget(loaded, chain, torch.device("cpu"), torch.float32, queue, 0)
 
 
 def measured(model: nn.Module, queue: Queue, *, parts: bool = False, rounds: int = 3) -> SizeRun:
@@ -193,7 +193,7 @@ def test_with_leads_the_device_has_its_own_seconds_and_the_host_its_own() -> Non
     queue, ahead = Queue(), RunAhead()
     model = host_bound(queue)
     tell_leads(ahead, one_pass(model, queue))
-    assert ahead.leads == Leads(1.2 * 16, 1.2 * 24)
+    assert ahead.leads == LaunchLead(1.2 * 16, 1.2 * 24)
     for number in range(4):
         times = one_pass(model, queue, ahead.leads)
         assert times.forward == pytest.approx([1, 6, 1])
@@ -202,7 +202,7 @@ def test_with_leads_the_device_has_its_own_seconds_and_the_host_its_own() -> Non
         assert times.backward_host == pytest.approx([8, 9, 7])
         tell_leads(ahead, times)
         assert ahead.is_settled == (number > 0)
-    # Launched after 4, 8, 16; begun after 0, 1, 7. Backward: 7, 16, 24; 0, 5, 8.
+    # TorchrunEnv after 4, 8, 16; begun after 0, 1, 7. Backward: 7, 16, 24; 0, 5, 8.
     assert ahead.leads.forward == pytest.approx(1.2 * 9)
     assert ahead.leads.backward == pytest.approx(1.2 * 16)
     assert ahead.short == ()

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import MachineError, UsageError
-from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measure import profile_model
 from pplan.profiler.passes.modes import Modes, compiler_failure
 from pplan.profiler.passes.timing import OutputGradients, run_layers
-from pplan.profiler.passes.watchers import Together
+from pplan.profiler.passes.watchers import CompositeWatcher
 from pplan.profiler.user_model.loaded_model import ModelInput
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -105,7 +105,7 @@ def test_autocast(amp: Any, dtype: torch.dtype) -> None:
 
 
 def test_what_is_not_compiled_is_run_as_it_is() -> None:
-    layers = chain_of(nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)).layers
+    layers = build_chain(nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)).layers
     assert Modes().layers(layers) == layers
     assert Modes().whole(layers[0].module) is layers[0].module
 
@@ -128,12 +128,12 @@ def test_layers_are_compiled_each_by_itself_and_once(eager: list[int]) -> None:
     modes, given = Modes(compile=True), torch.randn(2, 4)
     # More layers of one class than torch keeps compiled forms of one function.
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)), nn.Sequential(nn.ReLU(), nn.Tanh()))
-    layers = chain_of(model, given).layers
+    layers = build_chain(model, given).layers
     with modes.process():
         as_run = modes.layers(layers)
         assert [layer.name for layer in as_run] == [layer.name for layer in layers]
         for _ in range(2):
-            run_layers(as_run, given.clone(), OutputGradients(0), Together())
+            run_layers(as_run, given.clone(), OutputGradients(0), CompositeWatcher())
         assert len(eager) == len(layers)
         ours = [parameter.grad for parameter in model.parameters()]
         model.zero_grad()
@@ -141,7 +141,7 @@ def test_layers_are_compiled_each_by_itself_and_once(eager: list[int]) -> None:
         assert torch.equal(whole(given), model(given))
         assert eager[len(layers) :] == [12 + 2]
     for _ in range(2):
-        run_layers(layers, given.clone(), OutputGradients(0), Together())
+        run_layers(layers, given.clone(), OutputGradients(0), CompositeWatcher())
     for one, parameter in zip(ours, model.parameters(), strict=True):
         torch.testing.assert_close(one, parameter.grad)
 
@@ -166,9 +166,9 @@ def test_a_missing_compiler_is_the_machines_lack(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "compile", lambda code, **options: plain(code, backend=backend, **options))
     modes = Modes(compile=True)
-    layers = modes.layers(chain_of(nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)).layers)
+    layers = modes.layers(build_chain(nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)).layers)
     with modes.process(), pytest.raises(MachineError, match=r"finds no C\+\+ compiler") as caught:
-        run_layers(layers, torch.ones(1, 4), OutputGradients(0), Together())
+        run_layers(layers, torch.ones(1, 4), OutputGradients(0), CompositeWatcher())
     assert "`compile`" in caught.value.hint
 
 

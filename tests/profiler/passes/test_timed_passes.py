@@ -7,12 +7,12 @@ import pytest
 
 from pplan.profiler.passes.backward_parts import PartTimes
 from pplan.profiler.passes.layer_stamps import LayerTimes, LossTimes
-from pplan.profiler.passes.timed_passes import Rounds, link_sizes, spread
+from pplan.profiler.passes.timed_passes import TimedPasses, link_sizes, spread
 from pplan.profiler.passes.timing import WholeTimes
 
 
-def rounds() -> Rounds:
-    made = Rounds()
+def rounds() -> TimedPasses:
+    made = TimedPasses()
     for forward, backward, whole in [(1.0, 10.0, 12.0), (5.0, 20.0, 20.0), (2.0, 60.0, 40.0)]:
         made.layers.append(LayerTimes(np.array([forward, 1]), np.array([backward, 2])))
         made.whole.append(WholeTimes(whole, 2 * whole))
@@ -35,7 +35,7 @@ def test_uncertainty_falls_with_the_root_of_the_rounds() -> None:
     # Sums 14, 28, 65: quartiles 21 and 46.5; the whole's spread is 0.7.
     one = 1.2533 / 1.349 * max((46.5 - 21) / 28, 0.7) / np.sqrt(3)
     assert made.uncertainty() == pytest.approx(one)
-    many = Rounds(made.layers * 40, made.whole * 40)
+    many = TimedPasses(made.layers * 40, made.whole * 40)
     # Of 120 sums the quartiles are 14 and 65.
     assert many.uncertainty() == pytest.approx(1.2533 / 1.349 * (65 - 14) / 28 / np.sqrt(120))
 
@@ -55,23 +55,27 @@ def test_the_parts_against_the_whole_backward() -> None:
 
 def test_where_the_host_is_the_limit() -> None:
     one, two = np.array([1.0, 2]), np.array([3.0, 4])
-    assert Rounds([LayerTimes(one, two)]).host_bound() is None
-    assert Rounds([LayerTimes(one, two, one, two)]).host_bound() is None
-    assert Rounds([LayerTimes(one, two, two, two)] * 3).host_bound() == (14, 10)
+    assert TimedPasses([LayerTimes(one, two)]).host_bound() is None
+    assert TimedPasses([LayerTimes(one, two, one, two)]).host_bound() is None
+    assert TimedPasses([LayerTimes(one, two, two, two)] * 3).host_bound() == (14, 10)
 
 
 def test_spread_of_nothing_is_none() -> None:
     assert spread(np.zeros((4, 1))).tolist() == [0]
 
 
-def launched(device: float, host: list[float], loss: float = 0.0) -> Rounds:
+def launched(device: float, host: list[float], loss: float = 0.0) -> TimedPasses:
     """Two layers; the device takes `device` for each, either way."""
     both, seconds = np.array(host), np.full(2, device)
-    return Rounds([LayerTimes(seconds, seconds, both, both, LossTimes(device, device, loss, loss))] * 3)
+    return TimedPasses([LayerTimes(seconds, seconds, both, both, LossTimes(device, device, loss, loss))] * 3)
 
 
 def test_a_host_that_may_have_waited_is_told_from_the_next_smaller_size() -> None:
-    sizes = [launched(1.0, [3, 4], 2.0), launched(5.0, [3.5, 6], 2.5), launched(9.0, [2.5, 9], 7.0)]
+    sizes = [
+        launched(1.0, [3, 4], 2.0),
+        launched(5.0, [3.5, 6], 2.5),
+        launched(9.0, [2.5, 9], 7.0),
+    ]
     link_sizes(sizes)
     assert [size.host_medians("forward") for size in sizes] == [[3, 4], [3, 4], [2.5, 4]]
     assert [size.host_medians("backward") for size in sizes] == [[3, 4], [3, 4], [2.5, 4]]

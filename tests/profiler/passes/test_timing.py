@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import Layer, chain_of
+from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.passes import clocks
 from pplan.profiler.passes.clocks import CpuClock, CudaClock
 from pplan.profiler.passes.layer_stamps import LayerTimes, LossTimes, Stamps
-from pplan.profiler.passes.timed_passes import Rounds
+from pplan.profiler.passes.timed_passes import TimedPasses
 from pplan.profiler.passes.timing import OutputGradients, WholeTimes, run_layers, run_whole
 from pplan.profiler.user_model.failures import is_out_of_memory
 from pplan.profiler.user_model.loaded_model import ModelInput
@@ -23,7 +23,7 @@ from pplan.profiler.user_model.losses import Loss
 
 
 def one_pass(model: nn.Module, given: Tensor, clock: Any) -> LayerTimes:
-    return times_of(chain_of(model, given).layers, given.clone(), clock)
+    return times_of(build_chain(model, given).layers, given.clone(), clock)
 
 
 def times_of(layers: Sequence[Layer], given: Any, clock: Any, **options: Any) -> LayerTimes:
@@ -163,13 +163,13 @@ def test_the_loss_is_one_layer_more(device_clock: Any, takes: Any) -> None:
 
     inner = takes(clock, 7, 8)
     loss = Timed("timed", lambda output: inner(output).sum())
-    layers = chain_of(nn.Sequential(takes(clock, 1, 2), takes(clock, 3, 4)), torch.ones(1, 4)).layers
+    layers = build_chain(nn.Sequential(takes(clock, 1, 2), takes(clock, 3, 4)), torch.ones(1, 4)).layers
     times = times_of(layers, torch.ones(1, 4), clock, loss=loss)
     assert (times.forward.tolist(), times.backward.tolist()) == ([1, 3], [2, 4])
     assert times.loss == LossTimes(7, 8, 1.75, 2)
-    made = Rounds([times, times], [WholeTimes(4, 6)] * 2)
+    made = TimedPasses([times, times], [WholeTimes(4, 6)] * 2)
     assert made.loss_medians() == times.loss
-    assert Rounds([times_of(layers, torch.ones(1, 4), clock)]).loss_medians() is None
+    assert TimedPasses([times_of(layers, torch.ones(1, 4), clock)]).loss_medians() is None
 
 
 def test_forwards_and_the_loss_run_in_the_context_and_backward_outside(clock: Any) -> None:

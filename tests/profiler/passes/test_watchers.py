@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.passes.timing import OutputGradients, run_layers
-from pplan.profiler.passes.watchers import Together
+from pplan.profiler.passes.watchers import CompositeWatcher
 
 
 class Listens:
@@ -36,8 +36,8 @@ def test_each_hears_everything() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     given = torch.ones(1, 4)
     heard: list[Any] = []
-    both = Together(Listens("a", heard), Listens("b", heard))
-    run_layers(chain_of(model, given).layers, given, OutputGradients(0), both)
+    both = CompositeWatcher(Listens("a", heard), Listens("b", heard))
+    run_layers(build_chain(model, given).layers, given, OutputGradients(0), both)
     alone: list[Any] = [
         ("before", 0, (1, 4)),
         ("after", 0, (1, 3)),

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.graphs import tracing, trial
-from pplan.profiler.user_model.copies import copied, copied_to_host, copied_to_meta
+from pplan.profiler.user_model.copies import copy_model, copy_to_host, copy_to_meta
 
 
 class Kept(nn.Parameter):
@@ -32,7 +32,7 @@ def tied() -> nn.Sequential:
 
 def test_a_meta_copy_is_torchs_but_copies_no_values() -> None:
     model = tied()
-    twin = copied_to_meta(model, "tied")
+    twin = copy_to_meta(model, "tied")
     assert [*twin.state_dict()] == [*model.state_dict()]
     states = [made.state_dict(keep_vars=True).values() for made in (twin, model)]
     pairs = list(zip(*states, strict=True))
@@ -45,11 +45,11 @@ def test_a_meta_copy_is_torchs_but_copies_no_values() -> None:
         assert ours.requires_grad == theirs.requires_grad
     assert twin[0].weight is twin[2].weight  # type: ignore[index]
     with pytest.raises(ModelError, match="tied cannot be copied: AssertionError: copied with its values"):
-        copied(model, "tied")
+        copy_model(model, "tied")
 
 
 def test_cuts_are_found_without_a_copy_of_the_weights() -> None:
-    reasons = [layer.cut_reason for layer in chain_of(tied(), torch.ones(2, 4)).layers]
+    reasons = [layer.cut_reason for layer in build_chain(tied(), torch.ones(2, 4)).layers]
     assert reasons == ["0 and 2 share 0.weight", "0 and 2 share 0.weight", None]
 
 
@@ -60,7 +60,7 @@ def test_no_memory_for_a_copy_is_no_fault_of_the_model(error: Exception) -> None
             raise error
 
     with pytest.raises(type(error)):
-        copied(Large(), "large")
+        copy_model(Large(), "large")
 
 
 class Body(nn.Module):
@@ -79,14 +79,14 @@ def test_the_copies_that_were_traced_and_tried_do_not_stay(
     weights: list[weakref.ref[nn.Parameter]] = []
 
     def recording(model: nn.Module, name: str) -> nn.Module:
-        copy = copied_to_meta(model, name)
+        copy = copy_to_meta(model, name)
         weights.append(weakref.ref(copy.get_parameter("linear.weight")))
         return copy
 
     for place in (tracing, trial):
         monkeypatch.setattr(place, "copied_to_meta", recording)
     model, given = Body(), torch.ones(2, 4)
-    chain = chain_of(model, given, granularity=granularity)
+    chain = build_chain(model, given, granularity=granularity)
     gc.collect()
     assert [reference() for reference in weights] == [None, None]
     value = given
@@ -97,7 +97,7 @@ def test_the_copies_that_were_traced_and_tried_do_not_stay(
 
 def test_a_host_copy_is_on_the_cpu_and_made_of_twins() -> None:
     model = tied()
-    twin = copied_to_host(model, "tied")
+    twin = copy_to_host(model, "tied")
     assert isinstance(twin[0].weight, Kept)  # type: ignore[index]
     for ours, theirs in zip(twin.state_dict().values(), model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
