@@ -13,9 +13,9 @@ from ..planner.find import find
 from ..planner.plan_file import Plan
 from ..planner.solve import bare_plan, problem_of
 from ..planner.wishes import Wishes
-from ..runtimes.checking.calibration_file import Calibration
+from ..runtimes.checking.calibration import Calibration
+from ..runtimes.checking.check_report import Check
 from ..runtimes.checking.job import Corrections
-from ..runtimes.checking.report import Check
 from .output import Target
 from .planned_machine import planned_machine
 from .simulated_plan import Measured

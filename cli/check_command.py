@@ -13,8 +13,8 @@ from .options import whole_number, word
 from .streams import console, remark, result, watched
 
 if TYPE_CHECKING:
-    from ..runtimes.checking.job import Predicted
-    from ..runtimes.checking.report import Check
+    from ..runtimes.checking.check_report import Check
+    from ..runtimes.checking.job import CasePrediction
     from .checking import CheckOptions
     from .output import Target
     from .simulated_plan import Measured
@@ -127,7 +127,7 @@ def check_command(
     """
     from ..cost_models.errors import UsageError
     from ..cost_models.quantities import parse_seconds
-    from ..runtimes.checking.calibration_file import Calibration
+    from ..runtimes.checking.calibration import Calibration
     from .checking import CheckOptions
     from .newest import named_or_newest
     from .settings import parse_settings
@@ -163,11 +163,15 @@ def check_command(
 
 def _run(read: Measured, options: CheckOptions) -> Check | None:
     """Of several processes that a torchrun started, one says what went wrong: the one that failed."""
-    from ..runtimes.checking.launching import Telling
+    from ..runtimes.checking.launching import ProgressCallbacks
     from .checking import check_plan, run_here
     from .provenance import command_line, made_by
 
-    told = Telling(doing=remark, predicted=_announce) if watched() else Telling(predicted=_announce)
+    told = (
+        ProgressCallbacks(doing=remark, predicted=_announce)
+        if watched()
+        else ProgressCallbacks(predicted=_announce)
+    )
     folder = read.plan_file.parent
     try:
         found = check_plan(
@@ -186,7 +190,7 @@ def _run(read: Measured, options: CheckOptions) -> Check | None:
     return found.model_copy(update={"made_by": origin, "plan_sha256": sha256(read.plan_file.read_bytes())})
 
 
-def _announce(name: str, predicted: Predicted) -> None:
+def _announce(name: str, predicted: CasePrediction) -> None:
     """What is expected, before it runs."""
     from ..cost_models.quantities import format_seconds
 

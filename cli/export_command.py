@@ -160,14 +160,14 @@ def _script(
     Raises FileError for the plan's profile, ModelError for what that names, ExportError.
     """
     from ..planner.plan_file import Plan
-    from ..runtimes.scripts.script import needs_profile, script_for
+    from ..runtimes.scripts.script import needs_profile, write_script
     from .simulated_plan import read_plan
 
     if not needs_profile(document):
-        return script_for(document, Plan.load(source), None, path=path, plan_path=plan_path, device=device)
+        return write_script(document, Plan.load(source), None, path=path, plan_path=plan_path, device=device)
     read = read_plan(source, profile)
     model, settings = named
-    return script_for(
+    return write_script(
         document,
         read.plan,
         read.profile,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .profiler.loaded_model import LoadedModel
     from .profiler.profile_file import Profile
     from .profiler.sweep import Progress
-    from .runtimes.checking.report import Check
+    from .runtimes.checking.check_report import Check
     from .runtimes.formats.export_document import ExportDocument
     from .verification.report import Report
 
