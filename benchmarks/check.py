@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -22,10 +23,10 @@ import torch
 from verified import verified
 
 from pplan import profile as measure
-from pplan.cli.check_cases import prepared
+from pplan.api.check_cases import prepared
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.solve import bare_plan, problem_of
 from pplan.planner.wishes import Wishes
@@ -89,7 +90,7 @@ def step_case(schedule: str, devices: int, micro_batches: int, stages: StageSet)
     """Raises UsageError where the schedule does not run with these numbers."""
     virtual = SCHEDULES[schedule]
     program = build_program(schedule, devices, micro_batches, virtual)
-    parts = program.places
+    parts = program.slots
     document = TorchExport(
         runtime="torch",
         model="emulated",
@@ -259,9 +260,13 @@ def main() -> None:
         "--all", action="store_true", help="every set of stages, which takes three times as long"
     )
     parser.add_argument("--table", choices=("steps", "plans", "both"), default="both")
-    parser.add_argument("--predictions", type=Path, default=Path("check.predictions.jsonl"))
+    parser.add_argument(
+        "--predictions", type=Path, help="file of the predictions; default: one in a temporary folder"
+    )
     chosen = parser.parse_args()
-    told = telling(chosen.predictions)
+    predictions = chosen.predictions or Path(tempfile.mkdtemp()) / "check.predictions.jsonl"
+    told = telling(predictions)
+    print(f"Predictions are written to {predictions}")
     # As the processes of the check have it: a profile of two threads says nothing of one.
     torch.set_num_threads(1)
     print(f"Python {platform.python_version()}, torch {torch.__version__}, median of {STEPS} steps\n")

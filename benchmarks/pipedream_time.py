@@ -11,8 +11,8 @@ from statistics import median
 
 import numpy as np
 
+from pplan.planner.planners.pipedream_programme import Bools, Floats, Instance, Tier
 from pplan.planner.planners.pipedream_search import fastest
-from pplan.planner.planners.pipedream_table import Bools, Floats, Instance, Tier
 
 REPEATS = 3
 CASES = (

@@ -14,9 +14,8 @@ from pathlib import Path
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.planners.dapple import ANY, DapplePlan, Whole, plan
-from pplan.planner.planners.pipedream import plan_asynchronous
-from pplan.planner.planners.pipedream_published import PUBLISHED
-from pplan.planner.planners.pipedream_table import PAPER
+from pplan.planner.planners.pipedream import PUBLISHED, plan_asynchronous
+from pplan.planner.planners.pipedream_programme import PAPER
 from pplan.planner.planners.replicated import Trial
 from pplan.planner.search.space import Space
 from pplan.profiler.importing.importer import ImportOptions, import_profile

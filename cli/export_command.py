@@ -38,14 +38,15 @@ RuntimeName = Annotated[
     str, typer.Argument(metavar="RUNTIME", help=f"One of {', '.join(RUNTIMES)}.", show_default=False)
 ]
 PlanFile = Annotated[
-    Path | None, typer.Argument(metavar="PLAN", help="A plan; else the newest here.", show_default=False)
+    Path | None,
+    typer.Argument(metavar="PLAN", help="A plan; default: newest in this directory.", show_default=False),
 ]
 Device = Annotated[
     str | None,
     typer.Option(
         "--device",
         metavar="cuda|cpu",
-        help="Where the stages will stand: else on what the plan is for; cpu is for trying the file out.",
+        help="Where the stages will be; default: what the plan is for; cpu is for trying the file out.",
         parser=word("--device", ("cuda", "cpu")),
     ),
 ]
@@ -63,7 +64,7 @@ ProfileFile = Annotated[
     typer.Option(
         "--profile",
         metavar="FILE",
-        help="For --script, the plan's profile; else the one of its name beside it.",
+        help="For --script, the plan's profile; default: the one it names, beside it.",
     ),
 ]
 ModelName = Annotated[
@@ -93,14 +94,15 @@ def export_command(
     as_json: AsJson = False,
 ) -> None:
     """Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."""
+    from ..api.provenance import made_by
     from ..cost_models.document import MadeBy, write_whole
     from ..cost_models.runtime import runtime_named
     from ..planner.plan_file import Plan
     from ..runtimes.formats.export_document import default_device, hash_layers
     from ..runtimes.formats.exporters import SUFFIXES, export
-    from .newest import named_or_newest
+    from .default_input import named_or_newest
+    from .invocation import command_line
     from .output import chosen_target, file_stem
-    from .provenance import command_line, made_by
     from .settings import parse_settings
 
     name = runtime_named(runtime).name
@@ -159,9 +161,9 @@ def _script(
 
     Raises FileError for the plan's profile, ModelError for what that names, ExportError.
     """
+    from ..api.load import read_plan
     from ..planner.plan_file import Plan
     from ..runtimes.scripts.script import needs_profile, write_script
-    from .simulated_plan import read_plan
 
     if not needs_profile(document):
         return write_script(document, Plan.load(source), None, path=path, plan_path=plan_path, device=device)

@@ -24,20 +24,20 @@ Format = Annotated[
     typer.Option(
         "--format",
         metavar="pipedream|csv|json",
-        help="What the file is; else told by its content.",
+        help="Format of the file; default: detected from its content.",
         parser=word("--format", ("pipedream", "csv", "json")),
     ),
 ]
 ModelName = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="What the model is called; else as the file is.")
+    str | None, typer.Option("--model", metavar="NAME", help="The model's name; default: the file's.")
 ]
 MicroBatchSize = Annotated[
     int | None,
     typer.Option(
         "--micro-batch-size",
         metavar="N",
-        help="Samples that the costs are for, where the file does not say it; else 128 of a graph, 1 of a "
-        "table.",
+        help="Samples that the costs are for, where the file does not say it; default: 128 of a graph, 1 of "
+        "a table.",
         parser=whole_number("--micro-batch-size", at_least=1),
     ),
 ]
@@ -71,9 +71,10 @@ def import_command(
     Columns: name, forward_seconds, backward_seconds, activation_bytes, parameter_bytes; optional saved_bytes,
     micro_batch_size, backward_input_seconds; times also as forward_ms and so on.
     """
-    from .. import import_profile
+    from ..api.profiles import import_profile
+    from ..api.provenance import made_by
+    from .invocation import command_line
     from .output import chosen_target, file_stem
-    from .provenance import command_line, made_by
 
     profile = import_profile(
         file,

@@ -36,14 +36,16 @@ Source = Annotated[
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="FILE", help="Of the model's layers; else the newest profile here."),
+    typer.Option(
+        "--profile", metavar="FILE", help="Of the model's layers; default: newest profile in this directory."
+    ),
 ]
 Schedule = Annotated[
     str | None,
     typer.Option(
         "--schedule",
         metavar="NAME",
-        help="Where the partition does not say it; else the faster of 1f1b and gpipe.",
+        help="Where the partition does not say it; default: the faster of 1f1b and gpipe.",
         parser=word("--schedule", SCHEDULES),
     ),
 ]
@@ -52,7 +54,7 @@ Recompute = Annotated[
     typer.Option(
         "--recompute",
         metavar="never|always|except-last|auto",
-        help="Where the partition does not say it; else where it does not fit without.",
+        help="Where the partition does not say it; default: if out of memory.",
         parser=word("--recompute", ("never", "always", "except-last", "auto")),
     ),
 ]
@@ -104,13 +106,14 @@ def import_plan_command(
 ) -> None:
     """Make a plan of the partition that another tool holds: a balance or parts list, a Megatron layout,
     torchtitan's module names, a device_map, or what pplan export wrote."""
-    from .. import import_plan
+    from ..api.import_plan import import_plan
+    from ..api.provenance import made_by
     from ..cost_models.document import as_text, read_bytes, sha256
     from ..cost_models.runtime import runtime_named
     from ..profiler.profile_file import Profile
-    from .newest import named_or_newest
+    from .default_input import named_or_newest
+    from .invocation import command_line
     from .output import chosen_target, file_stem
-    from .provenance import command_line, made_by
 
     machine = MachineOptions(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()
     path = named_or_newest(profile_file, ("profile",))

@@ -32,7 +32,7 @@ def _print(console: Console) -> None:
     columns = [
         word("name\n"),
         text("bubble\n", folds_at=20),
-        text("micro-batches\nheld", folds_at=20),
+        text("micro-batches\nin flight", folds_at=20),
         figure("weights\n", leaves=3),
         figure("stale by\n", leaves=2),
     ]
@@ -56,7 +56,7 @@ def _print(console: Console) -> None:
 
 
 def _row(own: Schedule) -> list[str]:
-    return [own.name, own.bubble, own.held, _weights(own), _stale(own)]
+    return [own.name, own.bubble, own.in_flight_formula, _weights(own), _stale(own)]
 
 
 EXAMPLE = (4, 8)
@@ -95,7 +95,7 @@ def _record(own: Schedule) -> dict[str, Any]:
     return {
         "name": own.name,
         "bubble": own.bubble,
-        "in_flight": own.held,
+        "in_flight": own.in_flight_formula,
         "weight_versions": _versions(own),
         "staleness": _stale(own),
         "synchronous": own.synchronous,

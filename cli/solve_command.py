@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 
 ProfileFile = Annotated[
     Path | None,
-    typer.Argument(metavar="PROFILE", help="A profile; else the newest here.", show_default=False),
+    typer.Argument(
+        metavar="PROFILE", help="A profile; default: newest in this directory.", show_default=False
+    ),
 ]
 
 
@@ -97,12 +99,13 @@ def solve_command(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."""
-    from .. import solve
+    from ..api.provenance import made_by
+    from ..api.solve import solve
     from ..cost_models.document import as_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
-    from .newest import named_or_newest
+    from .default_input import named_or_newest
+    from .invocation import command_line
     from .output import chosen_target, file_stem
-    from .provenance import command_line, made_by
     from .sweep_command import SweepOptions, run_sweep
 
     _check_owners(
@@ -178,7 +181,7 @@ def _check_owners(*owners: tuple[str, bool, Mapping[str, object]]) -> None:
         for option, value in options.items():
             if value is not None and not given:
                 raise UsageError(
-                    f"{option} {value}: is of {owner.split()[0]}", f"Give {owner}, say, or leave it away."
+                    f"{option} {value}: is of {owner.split()[0]}", f"Give {owner}, say, or omit it."
                 )
 
 
@@ -188,13 +191,13 @@ def _check_together(sweep: list[str], frontier: bool, output: Path | None, aim: 
     from ..cost_models.errors import UsageError
 
     if sweep and frontier:
-        raise UsageError("--frontier with --sweep: one or the other", "Leave one of the two away.")
+        raise UsageError("--frontier with --sweep: one or the other", "Omit one of the two.")
     if sweep and output is not None:
         raise UsageError(f"-o {output}: a sweep writes no plan", "Give --csv FILE for its rows.")
     if frontier and aim != "--objective step-time":
         raise UsageError(
             f"--frontier with {aim}: it is of step time against memory",
-            "Leave one of the two away.",
+            "Omit one of the two.",
         )
 
 
@@ -205,7 +208,7 @@ def _frontier_target(plan: Target) -> Target:
 
 
 def _frontier(profile: Profile, points: int, given: Mapping[str, Any]) -> Frontier:
-    from .. import frontier
+    from ..api.solve import frontier
 
     own = {name: value for name, value in given.items() if name not in ("objective", "price")}
     return frontier(profile, points=points, **own)

@@ -37,8 +37,10 @@ _STEERS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def remark(text: str) -> None:
-    """One line on standard error."""
-    print(printable(text), file=sys.stderr, flush=True)
+    """One line on standard error, with fields in the words of the command line."""
+    from .field_names import as_options
+
+    print(printable(as_options(text)), file=sys.stderr, flush=True)
 
 
 _PRINTED = [False]

@@ -14,6 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+from .field_names import as_options
 from .streams import printable
 
 ROOMY = 100
@@ -61,8 +62,9 @@ def table(
     *,
     rule_before: int | None = None,
 ) -> Table:
-    """The table as far as it fits the console; an empty line stands before the row `rule_before`."""
-    cells = [[printable(cell) for cell in row] for row in rows]
+    """The table as far as it fits the console, with fields in the words of the command line; an empty line
+    stands before the row `rule_before`."""
+    cells = [[printable(as_options(cell)) for cell in row] for row in rows]
     apart = gap(console)
     natural = [_width(c.head, *(row[i] for row in cells)) for i, c in enumerate(columns)]
     kept = _kept(columns, natural, console.width, apart)
@@ -133,5 +135,5 @@ def titled(console: Console, title: str, rows: Table) -> None:
 
 
 def line(console: Console, text: str, style: str | None = None) -> None:
-    """A line of text; into a file or a pipe it goes whole."""
-    console.print(printable(text), style=style, soft_wrap=not console.is_terminal)
+    """A line of text, with fields in the words of the command line; into a file or a pipe it goes whole."""
+    console.print(printable(as_options(text)), style=style, soft_wrap=not console.is_terminal)

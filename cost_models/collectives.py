@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from .errors import UsageError
-from .machines.hardware import Amount, Link
+from .hardware import Amount, Link
 from .topology import Topology
 
 Algorithm: TypeAlias = Literal["ring", "tree", "hierarchical", "best"]

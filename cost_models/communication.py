@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .collectives import Algorithm, all_reduce_seconds
-from .machines.hardware import Amount, Link
+from .hardware import Amount, Link
 from .topology import Topology
 
 __all__ = [

@@ -117,13 +117,13 @@ def check_place(path: Path, *, force: bool) -> None:
     try:
         found, folder, file = os.path.lexists(path), path.is_dir(), path.is_file() or not path.exists()
     except OSError as error:  # a name that is too long, say
-        raise FileError(f"{path}: cannot be written: {error.strerror}", "Name a file with -o.") from error
+        raise FileError(f"{path}: cannot be written: {error.strerror}", "Name a file.") from error
     if folder:
-        raise FileError(f"{path}: is a folder", "Name a file with -o.")
+        raise FileError(f"{path}: is a folder", "Name a file.")
     if not file:
-        raise FileError(f"{path}: is no file that could be replaced", "Name a file with -o.")
+        raise FileError(f"{path}: is no file that could be replaced", "Name a file.")
     if found and not force:
-        raise FileError(f"{path} exists already", "Give --force to replace it, or another name with -o.")
+        raise FileError(f"{path} exists already", "Give `force` to replace it, or another name.")
 
 
 def write_whole(path: Path, text: str, *, force: bool) -> None:
@@ -178,8 +178,12 @@ KINDS = {
     FOR_A_RUNTIME: "step_seconds",
 }
 """A key at the top of a file that only files of this kind have, and those named before it."""
-_VERBS = {"profile": "profile", "plan": "solve", "simulation": "simulate", "frontier": "solve --frontier"} | {
-    name: f"export {name}" for name in RUNTIMES
+_VERBS = {
+    "profile": "profile",
+    "plan": "solve",
+    "simulation": "simulate",
+    "frontier": "solve frontier=True",
+    **{name: f"export {name}" for name in RUNTIMES},
 }
 SHOWN = 80
 """Characters of a wrong value that an error shows."""

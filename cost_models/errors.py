@@ -37,7 +37,7 @@ class PplanError(Exception):
 
     @property
     def as_json(self) -> dict[str, Any]:
-        """What `--json` prints under the key `error`."""
+        """What `json` prints under the key `error`."""
         return {"status": self.exit_status, "kind": self.kind, "message": self.what, "advice": self.hint}
 
 

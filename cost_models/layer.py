@@ -125,7 +125,7 @@ class Chain:
             measured = ", ".join(str(s) for s in self.sizes)
             raise UsageError(
                 f"micro-batch size {size:g} lies outside the measured sizes ({measured})",
-                f"Measure it: pplan profile MODEL --micro-batch-sizes {measured.replace(' ', '')},{size:g}",
+                f"Measure it: pplan profile MODEL micro_batch_sizes='{measured.replace(' ', '')},{size:g}'",
             )
         known = [*MEASURED, *(name for name in _PARTS if getattr(self, name) is not None)]
         values = {name: self._value(name, size) for name in known}

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .collectives import all_reduce_loads
-from .machines.hardware import Port
+from .hardware import Port
+from .routes import Ranks, Routes
 from .topology import Topology
-from .ways import Ranks, Ways
 
 NONE = -1
 Loads = dict[tuple[int, int], float]
@@ -66,9 +66,9 @@ class PortSharing:
 class PortSharings:
     """Of the pipelines on a topology; what its ports carry is remembered."""
 
-    def __init__(self, topology: Topology, ways: Ways | None = None) -> None:
+    def __init__(self, topology: Topology, routes: Routes | None = None) -> None:
         self.topology = topology
-        self.ways = Ways(topology) if ways is None else ways
+        self.routes = Routes(topology) if routes is None else routes
         self._numbers: dict[Port, int] = {}
         self._exits: dict[tuple[Ranks, Ranks], int] = {}
         self._parts: dict[tuple[Ranks, Ranks], list[tuple[Port, float]]] = {}
@@ -97,7 +97,7 @@ class PortSharings:
     def _exit(self, senders: Ranks, receivers: Ranks) -> int:
         key = senders, receivers
         if key not in self._exits:
-            port = self.ways.exit_port(senders, receivers)
+            port = self.routes.exit_port(senders, receivers)
             self._exits[key] = self._numbers.setdefault(port, len(self._numbers))
         return self._exits[key]
 
@@ -105,7 +105,7 @@ class PortSharings:
         """By port, its part of the seconds for which the busiest is taken."""
         key = senders, receivers
         if key not in self._parts:
-            loads = self.ways.loads(senders, receivers)
+            loads = self.routes.loads(senders, receivers)
             most = max(loads.values())
             self._parts[key] = [(port, load / most) for port, load in loads.items() if most]
         return self._parts[key]

@@ -20,11 +20,11 @@ ZERO_STAGES = (0, 1, 2, 3)
 """Of ZeRO: what the replicas of a stage spread over them, see `training`."""
 
 PRECISIONS = ("fp32", "mixed", "bf16")
-"""The words of `--precision`."""
+"""The words of `precision`."""
 GRADIENT_DTYPES = ("fp32", "bf16", "fp16")
-"""The words of `--gradient-dtype`."""
+"""The words of `gradient_dtype`."""
 ADDS_UP_IN_FLOAT32 = frozenset({"megatron", "megatron-bridge", "deepspeed"})
-"""Runtimes that add bfloat16 gradients up in float32: Megatron-LM with --bf16 does so unless told otherwise
+"""Runtimes that add bfloat16 gradients up in float32: Megatron-LM with `--bf16` does so unless told otherwise
 (`megatron/training/arguments.py`), DeepSpeed's BF16_Optimizer keeps float32 gradients."""
 
 PrecisionName = Literal["fp64", "fp32", "mixed", "bf16"]
@@ -54,7 +54,7 @@ class TrainingPrecision:
             return None
         return (
             "pure bf16: no float32 master weights and states, so an update of less than about 1/256 of a "
-            "weight is rounded away; --precision mixed counts them"
+            "weight is rounded away; precision='mixed' counts them"
         )
 
 
@@ -76,8 +76,8 @@ def training_precision(
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown", f"Use one of: {', '.join(_DTYPES)}.")
     own = _DTYPES[dtype]
-    known_word("--precision", precision, ("auto", *PRECISIONS), own)
-    known_word("--gradient-dtype", gradient_dtype, ("auto", *GRADIENT_DTYPES), own)
+    known_word("precision", precision, ("auto", *PRECISIONS), own)
+    known_word("gradient_dtype", gradient_dtype, ("auto", *GRADIENT_DTYPES), own)
     autocast = amp is not None and own == "fp32"
     usual = "mixed" if autocast or own in ("fp16", "bf16") else own
     name = cast(PrecisionName, usual if precision == "auto" else precision)
@@ -91,12 +91,12 @@ def training_precision(
     return TrainingPrecision(name, gradient, Precision(_BYTES[own], _BYTES[gradient], master), autocast)
 
 
-def known_word(option: str, word: str, known: tuple[str, ...], also: str = "") -> None:
+def known_word(field: str, word: str, known: tuple[str, ...], also: str = "") -> None:
     """Raises UsageError, with the nearest of the known words, unless the word is one of them, or `also`."""
     if word not in (*known, also):
         near = get_close_matches(word, known, n=1)
         start = f"Did you mean {near[0]}? " if near else ""
-        raise UsageError(f"{option} {word!r}: not known", f"{start}Use one of: {', '.join(known)}.")
+        raise UsageError(f"{field}={word!r}: not known", f"{start}Use one of: {', '.join(known)}.")
 
 
 def _check_passes(name: str, own: str, autocast: bool, amp: str | None) -> None:
@@ -112,13 +112,13 @@ def _check_passes(name: str, own: str, autocast: bool, amp: str | None) -> None:
     if fits:
         return
     needed = {
-        "fp32": "pplan profile --dtype float32",
-        "mixed": "pplan profile --dtype bfloat16, or --amp bf16",
-        "bf16": "pplan profile --dtype bfloat16",
-    }.get(name, "pplan profile --dtype float64")
+        "fp32": "pplan profile dtype='float32'",
+        "mixed": "pplan profile dtype='bfloat16', or amp='bf16'",
+        "bf16": "pplan profile dtype='bfloat16'",
+    }.get(name, "pplan profile dtype='float64'")
     why = "float16 loses small gradients without float32 weights" if (own, name) == ("fp16", "bf16") else ""
     raise UsageError(
-        f"--precision {name}: the profile was measured {measured}{f' ({why})' if why else ''}",
+        f"precision={name!r}: the profile was measured {measured}{f' ({why})' if why else ''}",
         f"Its seconds and activations are not those of {name}: profile with {needed}.",
     )
 
@@ -127,8 +127,8 @@ def _check_gradients(gradient: str, name: str, own: str, autocast: bool) -> None
     allowed = (own, "fp32") if name == "mixed" else (own,)
     if gradient in allowed:
         return
-    what = "float32 weights under autocast" if autocast else f"{own} weights with --precision {name}"
+    what = "float32 weights under autocast" if autocast else f"{own} weights with precision={name!r}"
     raise UsageError(
-        f"--gradient-dtype {gradient}: the gradients of {what} are {' or '.join(dict.fromkeys(allowed))}",
-        "Leave it away, or choose another --precision.",
+        f"gradient_dtype={gradient!r}: the gradients of {what} are {' or '.join(dict.fromkeys(allowed))}",
+        "Omit it, or choose another `precision`.",
     )

@@ -19,10 +19,10 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\
 _RATE_UNIT = re.compile(r"([kmgt]?i?)(b|bit|bits)(?:/s|ps)", re.IGNORECASE)
 
 
-def parse_bytes(text: str, name: str = "--memory", *, allow_zero: bool = False) -> int:
+def parse_bytes(text: str, name: str = "size", *, allow_zero: bool = False) -> int:
     """Bytes of a size such as `16GiB` (2**30 each) or `40 GB` (10**9 each), rounded to whole bytes.
 
-    Units B, kB, MB, GB, TB, KiB, MiB, GiB and TiB, in upper or lower case. `name` is the option for errors.
+    Units B, kB, MB, GB, TB, KiB, MiB, GiB and TiB, in upper or lower case. `name` is what errors call it.
     Raises UsageError for anything else, a negative or endless size, and 0 without `allow_zero`.
     """
     example = "Give a size with its unit, such as 16GiB or 40GB."
@@ -38,11 +38,11 @@ def parse_bytes(text: str, name: str = "--memory", *, allow_zero: bool = False) 
     return size
 
 
-def parse_rate(text: str, name: str = "--bandwidth") -> float:
+def parse_rate(text: str, name: str = "rate") -> float:
     """Bytes per second of a rate such as `300GB/s`; `inf` stands for transfers that take no time.
 
     Bits per second (`Gb/s`, `Gbit/s`, `Gbps`: networks are sold by them) are refused with what they are in
-    bytes. `name` is the option for errors. Raises UsageError, for a rate of 0 too.
+    bytes. `name` is what errors call it. Raises UsageError, for a rate of 0 too.
     """
     example = "Give bytes per second, such as 25GB/s; inf for transfers that take no time."
     if text.strip().lower() == "inf":
@@ -63,10 +63,10 @@ def parse_rate(text: str, name: str = "--bandwidth") -> float:
     return rate
 
 
-def parse_seconds(text: str, name: str = "--latency") -> float:
+def parse_seconds(text: str, name: str = "duration") -> float:
     """Seconds of a duration such as `5us`, `1.5ms`, `60s`, `2m` (minutes) or `1h`; `0` needs no unit.
 
-    `name` is the option for errors. Raises UsageError for anything else, and for what is negative or endless.
+    `name` is what errors call it. Raises UsageError for anything else, and for what is negative or endless.
     """
     example = "Give a duration with its unit, such as 5us, 1.5ms, 60s or 2m (minutes)."
     number, unit = _split(text, name, "a duration", example)

@@ -60,13 +60,13 @@ class Runtime:
         if zero not in self.zero:
             runs = " or ".join(map(str, sorted(self.zero)))
             raise UsageError(
-                f"--zero {zero} with --runtime {self.name}: {self.no_zero}",
-                f"Use --zero {runs}, or leave --runtime away.",
+                f"zero={zero} with runtime={self.name!r}: {self.no_zero}",
+                f"Use zero={runs}, or omit `runtime`.",
             )
         if precision == "bf16" and not self.pure_16_bits:
             raise UsageError(
-                f"--precision bf16 with --runtime {self.name}: it keeps float32 master weights",
-                "Use --precision mixed.",
+                f"precision='bf16' with runtime={self.name!r}: it keeps float32 master weights",
+                "Use precision='mixed'.",
             )
 
 

@@ -16,12 +16,12 @@ import numpy as np
 
 from .errors import UsageError
 from .schedules import Action
-from .schedules.action import Program, straight
+from .schedules.action import Program, linear_program
+from .simulator.action_costs import ActionCosts, lower_costs, statically_served
 from .simulator.costs import Array, Costs, PipelineCosts, uniform_costs
 from .simulator.dependencies import order_of
 from .simulator.engine import Engine, Run, run, run_many
-from .simulator.kept import kept_program
-from .simulator.lowered import Lowered, lowered, statically_served
+from .simulator.program_cache import cached_program
 from .simulator.reductions import Reduction, reductions
 from .simulator.result import PeakMemory, Span, StageTime, Timeline, Transfer
 
@@ -34,8 +34,10 @@ def simulate(
     Raises UsageError for lists that are incomplete, repeat an action, or wait for each other for ever, and
     for costs that cannot be.
     """
-    order = order_of(actions if isinstance(actions, Program) else straight([list(own) for own in actions]))
-    values = lowered(order, _single(_general(order.program, costs)))
+    order = order_of(
+        actions if isinstance(actions, Program) else linear_program([list(own) for own in actions])
+    )
+    values = lower_costs(order, _single(_general(order.program, costs)))
     ran = run(values, engine)
     reduced = reductions(values, ran)
     return Timeline(order, values.costs, ran, reduced, _stage_ends(values, ran, reduced))
@@ -51,11 +53,11 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
     order, general = order_of(program), _general(program, costs)
     if general.candidates in (None, 1):
         single = general if general.candidates is None else general.candidate(0)
-        return np.array([_step(lowered(order, single), engine)])
-    values = lowered(order, general)
+        return np.array([_step(lower_costs(order, single), engine)])
+    values = lower_costs(order, general)
     if not (statically_served(values) and _ends_alone(values)):
         singles = (general.candidate(index) for index in range(values.duration.shape[1]))
-        return np.array([_step(lowered(order, single), engine) for single in singles])
+        return np.array([_step(lower_costs(order, single), engine) for single in singles])
     ends = run_many(values, engine)
     for seconds in (_by_device(general.all_reduce), None if program.update_every else general.optimizer):
         if seconds is not None:
@@ -67,13 +69,13 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
 def computed(program: Program, costs: Costs, engine: Engine = "auto") -> Array | None:
     """(devices, candidates): when each device has run its last action, of many candidates; None where a link
     serves several devices, so that it is not known beforehand in which order."""
-    values = lowered(order_of(program), costs)
+    values = lower_costs(order_of(program), costs)
     return run_many(values, engine) if statically_served(values) else None
 
 
 def runs_side_by_side(program: Program, costs: Costs) -> bool:
     """Whether `step_seconds` takes many such candidates in one pass, and not one after another."""
-    values = lowered(order_of(program), costs if costs.candidates is None else costs.candidate(0))
+    values = lower_costs(order_of(program), costs if costs.candidates is None else costs.candidate(0))
     return statically_served(values) and _ends_alone(values)
 
 
@@ -83,7 +85,7 @@ def _named(schedule: str, costs: PipelineCosts | Costs) -> Program:
             f"schedule {schedule} by name, with costs by device and chunk",
             "Give the program: schedule_named(name).program(stages, micro_batches, virtual_stages).",
         )
-    return kept_program(schedule, *costs.forward.shape[:2])
+    return cached_program(schedule, *costs.forward.shape[:2])
 
 
 def _single(costs: Costs) -> Costs:
@@ -102,12 +104,12 @@ def _general(program: Program, costs: PipelineCosts | Costs) -> Costs:
     return costs.general()
 
 
-def _step(values: Lowered, engine: Engine) -> float:
+def _step(values: ActionCosts, engine: Engine) -> float:
     ran = run(values, engine)
     return max(*_stage_ends(values, ran, reductions(values, ran)), values.costs.port_seconds)
 
 
-def _stage_ends(values: Lowered, ran: Run, reduced: Sequence[Reduction]) -> tuple[float, ...]:
+def _stage_ends(values: ActionCosts, ran: Run, reduced: Sequence[Reduction]) -> tuple[float, ...]:
     """When each device is done, all-reduce and optimizer included."""
     ends: list[float] = ran.free.tolist()
     for reduction in reduced:
@@ -120,7 +122,7 @@ def _stage_ends(values: Lowered, ran: Run, reduced: Sequence[Reduction]) -> tupl
     return tuple(ends)
 
 
-def _ends_alone(values: Lowered) -> bool:
+def _ends_alone(values: ActionCosts) -> bool:
     """Whether each device's all-reduce simply follows its last action, and nothing goes on beside it."""
     program, costs = values.order.program, values.costs
     straight_through = len(program.pipes) == 1 and program.parts == 1

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
-from .machines.hardware import Amount, Device, Group, Level, Link, Port
+from .hardware import Amount, Device, Group, Level, Link, Port
 from .quantities import format_bytes
 
 __all__ = [
@@ -37,11 +37,13 @@ NODE = "node"
 """The level of this name is what one process reaches; without one it is the innermost."""
 
 
-def check_devices(count: int, what: str) -> None:
-    """Raises UsageError for more devices than are planned for; `what` names the count."""
+def check_devices(count: int, called: str = "") -> None:
+    """Raises UsageError for more devices than are planned for. The count is `called` as a file does; else by
+    the field `gpus`."""
     if count > MOST_DEVICES:
+        shown = f"{called} {count}" if called else f"gpus={count}"
         raise UsageError(
-            f"{what} {count}: at most {MOST_DEVICES} devices are planned for",
+            f"{shown}: at most {MOST_DEVICES} devices are planned for",
             f"Give up to {MOST_DEVICES}: larger clusters run copies of a plan for fewer.",
         )
 
@@ -72,8 +74,8 @@ class Topology:
         self._check_sizes()
         if self.capacity is not None and self.gpus > self.capacity:
             raise UsageError(
-                f"--gpus {self.gpus}: the levels hold {self.capacity} devices",
-                "Use fewer, or leave the size of the outermost level away: then it holds any number.",
+                f"gpus={self.gpus}: the levels hold {self.capacity} devices",
+                "Use fewer, or omit the size of the outermost level: then it holds any number.",
             )
 
     def _check_sizes(self) -> None:
@@ -187,12 +189,12 @@ class Topology:
         Raises UsageError where several kinds, or the levels, hold fewer.
         """
         if gpus < 1:
-            raise UsageError(f"--gpus {gpus}: must be at least 1", "Give the number of GPUs you have.")
+            raise UsageError(f"gpus={gpus}: must be at least 1", "Give the number of GPUs you have.")
         if len(self.kinds) == 1:
             return replace(self, groups=(Group(self.groups[0].device, gpus),))
         if gpus > self.gpus:
             raise UsageError(
-                f"--gpus {gpus}: the topology has {self.gpus} devices, of {len(self.kinds)} kinds",
+                f"gpus={gpus}: the topology has {self.gpus} devices, of {len(self.kinds)} kinds",
                 f"Use at most {self.gpus}, or add devices to the file.",
             )
         kept = [
@@ -237,9 +239,9 @@ def two_level_topology(
     device: Device, gpus: int, gpus_per_node: int, inside: Link, between: Link
 ) -> Topology:
     """`gpus` devices of one kind, `gpus_per_node` to a node (the last may have fewer). Raises UsageError."""
-    for option, count in (("--gpus", gpus), ("--gpus-per-node", gpus_per_node)):
+    for field, count in (("gpus", gpus), ("gpus_per_node", gpus_per_node)):
         if count < 1:
-            raise UsageError(f"{option} {count}: must be at least 1", "Give the number of GPUs you have.")
+            raise UsageError(f"{field}={count}: must be at least 1", "Give the number of GPUs you have.")
     node = Level(NODE, gpus_per_node, inside)
     return Topology((Group(device, gpus),), (node, Level("network", None, between)))
 

@@ -7,21 +7,21 @@ from dataclasses import replace
 
 from ..cost_models.errors import UsageError
 from ..cost_models.runtime import RUNTIMES, Runtime
-from .candidate import Candidate
-from .find import Answer, is_small, searched
+from .candidate import ScoredPlan
+from .joint_search import JointSearchResult, is_small, searched
+from .pipeline_config import SEARCHED
 from .plan_file import Alternative
-from .planned import plan_recompute, planned_stages
+from .plan_stages import plan_recompute, planned_stages
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
-from .search.branch_and_bound import Found
-from .search.large import is_large
-from .setting import SEARCHED
+from .search.branch_and_bound import SearchResult
+from .search.coarse import is_large
 
 WORK = 2e9
 """What is spent on each."""
 
 
-def alternatives_of(problem: Problem, answer: Answer) -> list[Alternative]:
+def alternatives_of(problem: Problem, answer: JointSearchResult) -> list[Alternative]:
     """The best plan for the runtimes of each kind; and, where the schedule was left open, the best
     interleaved one, which is not searched. None where the plan was asked of a named planner,
     or the problem is too large to solve it again for each."""
@@ -31,7 +31,7 @@ def alternatives_of(problem: Problem, answer: Answer) -> list[Alternative]:
     return [*made, *_interleaved(problem, answer)]
 
 
-def _for_runtimes(problem: Problem, answer: Answer, names: list[str]) -> Iterator[Alternative]:
+def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str]) -> Iterator[Alternative]:
     runtime = RUNTIMES[names[0]]
     try:
         wishes = replace(
@@ -55,11 +55,11 @@ def _for_runtimes(problem: Problem, answer: Answer, names: list[str]) -> Iterato
         yield _alternative(own, found, plan, names, "")
 
 
-def _ranked(problem: Problem, best: Candidate) -> Candidate | None:
+def _ranked(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     """The plan on the devices from rank 0 on, as a runtime gives them to its stages: one that was found with
     devices left free between its stages takes another time there, and may not fit."""
     devices = _in_order(best)
-    if best.setting.virtual_stages > 1 or best.proposal.devices == devices:
+    if best.config.virtual_stages > 1 or best.proposal.devices == devices:
         return best
     return fastest(problem.space, [replace(best.proposal, devices=devices)])
 
@@ -72,11 +72,11 @@ def _schedule(problem: Problem, runtime: Runtime) -> str:
     return known[0] if len(known) == 1 else "auto"
 
 
-def _interleaved(problem: Problem, answer: Answer) -> Iterator[Alternative]:
+def _interleaved(problem: Problem, answer: JointSearchResult) -> Iterator[Alternative]:
     """The plan of the planner of that name, where the schedule was left open: no answer, as it is not
     searched."""
     plan, best = answer.by_planner.get(INTERLEAVED), answer.best
-    if isinstance(plan, Candidate) and best is not None and INTERLEAVED not in problem.schedules:
+    if isinstance(plan, ScoredPlan) and best is not None and INTERLEAVED not in problem.schedules:
         names = [
             name
             for name, runtime in RUNTIMES.items()
@@ -86,35 +86,35 @@ def _interleaved(problem: Problem, answer: Answer) -> Iterator[Alternative]:
         ]
         if not names:
             return
-        found = Found(plan, 0.0, 0.0, exact=False)
+        found = SearchResult(plan, 0.0, 0.0, exact=False)
         ratio = plan.step_seconds / best.step_seconds
         than = f"{ratio:.3g} x slower" if ratio > 1 else f"{1 / ratio:.3g} x faster"
         reason = f"a heuristic's proposal, {than} than the plan: interleaved is not searched"
         yield _alternative(problem, found, plan, names, reason)
 
 
-def _recomputes(runtime: Runtime, plan: Candidate) -> bool:
+def _recomputes(runtime: Runtime, plan: ScoredPlan) -> bool:
     """Whether the runtime recomputes as the plan's stages do."""
     modes = set(plan.recompute)
     return runtime.recompute_by_stage or (len(modes) == 1 and modes <= set(runtime.recompute))
 
 
-def _answers(own: Problem, answer: Answer) -> bool:
+def _answers(own: Problem, answer: JointSearchResult) -> bool:
     """Whether the best plan of all is proven to be the best that the runtime runs, too."""
     best, runtime = answer.best, own.runtime
     if best is None or runtime is None or not answer.found.exact or runtime.one_process:
         return False
-    if best.setting.schedule not in SEARCHED:
+    if best.config.schedule not in SEARCHED:
         return False  # it is none of those that are searched for the runtime
     if not _recomputes(runtime, best) or runtime.transfers != "overlapped" or not own.allows(best.proposal):
         return False
     in_order = best.proposal.devices == _in_order(best)
-    places = list(own.space.table(own.chain.sizes[0]).places)
-    stages = [(places.index(first), places.index(end)) for first, end in best.proposal.bounds]
+    cut_points = list(own.space.table(own.chain.sizes[0]).cut_points)
+    stages = [(cut_points.index(first), cut_points.index(end)) for first, end in best.proposal.bounds]
     return in_order and all(own.space.usable[stage] for stage in stages)
 
 
-def _in_order(best: Candidate) -> tuple[tuple[int, ...], ...]:
+def _in_order(best: ScoredPlan) -> tuple[tuple[int, ...], ...]:
     ranks = iter(range(best.proposal.used))
     return tuple(tuple(next(ranks) for _ in own) for own in best.proposal.devices)
 
@@ -141,18 +141,18 @@ def _kinds(problem: Problem) -> list[list[str]]:
 
 
 def _alternative(
-    problem: Problem, found: Found, plan: Candidate, runtimes: list[str], reason: str
+    problem: Problem, found: SearchResult, plan: ScoredPlan, runtimes: list[str], reason: str
 ) -> Alternative:
-    setting, step = plan.setting, plan.step_seconds
+    config, step = plan.config, plan.step_seconds
     stages = planned_stages(problem.space, plan)
     return Alternative(
         runtimes=runtimes,
         balance=[stage.layers for stage in stages],
         replicas=plan.proposal.replicas[0],
-        schedule=setting.schedule,
-        virtual_stages=setting.virtual_stages,
-        micro_batches=setting.micro_batches,
-        micro_batch_size=setting.micro_batch_size,
+        schedule=config.schedule,
+        virtual_stages=config.virtual_stages,
+        micro_batches=config.micro_batches,
+        micro_batch_size=config.micro_batch_size,
         recompute=plan_recompute(plan),
         stage_recompute=list(plan.recompute) if plan_recompute(plan) == "selective" else [],
         step_seconds=step,

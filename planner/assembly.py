@@ -18,14 +18,14 @@ from ..cost_models.layer import Chain, LayerCosts
 from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced
 from ..cost_models.precision import training_precision
-from ..cost_models.schedules import Place, Program, Schedule
+from ..cost_models.schedules import Program, Schedule, StageSlot
 from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
 from ..cost_models.stage_bytes import StageBytes
 from ..cost_models.timeline import Timeline
 from ..cost_models.topology import Device, Topology
 from ..cost_models.training import Training
 from .replica_exchange import ReplicaExchange, bytes_at_end, bytes_by_layer, gradient_bytes
-from .search.space import share_of
+from .search.space import divide_batch
 from .stage_table import Floats, StageTable, ledger_options
 
 WEIGHT_SHARE = 0.5
@@ -82,7 +82,7 @@ class Assembly:
     profiles: Mapping[str, Chain] = field(default_factory=dict)
 
     @cached_property
-    def part_of(self) -> dict[Place, int]:
+    def part_of(self) -> dict[StageSlot, int]:
         """The part of the layers that each place computes."""
         return parts_of(self.program)
 
@@ -91,13 +91,13 @@ class Assembly:
         places = {pipe[part] for pipe in self.program.pipes}
         return sorted({rank for place in places for rank in self.ranks[place.device]})
 
-    def share(self, device: int) -> int:
+    def per_replica_batch(self, device: int) -> int:
         """Samples of a micro-batch that a replica of this device computes, at the most."""
-        return share_of(self.size, len(self.ranks[device]))
+        return divide_batch(self.size, len(self.ranks[device]))
 
     def table(self, device: int) -> StageTable:
         """All stages at the size that a replica of this stage computes."""
-        return _table(self.chain, self.share(device))
+        return _table(self.chain, self.per_replica_batch(device))
 
     @cached_property
     def timed(self) -> list[list[tuple[StageTable, float]]]:
@@ -105,7 +105,7 @@ class Assembly:
         multiplied by. The slowest counts."""
         return [
             [
-                (_table(self._measured(kind), self.share(device)), kind.seconds_scale)
+                (_table(self._measured(kind), self.per_replica_batch(device)), kind.seconds_scale)
                 for kind in dict.fromkeys(self.topology.device(rank) for rank in ranks)
             ]
             for device, ranks in enumerate(self.ranks)
@@ -197,14 +197,14 @@ class Assembly:
     def _transfers(self) -> tuple[Floats, Floats]:
         """Occupancy and latency of every cut of every pipe: all replicas send at the same time, the smaller
         side what its largest share of the micro-batch needs."""
-        pipes, ways = self.program.pipes, _ports(self.topology).ways
-        occupancy, latency = (np.zeros((len(pipes), self.program.places - 1)) for _ in range(2))
+        pipes, routes = self.program.pipes, _ports(self.topology).routes
+        occupancy, latency = (np.zeros((len(pipes), self.program.slots - 1)) for _ in range(2))
         for row, pipe in enumerate(pipes):
             for cut, (here, there) in enumerate(pairwise(pipe)):
                 if here.device == there.device:
                     continue
                 senders, receivers = tuple(self.ranks[here.device]), tuple(self.ranks[there.device])
-                latency[row, cut], pace = ways.way(senders, receivers)
+                latency[row, cut], pace = routes.route(senders, receivers)
                 place = self.bounds[cut][1]
                 sent = max(float(self.table(own).crossing[place]) for own in (here.device, there.device))
                 occupancy[row, cut] = sent * min(len(senders), len(receivers)) * pace
@@ -217,10 +217,10 @@ class Assembly:
         for micro_batch, pipe in enumerate(program.pipe_of):
             counts[pipe] += program.share(micro_batch)
         hops = [
-            Hop(*way, float(occupancy[row, cut] * counts[row]))
+            Hop(*route, float(occupancy[row, cut] * counts[row]))
             for row, pipe in enumerate(program.pipes)
             for cut, (here, there) in enumerate(pairwise(pipe))
-            for way in ((here.device, there.device), (there.device, here.device))
+            for route in ((here.device, there.device), (there.device, here.device))
             if here.device != there.device
         ]
         ranks = [tuple(own) for own in self.ranks]
@@ -249,16 +249,16 @@ class Assembly:
                 seconds[place] = self._reduced(place, part, ranks)
         return seconds if seconds.any() else None
 
-    def reduces_meanwhile(self, place: Place, ranks: Sequence[int]) -> bool:
+    def reduces_meanwhile(self, place: StageSlot, ranks: Sequence[int]) -> bool:
         """Whether a place's gradients are reduced over `ranks` while its backward goes on."""
         alone = list(ranks) == sorted(self.ranks[place.device])
         return alone and not self.zero and self.program.update_every is None
 
-    def _reduced(self, place: Place, part: int, ranks: list[int]) -> float:
+    def _reduced(self, place: StageSlot, part: int, ranks: list[int]) -> float:
         """Replicas of one stage reduce while they compute on, as DistributedDataParallel does."""
         table = self.table(place.device)
         i, j = self.bounds[part]
-        own = slice(table.places[i], table.places[j])
+        own = slice(table.cut_points[i], table.cut_points[j])
         gradients = gradient_bytes(table.costs.trainable_bytes[own], self.number_bytes)
         if self.zero:
             return float(self.exchange(part).at_end(np.asarray(table.costs.trainable_bytes[own].sum())))
@@ -283,7 +283,7 @@ class Assembly:
             Training(
                 self.optimizer,
                 options["precision"],
-                len(self.ranks_of(self.part_of[Place(device)])),
+                len(self.ranks_of(self.part_of[StageSlot(device)])),
                 self.zero,
             ),
             recompute=recompute or self.recompute[device],
@@ -298,9 +298,9 @@ class Assembly:
     def memory(self, device: int, timeline: Timeline) -> DeviceMemory:
         """The ledger of a device, and what of it comes and goes."""
         terms = {name: round(amount) for name, amount in self.ledger(device).items()}
-        again = self.recompute[device] != "never"
+        recompute = self.recompute[device] != "never"
         chunks = self._chunk_bytes(device)
-        held = tuple(float(own.input if again else own.saved + own.saved_input) for own in chunks)
+        held = tuple(float(own.input if recompute else own.saved + own.saved_input) for own in chunks)
         most = timeline.peak_memory(device, 0.0, held).bytes
         return DeviceMemory(terms, sum(terms.values()) - most, held, self.limit(device))
 
@@ -312,7 +312,7 @@ class Assembly:
         )
 
     def _chunk_bytes(self, device: int) -> list[StageBytes]:
-        parts = [self.part_of[Place(device, chunk)] for chunk in range(self.program.chunks)]
+        parts = [self.part_of[StageSlot(device, chunk)] for chunk in range(self.program.chunks)]
         return [self.table(device).bytes_of(*self.bounds[part], zero=self.zero) for part in parts]
 
     def outside(self) -> Iterator[str]:
@@ -322,12 +322,12 @@ class Assembly:
                 f"the profile holds whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
                 "taken as the weight gradient"
             )
-        for size in sorted({self.share(device) for device in range(len(self.ranks))}):
+        for size in sorted({self.per_replica_batch(device) for device in range(len(self.ranks))}):
             if outside := _table(self.chain, size).costs.outside:
                 yield outside
 
 
-def parts_of(program: Program) -> dict[Place, int]:
+def parts_of(program: Program) -> dict[StageSlot, int]:
     """The part of the layers that each place of a program computes."""
     return {place: part for pipe in program.pipes for part, place in enumerate(pipe)}
 

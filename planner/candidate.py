@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
 
 from ..cost_models.memory import Recompute
-from .setting import Setting
-
-if TYPE_CHECKING:
-    from .problem import Problem
+from .pipeline_config import PipelineConfig
 
 
 @dataclass(frozen=True)
@@ -24,7 +20,7 @@ class Proposal:
     devices repeat.
     """
 
-    setting: Setting
+    config: PipelineConfig
     ends: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
 
@@ -45,7 +41,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ScoredPlan:
     """A proposal that fits, with what each stage recomputes, and its simulated step."""
 
     proposal: Proposal
@@ -53,35 +49,21 @@ class Candidate:
     step_seconds: float
 
     @property
-    def setting(self) -> Setting:
+    def config(self) -> PipelineConfig:
         """Schedule and micro-batches."""
-        return self.proposal.setting
+        return self.proposal.config
 
 
-class Planner(Protocol):
-    """A way to plan, by its name; see `planners`."""
-
-    @property
-    def name(self) -> str:
-        """As `--planner` takes it."""
-        ...
-
-    def propose(self, problem: Problem) -> Iterable[Proposal]:
-        """The plans it would make of the problem, in any order: all are scored, and the fastest that fits
-        counts. None where it cannot make one."""
-        ...
-
-
-def straight(setting: Setting, ends: Sequence[int], first_device: int = 0) -> Proposal:
+def linear_pipeline(config: PipelineConfig, ends: Sequence[int], first_device: int = 0) -> Proposal:
     """A pipeline of one device a stage, stage s on device `first_device` + s."""
     devices = tuple((first_device + stage,) for stage in range(len(ends)))
-    return Proposal(setting, tuple(int(end) for end in ends), devices)
+    return Proposal(config, tuple(int(end) for end in ends), devices)
 
 
-def replicated(setting: Setting, ends: Sequence[int], replicas: Sequence[int]) -> Proposal:
+def replicated_pipeline(config: PipelineConfig, ends: Sequence[int], replicas: Sequence[int]) -> Proposal:
     """A pipeline whose stages have so many replicas, on the devices from rank 0 on."""
     devices, first = [], 0
     for count in replicas:
         devices.append(tuple(range(first, first + count)))
         first += count
-    return Proposal(setting, tuple(int(end) for end in ends), tuple(devices))
+    return Proposal(config, tuple(int(end) for end in ends), tuple(devices))

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from ..cost_models.errors import UsageError
 from ..cost_models.quantities import counted
-from .candidate import Candidate
-from .find import OUT_OF_TIME, Answer, planned_by
+from .candidate import ScoredPlan
+from .joint_search import OUT_OF_TIME, JointSearchResult, planned_by
 from .plan_file import Baseline
-from .planned import run_in_words
+from .plan_stages import run_in_words
 from .planners import planner_named
 from .problem import Problem
-from .search.space import share_of
+from .search.space import divide_batch
 
 FREE = ("one-gpu", "data-parallel")
 """They do their best whatever the wishes: with any micro-batches, and in any runtime."""
@@ -26,7 +26,7 @@ class Row:
     size: int | None = None
 
 
-def baselines_of(problem: Problem, answer: Answer) -> list[Row]:
+def baselines_of(problem: Problem, answer: JointSearchResult) -> list[Row]:
     """One GPU, data parallelism, and what each of the named planners came to."""
     if problem.budget.over:
         known = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
@@ -61,18 +61,18 @@ def accumulating(problem: Problem) -> Problem:
         return replace(problem, wishes=replace(free, micro_batches=wishes.micro_batches))
 
 
-def _row(name: str, plan: Candidate | str) -> Row:
+def _row(name: str, plan: ScoredPlan | str) -> Row:
     if isinstance(plan, str):
         return Row(Baseline(name=name, step_seconds=None, reason=plan))
     proposal = plan.proposal
-    size = share_of(plan.setting.micro_batch_size, min(proposal.replicas))
+    size = divide_batch(plan.config.micro_batch_size, min(proposal.replicas))
     return Row(Baseline(name=name, step_seconds=plan.step_seconds, detail=_in_words(plan)), size)
 
 
-def _in_words(plan: Candidate) -> str:
+def _in_words(plan: ScoredPlan) -> str:
     """Its stages and their replicas, where it has several, and how it runs."""
     replicas, run = plan.proposal.replicas, run_in_words(plan)
-    stages = counted(len(replicas) // plan.setting.virtual_stages, "stage")
+    stages = counted(len(replicas) // plan.config.virtual_stages, "stage")
     if max(replicas) > 1:
         return f"{stages}, replicas {'-'.join(map(str, replicas[:16]))}; {run}"
     return f"{stages}; {run}" if len(replicas) > 1 else run

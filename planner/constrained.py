@@ -21,10 +21,10 @@ def constrained(chain: Chain, wishes: Wishes) -> tuple[Chain, Limits]:
     for pattern in wishes.keep_together:
         matching = np.array([fnmatchcase(name, pattern) for name in chain.names])
         if not matching.any():
-            raise _no_such_layer(chain, "--keep-together", pattern)
+            raise _no_such_layer(chain, "keep_together", pattern)
         cut_after[:-1] &= ~(matching[:-1] & matching[1:])
     must_cut = tuple(dict.fromkeys(_cuts(chain, cut_after, wishes)))
-    pins = tuple((_layer(chain, "--pin", name), stage) for name, stage in wishes.pins)
+    pins = tuple((_layer(chain, "pins", name), stage) for name, stage in wishes.pins)
     _check_pins(wishes, pins)
     same = bool((cut_after == chain.cut_after).all())
     return (chain if same else replace(chain, cut_after=cut_after)), Limits(must_cut, pins)
@@ -32,20 +32,18 @@ def constrained(chain: Chain, wishes: Wishes) -> tuple[Chain, Limits]:
 
 def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], wishes: Wishes) -> Iterator[int]:
     for name in wishes.cut_after:
-        layer = _layer(chain, "--cut-after", name)
+        layer = _layer(chain, "cut_after", name)
         if layer == len(chain) - 1:
-            raise UsageError(
-                f"--cut-after {name}: it is the last layer", "Leave it away: the model ends there."
-            )
+            raise UsageError(f"cut_after={name!r}: it is the last layer", "Omit it: the model ends there.")
         if not chain.cut_after[layer]:
             raise UsageError(
-                f"--cut-after {name}: no stage may end there",
+                f"cut_after={name!r}: no stage may end there",
                 "The profile forbids it (pplan show tells why); name a layer before or behind.",
             )
         if not cut_after[layer]:
             raise UsageError(
-                f"--cut-after {name}: --keep-together keeps it with {chain.names[layer + 1]}",
-                "Leave one of the two away.",
+                f"cut_after={name!r}: `keep_together` keeps it with {chain.names[layer + 1]}",
+                "Omit one of the two.",
             )
         yield layer
 
@@ -54,29 +52,29 @@ def _check_pins(wishes: Wishes, pins: Sequence[tuple[int, int]]) -> None:
     """Layers of later stages may not stand before layers of earlier ones."""
     for (name, stage), (layer, _) in zip(wishes.pins, pins, strict=True):
         if stage < 0:
-            raise UsageError(f"--pin {name}=stage{stage}: stages count from 0", "Use stage0, say.")
+            raise UsageError(f"pins={(name, stage)!r}: stages count from 0", "Use stage0, say.")
         for (other, later), (other_layer, _) in zip(wishes.pins, pins, strict=True):
             if layer == other_layer and stage != later:
                 raise UsageError(
-                    f"--pin {name}=stage{stage}: it is pinned to stage{later}, too", "Leave one of them away."
+                    f"pins={(name, stage)!r}: it is pinned to stage{later}, too", "Omit one of them."
                 )
             if layer < other_layer and stage > later:
                 raise UsageError(
-                    f"--pin {name}=stage{stage}: {other} comes behind it and is pinned to stage{later}",
+                    f"pins={(name, stage)!r}: {other} comes behind it and is pinned to stage{later}",
                     "Stages hold the layers in their order: pin them so.",
                 )
 
 
-def _layer(chain: Chain, option: str, name: str) -> int:
+def _layer(chain: Chain, field: str, name: str) -> int:
     if name not in chain.names:
-        raise _no_such_layer(chain, option, name)
+        raise _no_such_layer(chain, field, name)
     return chain.names.index(name)
 
 
-def _no_such_layer(chain: Chain, option: str, name: str) -> UsageError:
+def _no_such_layer(chain: Chain, field: str, name: str) -> UsageError:
     near = get_close_matches(name, chain.names, n=1, cutoff=0.4)
     guess = f"Did you mean {near[0]}? " if near else ""
     return UsageError(
-        f"{option} {name}: the model has no such layer",
+        f"{field}={name!r}: the model has no such layer",
         f"{guess}Its layers are {', '.join(chain.names[:3])} … {chain.names[-1]}; pplan show lists them.",
     )

@@ -8,10 +8,10 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from .candidate import Proposal
-from .search.branch_and_bound import Found
-from .search.large import is_large
+from .pipeline_config import SEARCHED
+from .search.branch_and_bound import SearchResult
+from .search.coarse import is_large
 from .search.subproblem import Family
-from .setting import SEARCHED
 from .symmetry import Shape, Symmetry
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def as_searched(problem: Problem, proposal: Proposal) -> Proposal:
 
 def _shapes(problem: Problem, proposal: Proposal) -> Iterator[list[Shape]]:
     """By order of the devices, those that are searched for stages of as many replicas."""
-    setting, counts = proposal.setting, proposal.replicas
-    if setting.schedule not in SEARCHED or len(proposal.ends) not in problem.stage_counts:
+    config, counts = proposal.config, proposal.replicas
+    if config.schedule not in SEARCHED or len(proposal.ends) not in problem.stage_counts:
         return
     for family in problem.families:
-        if family.setting == setting and set(counts) <= set(family.replicas):
+        if family.config == config and set(counts) <= set(family.replicas):
             yield list(islice(_runs(family, counts), MOST_SHAPES))
 
 
@@ -66,7 +66,7 @@ def _runs(family: Family, counts: Sequence[int], position: int = 0) -> Iterator[
                 yield (ranks[begin:end], *later)
 
 
-def covered(problem: Problem, found: Found) -> str:
+def covered(problem: Problem, found: SearchResult) -> str:
     """The plans that the bound of an answer holds for, in words."""
     if found.universal:
         return _any_plan(problem, problem.proposable)

@@ -19,14 +19,14 @@ from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
 from ..cost_models.schedules import schedule_named
 from .balance import balance_table
-from .candidate import Candidate
-from .find import BEST, find, planned_by
-from .planned import run_in_words
+from .candidate import ScoredPlan
+from .joint_search import BEST, find, planned_by
+from .pipeline_config import SEARCHED, PipelineConfig
+from .plan_stages import run_in_words
 from .planners import planner_named
 from .problem import Problem
 from .search.pipelines import stage_modes
-from .search.space import Space, Team
-from .setting import SEARCHED, Setting
+from .search.space import ReplicaGroupCosts, Space
 from .wishes import Wishes
 
 SECONDS = 1.0
@@ -35,10 +35,10 @@ SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Tightest:
-    """The stage that needs most, of the plan that needs least: places `start` to `end`, on `replicas`
+    """The stage that needs most, of the plan that needs least: cut points `start` to `end`, on `replicas`
     devices."""
 
-    setting: Setting
+    config: PipelineConfig
     recompute: Recompute
     replicas: int
     stages: int
@@ -56,7 +56,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     others = _solved_with(problem, replace(problem.wishes, planner=BEST))
     if problem.wishes.planner != BEST and (others is not None or not limited):
         return _no_plan_of_planner(problem, others)
-    if limited and not any(setting.schedule in SEARCHED for setting in problem.settings):
+    if limited and not any(config.schedule in SEARCHED for config in problem.configs):
         return _no_plan_of_schedule(problem)
     if tightest is None or not limited:
         return InfeasibleError(
@@ -64,13 +64,13 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
             f"Leave out {_one_of(_narrowing(problem.wishes))}.",
         )
     space = problem.space
-    names, places = space.chain.names, space.table(space.chain.sizes[0]).places
-    first, last = names[places[tightest.start]], names[places[tightest.end] - 1]
+    names, cut_points = space.chain.names, space.table(space.chain.sizes[0]).cut_points
+    first, last = names[cut_points[tightest.start]], names[cut_points[tightest.end] - 1]
     limit, missing = tightest.limit_bytes, tightest.memory_bytes - tightest.limit_bytes
     searched = _of_searched(problem)
     if missing <= 0:
         return InfeasibleError(
-            f"no plan{searched} that the wishes leave fits into {format_bytes(limit)} a GPU; without them "
+            f"no plan{searched} that the options allow fits into {format_bytes(limit)} a GPU; without them "
             "one does",
             f"Leave out {_one_of(_narrowing(problem.wishes))}.",
         )
@@ -114,43 +114,43 @@ def _of_searched(problem: Problem) -> str:
 
 
 def _none_left(problem: Problem) -> str:
-    if problem.unsearched and any(setting.schedule in SEARCHED for setting in problem.settings):
-        return f"no plan{_of_searched(problem)} is left by these wishes, whatever the memory"
-    if any(setting.schedule in SEARCHED for setting in problem.settings):
-        return "no plan is left by these wishes, whatever the memory"
+    if problem.unsearched and any(config.schedule in SEARCHED for config in problem.configs):
+        return f"no plan{_of_searched(problem)} is allowed by these options, whatever the memory"
+    if any(config.schedule in SEARCHED for config in problem.configs):
+        return "no plan is allowed by these options, whatever the memory"
     names = ", ".join(problem.schedules)
-    return f"no plan under {names} was found for these wishes, whatever the memory; not all are looked at"
+    return f"no plan under {names} was found for these options, whatever the memory; not all are looked at"
 
 
 def _narrowing(wishes: Wishes) -> list[str]:
-    """The options given that leave plans out."""
+    """The fields given that leave plans out."""
     given = {
-        "--pin": wishes.pins,
-        "--cut-after": wishes.cut_after,
-        "--keep-together": wishes.keep_together,
-        "--max-stages": wishes.max_stages,
-        "--use-all": wishes.use_all,
-        "--runtime": wishes.runtime,
-        "--micro-batches": wishes.micro_batches,
-        "--schedule": wishes.schedule != "auto",
-        "--recompute": wishes.recompute != "auto",
-        "--planner": wishes.planner != BEST,
+        "pins": wishes.pins,
+        "cut_after": wishes.cut_after,
+        "keep_together": wishes.keep_together,
+        "max_stages": wishes.max_stages,
+        "use_all": wishes.use_all,
+        "runtime": wishes.runtime,
+        "micro_batches": wishes.micro_batches,
+        "schedule": wishes.schedule != "auto",
+        "recompute": wishes.recompute != "auto",
+        "planner": wishes.planner != BEST,
     }
-    return [option for option, value in given.items() if value]
+    return [f"`{field}`" for field, value in given.items() if value]
 
 
-def _one_of(options: list[str]) -> str:
-    return f"{', '.join(options[:-1])} or {options[-1]}" if len(options) > 1 else "".join(options)
+def _one_of(fields: list[str]) -> str:
+    return f"{', '.join(fields[:-1])} or {fields[-1]}" if len(fields) > 1 else "".join(fields)
 
 
-def _no_plan_of_planner(problem: Problem, others: Candidate | None) -> InfeasibleError:
+def _no_plan_of_planner(problem: Problem, others: ScoredPlan | None) -> InfeasibleError:
     """Of a named planner, which may know why; others may have a plan."""
     named = problem.wishes.planner
     why = planned_by(planner_named(named), problem)
-    hint = "Nor is there any other plan: see to the wishes."
+    hint = "Nor is there any other plan: check the options."
     if others is not None:
-        hint = f"Without --planner there is one: {run_in_words(others)}."
-    return InfeasibleError(f"--planner {named}: {why}", hint)
+        hint = f"Without `planner` there is one: {run_in_words(others)}."
+    return InfeasibleError(f"planner={named!r}: {why}", hint)
 
 
 def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
@@ -165,30 +165,30 @@ def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
 
 
 def _in_words(tightest: Tightest) -> str:
-    setting = tightest.setting
+    config = tightest.config
     mode = tightest.recompute.replace("_", " ")
-    return f"{setting.micro_batches} x {setting.micro_batch_size}, {setting.schedule}, recompute {mode}"
+    return f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}, recompute {mode}"
 
 
 def least_memory(problem: Problem) -> Tightest | None:
     """The plan with as many replicas of every stage whose largest stage is smallest; None where no plan is
     allowed whatever the memory."""
     plans = (
-        _tightest(problem.space, setting, stages, replicas)
-        for setting in problem.settings
-        if setting.schedule in SEARCHED and setting.virtual_stages == 1
+        _tightest(problem.space, config, stages, replicas)
+        for config in problem.configs
+        if config.schedule in SEARCHED and config.virtual_stages == 1
         for stages in problem.stage_counts
-        for replicas in _replicas(problem, setting, stages)
+        for replicas in _replicas(problem, config, stages)
     )
     return min((plan for plan in plans if plan), key=lambda plan: plan.memory_bytes, default=None)
 
 
-def _replicas(problem: Problem, setting: Setting, stages: int) -> list[int]:
+def _replicas(problem: Problem, config: PipelineConfig, stages: int) -> list[int]:
     """One of each stage, and as many as there are devices for."""
     runtime, most = problem.runtime, problem.reached // stages
     if runtime is not None and runtime.replicas == "none":
         return [1] if most else []
-    size = setting.micro_batch_size
+    size = config.micro_batch_size
     shared = [count for count in range(1, min(most, size) + 1) if problem.may_share(size, [count])]
     return sorted({1, shared[-1]}) if shared else []
 
@@ -196,36 +196,36 @@ def _replicas(problem: Problem, setting: Setting, stages: int) -> list[int]:
 def _changes(problem: Problem, tightest: Tightest) -> list[str]:
     """Single changes with which a plan was found, the cheapest for the user first."""
     changes = _other_runs(problem)
-    changes += [f"--optimizer {name}" for name in _lighter_optimizers(problem)]
+    changes += [f"optimizer={name!r}" for name in _lighter_optimizers(problem)]
     more = _more_gpus(problem, tightest.limit_bytes)
     if more is not None:
         # Without a wish the mini-batch grows with the GPUs, and so may what a stage holds.
-        changes.append(f"--gpus {more} --mini-batch {problem.mini_batch}")
+        changes.append(f"gpus={more} mini_batch={problem.mini_batch}")
     enough = f"{tightest.memory_bytes / 2**30 + 0.005:.2f}"
     if not changes or _solved(_with_memory(problem, float(enough) * 2**30)):
-        changes.append(f"--memory {enough}GiB a GPU")
+        changes.append(f"memory='{enough}GiB' a GPU")
     return changes
 
 
 def _other_runs(problem: Problem) -> list[str]:
-    """Options that cost no more than time, the fastest first: one that is left to the search; where one is
+    """Fields that cost no more than time, the fastest first: one that is left to the search; where one is
     not enough, all of them."""
     wishes, ways = problem.wishes, list[tuple[float, str]]()
     single: list[tuple[str, Wishes]] = [
-        ("--recompute", replace(wishes, recompute="auto")),
-        ("--micro-batches", replace(wishes, mini_batch=problem.mini_batch, micro_batches=None)),
-        ("--schedule", replace(wishes, schedule="auto")),
+        ("recompute", replace(wishes, recompute="auto")),
+        ("micro_batches", replace(wishes, mini_batch=problem.mini_batch, micro_batches=None)),
+        ("schedule", replace(wishes, schedule="auto")),
     ]
-    for option, freed in single:
+    for field, freed in single:
         found = _solved_with(problem, freed)
         if found is not None:
-            ways.append((found.step_seconds, f"{option} auto ({run_in_words(found)})"))
+            ways.append((found.step_seconds, f"{field}='auto' ({run_in_words(found)})"))
     if ways:
         return [words for _, words in sorted(ways)]
     with suppress(UsageError):
         found = _solved_with(problem, problem.freest.wishes)
         if found is not None:
-            return [f"{run_in_words(found)} (leave --micro-batches, --schedule and --recompute at auto)"]
+            return [f"{run_in_words(found)} (leave `micro_batches`, `schedule` and `recompute` at auto)"]
     return []
 
 
@@ -239,7 +239,7 @@ def _lighter_optimizers(problem: Problem) -> Iterator[str]:
             yield name
 
 
-def _solved_with(problem: Problem, wishes: Wishes) -> Candidate | None:
+def _solved_with(problem: Problem, wishes: Wishes) -> ScoredPlan | None:
     """The plan under other wishes, where there is one."""
     if wishes == problem.wishes:
         return None
@@ -249,7 +249,7 @@ def _solved_with(problem: Problem, wishes: Wishes) -> Candidate | None:
         return None  # there is nothing to search
 
 
-def _solved(problem: Problem) -> Candidate | None:
+def _solved(problem: Problem) -> ScoredPlan | None:
     """The plan that solving finds, in a short time."""
     short = replace(problem.wishes, time_limit=SECONDS)
     return find(replace(problem, wishes=short), planners=()).best
@@ -279,10 +279,10 @@ def _more_gpus(problem: Problem, limit: int) -> int | None:
         wider = replace(problem, topology=problem.topology.with_gpus(gpus), wishes=fixed)
         stages = wider.stage_counts[-1]
         plans = (
-            _tightest(wider.space, setting, stages, replicas)
-            for setting in wider.settings
-            if setting.schedule in SEARCHED
-            for replicas in _replicas(wider, setting, stages)
+            _tightest(wider.space, config, stages, replicas)
+            for config in wider.configs
+            if config.schedule in SEARCHED
+            for replicas in _replicas(wider, config, stages)
         )
         fits = any(plan is not None and plan.memory_bytes <= limit for plan in plans)
         if fits and _solved(wider) is not None:
@@ -290,26 +290,26 @@ def _more_gpus(problem: Problem, limit: int) -> int | None:
     return None
 
 
-def _tightest(space: Space, setting: Setting, stages: int, replicas: int) -> Tightest | None:
+def _tightest(space: Space, config: PipelineConfig, stages: int, replicas: int) -> Tightest | None:
     """The plan of so many stages that needs least; None where no such plan is allowed whatever the memory."""
-    if replicas > setting.micro_batch_size or not space.fits_someone(setting.micro_batch_size, replicas):
+    if replicas > config.micro_batch_size or not space.fits_someone(config.micro_batch_size, replicas):
         return None
-    schedule = schedule_named(setting.schedule)
-    team = space.team(setting.micro_batch_size, range(replicas))
-    mode = stage_modes(setting)[-1]
-    held = [schedule.in_flight(stage, stages, setting.micro_batches) for stage in range(stages)]
-    needs = {count: np.where(space.usable, team.bytes(count, mode), np.inf) for count in set(held)}
+    schedule = schedule_named(config.schedule)
+    team = space.team(config.micro_batch_size, range(replicas))
+    mode = stage_modes(config)[-1]
+    in_flight = [schedule.in_flight(stage, stages, config.micro_batches) for stage in range(stages)]
+    needs = {count: np.where(space.usable, team.bytes(count, mode), np.inf) for count in set(in_flight)}
     try:
-        ends = balance_table(lambda stage: needs[held[stage]], stages)
+        ends = balance_table(lambda stage: needs[in_flight[stage]], stages)
     except InfeasibleError:
         return None
     starts = [0, *ends[:-1]]
-    excess = [float(needs[held[s]][starts[s], ends[s]]) for s in range(stages)]
+    excess = [float(needs[in_flight[s]][starts[s], ends[s]]) for s in range(stages)]
     stage = int(np.argmax(excess))
-    ledger = _ledger(team, starts[stage], ends[stage], held[stage], mode)
+    ledger = _ledger(team, starts[stage], ends[stage], in_flight[stage], mode)
     limit = team.limit if np.isfinite(team.limit) else 0
     return Tightest(
-        setting,
+        config,
         mode,
         replicas,
         stages,
@@ -322,5 +322,7 @@ def _tightest(space: Space, setting: Setting, stages: int, replicas: int) -> Tig
     )
 
 
-def _ledger(team: Team, start: int, end: int, held: float, mode: Recompute) -> dict[str, int]:
-    return team.table.stage_ledger(start, end, held, mode, team.optimizer, team.replicas, **team.ledger)
+def _ledger(
+    team: ReplicaGroupCosts, start: int, end: int, in_flight: float, mode: Recompute
+) -> dict[str, int]:
+    return team.table.stage_ledger(start, end, in_flight, mode, team.optimizer, team.replicas, **team.ledger)

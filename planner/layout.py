@@ -13,11 +13,11 @@ from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain, joined
 from ..cost_models.machines.topology_file import TopologyFile, parse_topology
 from ..cost_models.runtime import runtime_named
-from ..cost_models.schedules import Place, Program, Schedule, schedule_named
+from ..cost_models.schedules import Program, Schedule, StageSlot, schedule_named
 from .assembly import parts_of
 from .balance import balance
+from .pipeline_config import MOST_MICRO_BATCHES, some
 from .plan_file import Plan
-from .setting import MOST_MICRO_BATCHES, some
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Layout:
         if batch % count:
             fitting = [parts for parts in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % parts == 0]
             raise UsageError(
-                f"micro-batches {count}: a mini-batch of {batch} does not divide into so many",
+                f"micro-batches {count}: a global batch of {batch} does not divide into so many",
                 f"Use a divisor of {batch}: {some(fitting)}.",
             )
         return batch // count
@@ -118,7 +118,7 @@ class Layout:
         """Whether the cuts and the devices are the plan's."""
         own = self.overrides.replicas
         same_replicas = own is None or set(self.plan.replicas) == {own}
-        return self.same_devices and same_replicas and self.program.places == len(self.plan.stages)
+        return self.same_devices and same_replicas and self.program.slots == len(self.plan.stages)
 
     @property
     def same_devices(self) -> bool:
@@ -138,9 +138,9 @@ class Layout:
             return counts.pop()
         shown = "-".join(map(str, self.plan.replicas[:16]))
         raise UsageError(
-            f"{self.schedule.name} with {self.program.places} parts: the layers are cut anew, and the plan's "
+            f"{self.schedule.name} with {self.program.slots} parts: the layers are cut anew, and the plan's "
             f"replicas ({shown}) are those of its own stages",
-            "Say how many each stage is to have: --replicas 1, say.",
+            "Say how many each stage is to have: replicas=1, say.",
         )
 
     @cached_property
@@ -168,16 +168,16 @@ class Layout:
     @cached_property
     def bounds(self) -> list[tuple[int, int]]:
         """By part, the places it lies between."""
-        places = joined(self.chain)
+        cut_points = joined(self.chain)
         ends = np.cumsum(self.balance).tolist()
         for end in ends:
-            if end not in places:
+            if end not in cut_points:
                 raise UsageError(
                     f"the plan has a stage end after layer {end - 1}, {self.chain.names[end - 1]}, where the "
                     "profile allows no cut",
-                    "Make the plan again with pplan solve, or cut anew with --stages.",
+                    "Make the plan again with pplan solve, or cut anew with `stages`.",
                 )
-        return list(pairwise([0, *(places.index(end) for end in ends)]))
+        return list(pairwise([0, *(cut_points.index(end) for end in ends)]))
 
     @cached_property
     def balance(self) -> list[int]:
@@ -185,9 +185,9 @@ class Layout:
         if self.kept:
             return [stage.layers for stage in self.plan.stages]
         costs = self.chain.at(self.size, past_largest=True)
-        again = self.plan.recompute != "never"
-        work = costs.forward_seconds * (1 + again) + costs.backward_seconds
-        return balance(work, self.program.places, cut_after=self.chain.cut_after)
+        recompute = self.plan.recompute != "never"
+        work = costs.forward_seconds * (1 + recompute) + costs.backward_seconds
+        return balance(work, self.program.slots, cut_after=self.chain.cut_after)
 
     @cached_property
     def ranks(self) -> list[list[int]]:
@@ -200,12 +200,12 @@ class Layout:
         return [list(range(stage * each, (stage + 1) * each)) for stage in range(self.program.devices)]
 
     @cached_property
-    def part_of(self) -> dict[Place, int]:
+    def part_of(self) -> dict[StageSlot, int]:
         """The part of the layers that each place computes."""
         return parts_of(self.program)
 
     def layers(self, device: int) -> tuple[tuple[int, int], ...]:
         """First and last layer of every chunk."""
-        places = joined(self.chain)
+        cut_points = joined(self.chain)
         own = ((chunk, self.bounds[part]) for (at, chunk), part in self.part_of.items() if at == device)
-        return tuple((places[i], places[j] - 1) for _, (i, j) in sorted(own))
+        return tuple((cut_points[i], cut_points[j] - 1) for _, (i, j) in sorted(own))

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..cost_models.errors import UsageError
-from .candidate import Candidate
-from .find import BEST, COSTLY, is_small, joint_search, planned_by
+from .candidate import ScoredPlan
+from .joint_search import BEST, COSTLY, is_small, joint_search, planned_by
 from .plan_file import DefaultMiniBatch, OtherMiniBatch
 from .planners import PLANNERS, planner_named
 from .problem import Problem
@@ -65,11 +65,11 @@ def _other(problem: Problem, batch: int) -> OtherMiniBatch:
     return OtherMiniBatch(mini_batch=batch, step_seconds=step, samples_per_second=batch / step)
 
 
-def _best(problem: Problem) -> Candidate | None:
+def _best(problem: Problem) -> ScoredPlan | None:
     """What the quick planners and a short search come to, or the planner that is wished."""
     named = problem.wishes.planner
     if named != BEST:
         plan = planned_by(planner_named(named), problem)
-        return plan if isinstance(plan, Candidate) else None
+        return plan if isinstance(plan, ScoredPlan) else None
     quick = [planned_by(planner_named(name), problem) for name in PLANNERS if name not in COSTLY]
-    return joint_search(problem, [plan for plan in quick if isinstance(plan, Candidate)]).best
+    return joint_search(problem, [plan for plan in quick if isinstance(plan, ScoredPlan)]).best

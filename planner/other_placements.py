@@ -14,13 +14,13 @@ from math import inf
 
 from ..cost_models.schedules import schedule_named
 from ..cost_models.topology import Topology
-from .candidate import Candidate, Proposal
+from .candidate import Proposal, ScoredPlan
+from .pipeline_config import SEARCHED
 from .problem import Problem
 from .search.branch_and_bound import search
 from .search.pipelines import cheapest_mode
 from .search.placements import REORDERED, placement_of
 from .search.space import Space, narrowed
-from .setting import SEARCHED
 from .symmetry import Shape, Symmetry, path_of
 
 FEW = 8
@@ -37,16 +37,16 @@ WORK = 5e8
 """Of the search along further orders, see `search.work.Work`; less of a time limit below a second."""
 
 
-def reassigned(problem: Problem, plans: Iterable[Candidate], limit: float = inf) -> Iterator[Proposal]:
+def reassigned(problem: Problem, plans: Iterable[ScoredPlan], limit: float = inf) -> Iterator[Proposal]:
     """The fastest of these plans on other devices; none where a runtime numbers the devices. Of few devices
     all that fit and whose busiest stage alone leaves a step below `limit` seconds possible."""
     if problem.runtime is not None or _is_uniform(problem.topology):
         return
-    straight = [plan for plan in plans if plan.setting.virtual_stages == 1]
+    linear = [plan for plan in plans if plan.config.virtual_stages == 1]
     shapes = dict[tuple[object, ...], Proposal]()
-    for plan in sorted(straight, key=lambda plan: plan.step_seconds):
+    for plan in sorted(linear, key=lambda plan: plan.step_seconds):
         own = plan.proposal
-        shapes.setdefault((own.setting, own.ends, own.replicas), own)
+        shapes.setdefault((own.config, own.ends, own.replicas), own)
     for proposal in islice(shapes.values(), SHAPES):
         for devices in _assignments(problem.space, proposal, limit):
             changed = replace(proposal, devices=devices)
@@ -54,7 +54,7 @@ def reassigned(problem: Problem, plans: Iterable[Candidate], limit: float = inf)
                 yield changed
 
 
-def along_other_orders(problem: Problem, best: Candidate) -> Candidate | None:
+def along_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     """A faster plan of the best one's schedule, where a short search along other orders of few devices finds
     one."""
     topology = problem.topology
@@ -70,7 +70,7 @@ def along_other_orders(problem: Problem, best: Candidate) -> Candidate | None:
     families = [
         replace(family, placement=placement)
         for family in problem.families
-        if family.placement == problem.placements[0] and family.setting.schedule == best.setting.schedule
+        if family.placement == problem.placements[0] and family.config.schedule == best.config.schedule
         for placement in placements[:most]
     ]
     if not families:
@@ -107,23 +107,23 @@ class _Possible:
     @property
     def is_judged(self) -> bool:
         """Whether the schedule is one of which `__call__` knows the memory."""
-        return self.proposal.setting.schedule in SEARCHED
+        return self.proposal.config.schedule in SEARCHED
 
     def __call__(self, shape: Shape) -> bool:
         """Of the devices of the first stages, the last of which fits and, between the first forward that it
         waits for and the backward that waits for it, computes all micro-batches."""
-        stage, setting = len(shape) - 1, self.proposal.setting
-        schedule, stages = schedule_named(setting.schedule), len(self.proposal.ends)
-        held = schedule.in_flight(stage, stages, setting.micro_batches)
-        team = self.space.team(setting.micro_batch_size, shape[-1])
-        if cheapest_mode(team, setting, stage, stage + 1, held) is None:
+        stage, config = len(shape) - 1, self.proposal.config
+        schedule, stages = schedule_named(config.schedule), len(self.proposal.ends)
+        in_flight = schedule.in_flight(stage, stages, config.micro_batches)
+        team = self.space.team(config.micro_batch_size, shape[-1])
+        if cheapest_mode(team, config, stage, stage + 1, in_flight) is None:
             return False
         before = sum(self._once(number, own) for number, own in enumerate(shape[:-1]))
-        return before + setting.micro_batches * self._once(stage, shape[-1]) < self.limit
+        return before + config.micro_batches * self._once(stage, shape[-1]) < self.limit
 
     def _once(self, stage: int, devices: Sequence[int]) -> float:
         """Seconds of one micro-batch, forward and backward."""
-        team = self.space.team(self.proposal.setting.micro_batch_size, devices)
+        team = self.space.team(self.proposal.config.micro_batch_size, devices)
         return float(team.forward[stage, stage + 1] + team.backward[stage, stage + 1])
 
 

@@ -9,45 +9,45 @@ from dataclasses import replace
 from ..cost_models.errors import UsageError
 from ..cost_models.schedules import schedule_named
 from .balance import balance
-from .candidate import Candidate, Proposal, straight
-from .planners.equal_pipelines import ends_of, work_seconds
+from .candidate import Proposal, ScoredPlan, linear_pipeline
+from .pipeline_config import PipelineConfig
+from .planners.base import ends_of, work_seconds
 from .problem import Problem
-from .setting import Setting
 
 
-def transplanted(problem: Problem, schedules: Iterable[str], best: Candidate | None) -> Iterator[Proposal]:
+def transplanted(problem: Problem, schedules: Iterable[str], best: ScoredPlan | None) -> Iterator[Proposal]:
     """The shape of the best plan, and of balanced ones, under other schedules with one stage a device; and
     balanced ones with as many as a schedule is made for."""
-    own = [setting for setting in problem.settings if setting.schedule in set(schedules)]
+    own = [config for config in problem.configs if config.schedule in set(schedules)]
     straight_ones = [s for s in own if schedule_named(s.schedule).default_virtual_stages == 1]
     shapes: list[Proposal] = [] if best is None else [best.proposal]
-    for setting in straight_ones:
-        for shape in (*shapes, *_balanced(problem, setting.micro_batch_size, best)):
-            proposal = replace(shape, setting=setting)
+    for config in straight_ones:
+        for shape in (*shapes, *_balanced(problem, config.micro_batch_size, best)):
+            proposal = replace(shape, config=config)
             if problem.allows(proposal):
                 yield proposal
-    for setting in own:
-        yield from filter(problem.allows, _in_parts(problem, setting))
+    for config in own:
+        yield from filter(problem.allows, _in_parts(problem, config))
 
 
-def _in_parts(problem: Problem, setting: Setting) -> Iterator[Proposal]:
+def _in_parts(problem: Problem, config: PipelineConfig) -> Iterator[Proposal]:
     """Balanced pipelines with several parts of the layers on each device, where the schedule has them so."""
-    space, schedule = problem.space, schedule_named(setting.schedule)
+    space, schedule = problem.space, schedule_named(config.schedule)
     parts = schedule.default_virtual_stages
-    if parts == 1 or setting.virtual_stages > 1 or not space.fits_someone(setting.micro_batch_size, 1):
+    if parts == 1 or config.virtual_stages > 1 or not space.fits_someone(config.micro_batch_size, 1):
         return
-    work = work_seconds(problem, setting.micro_batch_size)
+    work = work_seconds(problem, config.micro_batch_size)
     for stages in problem.stage_counts:
         if stages * parts > space.chain.max_stages:
             return
         with suppress(UsageError):  # the schedule does not run with these numbers
-            pipe = schedule.program(stages, setting.micro_batches, parts).pipes[0]
+            pipe = schedule.program(stages, config.micro_batches, parts).pipes[0]
             ends = ends_of(balance(work, stages * parts, cut_after=space.chain.cut_after))
             devices = tuple((place.device,) for place in pipe)
-            yield Proposal(replace(setting, virtual_stages=parts), ends, devices)
+            yield Proposal(replace(config, virtual_stages=parts), ends, devices)
 
 
-def _balanced(problem: Problem, size: int, best: Candidate | None) -> Iterator[Proposal]:
+def _balanced(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[Proposal]:
     """Of as many stages as the best plan has, of 1, 2, 4 and so on, and of the most."""
     space = problem.space
     if not space.fits_someone(size, 1):
@@ -57,4 +57,6 @@ def _balanced(problem: Problem, size: int, best: Candidate | None) -> Iterator[P
     chosen = {count for count in counts if count & (count - 1) == 0} | {counts[-1]}
     chosen |= set() if best is None else {len(best.proposal.ends)} & set(counts)
     for stages in sorted(chosen):
-        yield straight(problem.settings[0], ends_of(balance(work, stages, cut_after=space.chain.cut_after)))
+        yield linear_pipeline(
+            problem.configs[0], ends_of(balance(work, stages, cut_after=space.chain.cut_after))
+        )

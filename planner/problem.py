@@ -16,11 +16,11 @@ from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .candidate import Proposal
 from .constrained import constrained
+from .pipeline_config import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, PipelineConfig, pipeline_configs, some
 from .search.budget import SearchBudget
 from .search.placements import MOST_DEVICES, Placement, placements
 from .search.space import Space
 from .search.subproblem import Family
-from .setting import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, Setting, settings, some
 from .wishes import Wishes
 
 EVERY_COUNT = 16
@@ -58,8 +58,8 @@ class Problem:
     def __post_init__(self) -> None:
         self.precision  # noqa: B018  raises
         _check_counts(self.chain, self.topology.gpus, self.wishes)
-        if not self.settings:
-            raise self._no_setting()
+        if not self.configs:
+            raise self._no_config()
 
     @property
     def gpus(self) -> int:
@@ -178,12 +178,12 @@ class Problem:
         return tuple(name for name in self.proposable if name not in SEARCHED)
 
     @cached_property
-    def settings(self) -> list[Setting]:
-        """The settings that the wishes and the runtime leave."""
+    def configs(self) -> list[PipelineConfig]:
+        """The configurations that the wishes and the runtime leave."""
         return [
-            setting
+            config
             for schedule in self.schedules
-            for setting in settings(self.mini_batch, (schedule,), self.modes(schedule), self.sizes)
+            for config in pipeline_configs(self.mini_batch, (schedule,), self.modes(schedule), self.sizes)
         ]
 
     def modes(self, schedule: str) -> tuple[Mode, ...]:
@@ -203,14 +203,15 @@ class Problem:
 
     @cached_property
     def families(self) -> list[Family]:
-        """What is searched exactly: the settings with every order of the devices and number of replicas."""
+        """What is searched exactly: the configurations with every order of the devices and number of
+        replicas."""
         return [
-            Family(setting, placement, counts, self.wishes.use_all, any_count=self.any_count)
-            for setting in self.settings
-            if setting.schedule in SEARCHED
+            Family(config, placement, counts, self.wishes.use_all, any_count=self.any_count)
+            for config in self.configs
+            if config.schedule in SEARCHED
             for placement in self.placements
             for counts in self._replicas
-            if self.may_share(setting.micro_batch_size, counts)
+            if self.may_share(config.micro_batch_size, counts)
         ]
 
     @cached_property
@@ -271,16 +272,16 @@ class Problem:
 
     def allows(self, proposal: Proposal) -> bool:
         """Whether the wishes and the runtime leave a proposal."""
-        runtime, setting = self.runtime, proposal.setting
-        stages = len(proposal.ends) // setting.virtual_stages
-        chunked = setting.virtual_stages > 1
+        runtime, config = self.runtime, proposal.config
+        stages = len(proposal.ends) // config.virtual_stages
+        chunked = config.virtual_stages > 1
         return (
-            setting.schedule in self.proposable
+            config.schedule in self.proposable
             and stages <= (self.wishes.max_stages or stages)
             and (not self.wishes.use_all or proposal.used == self.reached)
             and self.space.limits.allow(proposal.bounds)
             and (runtime is None or runtime.runs_replicas(proposal.replicas))
-            and self.may_share(setting.micro_batch_size, proposal.replicas)
+            and self.may_share(config.micro_batch_size, proposal.replicas)
             and (runtime is None or not chunked or runtime.virtual_stages)
             and all(rank < self.reached for devices in proposal.devices for rank in devices)
         )
@@ -310,7 +311,7 @@ class Problem:
         sizes = self._sizes_of(batch)
         if not sizes:
             raise UsageError(
-                f"--mini-batch {batch}: no micro-batch size that the profile reaches makes it, in at most "
+                f"mini_batch={batch}: no micro-batch size that the profile reaches makes it, in at most "
                 f"{MOST_MICRO_BATCHES} micro-batches (measured sizes: {some(measured)})",
                 f"Use a multiple of {measured[-1]}, or measure more sizes with pplan profile.",
             )
@@ -336,7 +337,7 @@ class Problem:
         if batch % micro_batches:
             fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
             raise UsageError(
-                f"--micro-batches {micro_batches}: a mini-batch of {batch} does not divide into so many",
+                f"micro_batches={micro_batches}: a global batch of {batch} does not divide into so many",
                 f"Use a divisor of {batch}: {some(fitting)}.",
             )
         if len(self.chain.sizes) == 1:
@@ -348,31 +349,31 @@ class Problem:
         if not any(self.chain.reaches(share) for share in self._shares(size)):
             self.chain.at(size)  # says so
 
-    def _no_setting(self) -> UsageError:
+    def _no_config(self) -> UsageError:
         wishes, runtime = self.wishes, self.runtime
-        asked = f"--schedule {wishes.schedule}, --recompute {wishes.recompute.replace('_', '-')}"
+        asked = f"schedule={wishes.schedule!r}, recompute={wishes.recompute!r}"
         if runtime is None:
             return UsageError(
                 f"{asked} with 1 micro-batch: there is no such plan",
-                "except-last needs two micro-batches or more: leave one of the options at auto.",
+                "except_last needs two micro-batches or more: leave one of the fields at auto.",
             )
         modes = ", ".join(sorted(mode.replace("_", "-") for mode in runtime.recompute))
         return UsageError(
-            f"--runtime {runtime.name} does not run {asked}",
+            f"runtime={runtime.name!r} does not run {asked}",
             f"{runtime.name} runs {', '.join(sorted(runtime.schedules))} with recompute {modes}.",
         )
 
     def searched(self) -> str:
         """The searched space in words, and what is proposed besides."""
         names = ", ".join(self.unsearched)
-        return self.exactly_searched() + (f"; of {names} the proposed plans" if names else "")
+        return self.exactly_searched() + (f"; {names}: heuristic only" if names else "")
 
     def exactly_searched(self, *, relaxed: bool = False) -> str:
         """The searched space in words; `relaxed`: with what a large problem's proof has besides, every number
         of stages and of replicas and any order of the devices."""
         most = self.stage_counts[-1]
         exactly = [name for name in self.schedules if name in SEARCHED]
-        modes = {setting.recompute for setting in self.settings if setting.schedule in exactly or not exactly}
+        modes = {config.recompute for config in self.configs if config.schedule in exactly or not exactly}
         stages = "1 stage" if most == 1 else f"1 to {most} stages"
         parts = [
             "any number of stages" if relaxed and self.may_be_deeper else stages,
@@ -390,7 +391,7 @@ class Problem:
 
     def micro_batches_in_words(self) -> str:
         """How many there may be."""
-        counts = sorted({setting.micro_batches for setting in self.settings})
+        counts = sorted({config.micro_batches for config in self.configs})
         between = [count for count in _divisors(self.mini_batch) if counts[0] <= count <= counts[-1]]
         if len(counts) > 2 and counts == between:
             return f"{counts[0]} to {counts[-1]} equal micro-batches"
@@ -406,14 +407,14 @@ class Problem:
         return f"consecutive devices {orders}"
 
     def _cuts_in_words(self) -> str:
-        """The options given that say where stages end."""
+        """The fields given that say where stages end."""
         wishes = self.wishes
         given = {
-            "--cut-after": wishes.cut_after,
-            "--keep-together": wishes.keep_together,
-            "--pin": wishes.pins,
+            "cut_after": wishes.cut_after,
+            "keep_together": wishes.keep_together,
+            "pins": wishes.pins,
         }
-        return " and ".join(option for option, value in given.items() if value)
+        return " and ".join(f"`{field}`" for field, value in given.items() if value)
 
     def _replicas_in_words(self, *, any_count: bool) -> str:
         runtime = self.runtime
@@ -448,7 +449,7 @@ def _in_words(mode: Mode) -> str:
 def _check_counts(chain: Chain, gpus: int, wishes: Wishes) -> None:
     if gpus > len(chain) and wishes.runtime is not None and runtime_named(wishes.runtime).replicas == "none":
         raise UsageError(
-            f"--gpus {gpus}: the model has {counted(len(chain), 'layer')}, and a stage needs at least one",
+            f"gpus={gpus}: the model has {counted(len(chain), 'layer')}, and a stage needs at least one",
             f"Use at most {counted(len(chain), 'GPU')} (its allowed cuts make "
             f"{counted(chain.max_stages, 'stage')}).",
         )

@@ -113,10 +113,10 @@ class ReplicaExchange:
 
 def _ends(table: StageTable) -> tuple[Indices, Indices]:
     """(n + 1, n + 1) each: the first and the last layer of every stage."""
-    places = np.array(table.places)
-    first = np.minimum(places, len(table.costs.forward_seconds) - 1)
+    cut_points = np.array(table.cut_points)
+    first = np.minimum(cut_points, len(table.costs.forward_seconds) - 1)
     shape = table.valid.shape
-    return np.broadcast_to(first[:, None], shape), np.broadcast_to(np.maximum(places - 1, 0)[None], shape)
+    return np.broadcast_to(first[:, None], shape), np.broadcast_to(np.maximum(cut_points - 1, 0)[None], shape)
 
 
 def _whole(table: StageTable, seconds: Floats) -> Floats:

@@ -14,15 +14,15 @@ import numpy as np
 from ..cost_models.errors import UsageError
 from ..cost_models.memory import Recompute
 from ..cost_models.schedules import Program, schedule_named
-from ..cost_models.simulator.kept import kept_program
+from ..cost_models.simulator.program_cache import cached_program
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
-from .candidate import Candidate, Proposal
+from .candidate import Proposal, ScoredPlan
+from .pipeline_config import SEARCHED
 from .search import gpipe, one_f_one_b
 from .search.budget import SearchBudget
 from .search.pipelines import Pipelines, modes_of, pipelines_of, stage_modes
-from .search.space import Space, narrowed, share_of
-from .setting import SEARCHED
+from .search.space import Space, divide_batch, narrowed
 from .stage_table import Floats
 
 WHOLE_BOUNDS: dict[str, Callable[[Pipelines], Floats]] = {
@@ -35,7 +35,7 @@ MOST_SCORED, MOST_TRIED = 6, 60
 
 def fastest(
     space: Space, proposals: Iterable[Proposal], limit: float = inf, budget: SearchBudget | None = None
-) -> Candidate | None:
+) -> ScoredPlan | None:
     """The fastest of the proposals that fit and take less than `limit` seconds; None where there is none.
 
     Among equals the one that is proposed first. Where the time of the `budget`, else of the space's, is over:
@@ -45,7 +45,7 @@ def fastest(
     unique = list(dict.fromkeys(proposals))
     if space.is_long:
         return _fastest_of_long(space, unique, limit)
-    key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.setting), len(p.ends))  # noqa: E731
+    key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.config), len(p.ends))  # noqa: E731
     tried: list[_Trial] = []
     for _, alike in groupby(sorted(unique, key=key), key=key):
         if tried and space.budget.over:
@@ -61,13 +61,13 @@ class _Trial:
     bound: float
     tight: bool
     """Whether the bound is close to the step: of the others only so many are scored."""
-    score: Callable[[float], Candidate | None]
+    score: Callable[[float], ScoredPlan | None]
 
 
-def _fastest_of(space: Space, trials: Iterable[_Trial], limit: float) -> Candidate | None:
+def _fastest_of(space: Space, trials: Iterable[_Trial], limit: float) -> ScoredPlan | None:
     """The fastest of them, which stand with the lowest bounds first; where the time is over, of those that
     were scored by then, one at least."""
-    best: Candidate | None = None
+    best: ScoredPlan | None = None
     loose = 0
     for trial in trials:
         if trial.bound >= limit or (best is not None and space.budget.over):
@@ -82,34 +82,34 @@ def _fastest_of(space: Space, trials: Iterable[_Trial], limit: float) -> Candida
 
 
 def _trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Trial]:
-    """Of proposals of one setting with as many parts."""
-    if proposals[0].setting.schedule in SEARCHED:
-        yield from _straight_trials(space, proposals)
+    """Of proposals of one configuration with as many parts."""
+    if proposals[0].config.schedule in SEARCHED:
+        yield from _linear_trials(space, proposals)
     else:
         yield from (trial for proposal in proposals if (trial := _trial(space, proposal)) is not None)
 
 
-def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) -> Candidate | None:
+def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) -> ScoredPlan | None:
     """Of pipelines of a long chain, whose tables of all stages are too large: those with the least work on
     their busiest stage, each by itself."""
     allowed = set(np.flatnonzero(space.chain.cut_after) + 1) | {len(space.chain)}
     own = [p for p in proposals if allowed.issuperset(p.ends) and reached(space, p)]
     works = [busiest_seconds(space, proposal) for proposal in own]
-    best: Candidate | None = None
+    best: ScoredPlan | None = None
     fitting = 0
     for index in np.argsort(works, kind="stable")[:MOST_TRIED].tolist():
         if works[index] >= limit or fitting == MOST_SCORED or (best is not None and space.budget.over):
             break
         narrow = narrowed(space, own[index].ends)
-        straight = own[index].setting.schedule in SEARCHED
-        fitting += not straight or modes_of(narrow, own[index]) is not None
+        linear = own[index].config.schedule in SEARCHED
+        fitting += not linear or modes_of(narrow, own[index]) is not None
         found = _fastest_of(space, _trials(narrow, [own[index]]), limit)
         if found is not None:
             best, limit = found, found.step_seconds
     return best
 
 
-def _straight_trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Trial]:
+def _linear_trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Trial]:
     fitting = list[tuple[Proposal, tuple[Recompute, ...]]]()
     for proposal in proposals:
         if fitting and space.budget.over:
@@ -120,16 +120,16 @@ def _straight_trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_T
     if not fitting:
         return
     pipelines = pipelines_of(space, [p for p, _ in fitting], [modes for _, modes in fitting])
-    bounds = WHOLE_BOUNDS[pipelines.setting.schedule](pipelines)
+    bounds = WHOLE_BOUNDS[pipelines.config.schedule](pipelines)
     for row, (proposal, modes) in enumerate(fitting):
-        yield _Trial(float(bounds[row]), True, partial(_score_straight, pipelines, row, proposal, modes))
+        yield _Trial(float(bounds[row]), True, partial(_score_linear, pipelines, row, proposal, modes))
 
 
-def _score_straight(
+def _score_linear(
     pipelines: Pipelines, row: int, proposal: Proposal, modes: tuple[Recompute, ...], limit: float
-) -> Candidate | None:
+) -> ScoredPlan | None:
     step = float(pipelines.some(np.array([row])).step_seconds()[0])
-    return Candidate(proposal, modes, step) if step < limit else None
+    return ScoredPlan(proposal, modes, step) if step < limit else None
 
 
 def _trial(space: Space, proposal: Proposal) -> _Trial | None:
@@ -139,7 +139,7 @@ def _trial(space: Space, proposal: Proposal) -> _Trial | None:
     return _Trial(busiest_seconds(space, proposal), False, partial(_score_any, space, proposal))
 
 
-def _score_any(space: Space, proposal: Proposal, limit: float) -> Candidate | None:
+def _score_any(space: Space, proposal: Proposal, limit: float) -> ScoredPlan | None:
     try:
         whole: list[Recompute] = ["never" for _ in proposal.ends]
         made = assembly_of(space, proposal, whole)
@@ -150,55 +150,57 @@ def _score_any(space: Space, proposal: Proposal, limit: float) -> Candidate | No
         return None
     step = float(step_seconds(made.program, replace(made, recompute=modes).costs())[0])
     by_part = tuple(modes[place.device] for place in made.program.pipes[0])
-    return Candidate(proposal, by_part, step) if step < limit else None
+    return ScoredPlan(proposal, by_part, step) if step < limit else None
 
 
 def possible(space: Space, proposal: Proposal) -> bool:
     """Whether its cuts and the samples of its replicas may be, whatever the memory."""
-    places = list(space.table(space.chain.sizes[0]).places)
+    cut_points = list(space.table(space.chain.sizes[0]).cut_points)
     return reached(space, proposal) and all(
-        first in places and end in places and space.usable[places.index(first), places.index(end)]
+        first in cut_points
+        and end in cut_points
+        and space.usable[cut_points.index(first), cut_points.index(end)]
         for first, end in proposal.bounds
     )
 
 
 def reached(space: Space, proposal: Proposal) -> bool:
     """Whether the shares of all replicas can be costed."""
-    size = proposal.setting.micro_batch_size
+    size = proposal.config.micro_batch_size
     return all(count <= size and space.fits_someone(size, count) for count in set(proposal.replicas))
 
 
 def program_of(proposal: Proposal) -> Program:
     """What runs where. Raises UsageError for numbers that the schedule does not run."""
-    setting, parts = proposal.setting, len(proposal.ends)
-    if setting.schedule in SEARCHED:
-        return kept_program(setting.schedule, parts, setting.micro_batches)
-    stages, left = divmod(parts, setting.virtual_stages)
+    config, parts = proposal.config, len(proposal.ends)
+    if config.schedule in SEARCHED:
+        return cached_program(config.schedule, parts, config.micro_batches)
+    stages, left = divmod(parts, config.virtual_stages)
     if left:
         raise UsageError(
-            f"{parts} parts of the layers with {setting.virtual_stages} virtual stages a device",
+            f"{parts} parts of the layers with {config.virtual_stages} virtual stages a device",
             "Give as many parts to every device.",
         )
-    return schedule_named(setting.schedule).program(stages, setting.micro_batches, setting.virtual_stages)
+    return schedule_named(config.schedule).program(stages, config.micro_batches, config.virtual_stages)
 
 
 def assembly_of(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Assembly:
     """The proposal for the simulator; `modes`: what each part recomputes, the same for all of a device."""
     if space.is_long:
         space = narrowed(space, proposal.ends)
-    program, places = program_of(proposal), list(space.table(space.chain.sizes[0]).places)
+    program, cut_points = program_of(proposal), list(space.table(space.chain.sizes[0]).cut_points)
     ranks: dict[int, tuple[int, ...]] = {}
     recompute: dict[int, Recompute] = {}
     for part, place in enumerate(program.pipes[0]):
         ranks[place.device], recompute[place.device] = proposal.devices[part], modes[part]
     runtime = space.runtime
     return Assembly(
-        schedule=schedule_named(proposal.setting.schedule),
+        schedule=schedule_named(proposal.config.schedule),
         program=program,
         chain=space.chain,
         topology=space.topology,
-        size=proposal.setting.micro_batch_size,
-        bounds=[(places.index(first), places.index(end)) for first, end in proposal.bounds],
+        size=proposal.config.micro_batch_size,
+        bounds=[(cut_points.index(first), cut_points.index(end)) for first, end in proposal.bounds],
         ranks=[ranks[device] for device in range(program.devices)],
         recompute=tuple(recompute[device] for device in range(program.devices)),
         optimizer=space.optimizer,
@@ -218,7 +220,7 @@ def _device_modes(space: Space, made: Assembly, proposal: Proposal) -> tuple[Rec
         limit = space.limit(made.ranks[device])
         fitting = (
             mode
-            for mode in stage_modes(proposal.setting)
+            for mode in stage_modes(proposal.config)
             if limit == inf or sum(made.ledger(device, mode).values()) <= limit
         )
         mode = next(fitting, None)
@@ -231,16 +233,16 @@ def _device_modes(space: Space, made: Assembly, proposal: Proposal) -> tuple[Rec
 def busiest_seconds(space: Space, proposal: Proposal) -> float:
     """The work of the busiest device, or, where devices compute parts of each other, an even share of all: a
     bound on the step under any schedule."""
-    size, work = proposal.setting.micro_batch_size, defaultdict[tuple[int, ...], float](float)
+    size, work = proposal.config.micro_batch_size, defaultdict[tuple[int, ...], float](float)
     before = {
-        count: np.append(0.0, np.cumsum(space.least_work(share_of(size, count), again=False)))
+        count: np.append(0.0, np.cumsum(space.least_work(divide_batch(size, count), recompute=False)))
         for count in set(proposal.replicas)
     }
     for (first, end), devices in zip(proposal.bounds, proposal.devices, strict=True):
         work[devices] += float(before[len(devices)][end] - before[len(devices)][first])
-    alone = schedule_named(proposal.setting.schedule).copies == 1
+    alone = schedule_named(proposal.config.schedule).copies == 1
     busiest = max(work.values()) if alone else sum(work.values()) / len(work)
-    return proposal.setting.micro_batches * busiest * least_in_parts(space)
+    return proposal.config.micro_batches * busiest * least_in_parts(space)
 
 
 def least_in_parts(space: Space) -> float:

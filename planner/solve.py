@@ -13,18 +13,18 @@ from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.quantities import counted
 from ..cost_models.topology import Topology
 from .alternatives import alternatives_of
-from .candidate import Candidate
+from .candidate import ScoredPlan
 from .comparison import baselines_of
 from .coverage import covered
-from .find import Answer, find
 from .infeasible import no_plan_fits
+from .joint_search import JointSearchResult, find
 from .mini_batch import default_of
 from .plan_file import TIE, Plan, Prediction, ProfileReference, Wished
-from .planned import bubble, plan_recompute, planned_stages
+from .plan_stages import bubble, plan_recompute, planned_stages
 from .problem import Problem
 from .robust.interval import interval_of
-from .search.branch_and_bound import Found
-from .search.space import share_of
+from .search.branch_and_bound import SearchResult
+from .search.space import divide_batch
 from .simulated import of_same_layers
 from .wishes import Wishes
 
@@ -72,7 +72,7 @@ def problem_of(
 
 def plan_of(
     problem: Problem,
-    answer: Answer,
+    answer: JointSearchResult,
     *,
     model: str,
     profile: ProfileReference,
@@ -87,7 +87,7 @@ def plan_of(
     plan = bare_plan(problem, best, answer.found, model=model, profile=profile)
     own = _outside(problem, _sizes(best))
     compared = {row.size for row in baselines if row.size is not None}
-    compared |= {share_of(other.micro_batch_size, other.replicas) for other in alternatives}
+    compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
     others = [text for text in _outside(problem, compared) if text not in own]
     return plan.model_copy(
         update={
@@ -100,19 +100,19 @@ def plan_of(
 
 
 def bare_plan(
-    problem: Problem, best: Candidate, found: Found, *, model: str, profile: ProfileReference
+    problem: Problem, best: ScoredPlan, found: SearchResult, *, model: str, profile: ProfileReference
 ) -> Plan:
     """A candidate as a plan, without what it is compared with."""
-    topology, setting = problem.topology, best.setting
+    topology, config = problem.topology, best.config
     stages = planned_stages(problem.space, best)
     return Plan(
         model=model,
         balance=_balance(best),
         mini_batch=problem.mini_batch,
-        micro_batches=setting.micro_batches,
-        micro_batch_size=setting.micro_batch_size,
-        schedule=setting.schedule,
-        virtual_stages=setting.virtual_stages,
+        micro_batches=config.micro_batches,
+        micro_batch_size=config.micro_batch_size,
+        schedule=config.schedule,
+        virtual_stages=config.virtual_stages,
         optimizer=problem.wishes.optimizer,
         precision=problem.precision.name,
         gradient_dtype=problem.precision.gradient_dtype,
@@ -139,13 +139,13 @@ def _device_kind(topology: Topology, profile: ProfileReference) -> Literal["GPU"
     return "CPU" if measured_on_cpu and not any(is_gpu(kind.name) for kind in topology.kinds) else "GPU"
 
 
-def _balance(best: Candidate) -> list[int]:
+def _balance(best: ScoredPlan) -> list[int]:
     return [end - first for first, end in best.proposal.bounds]
 
 
-def _prediction(problem: Problem, best: Candidate, found: Found) -> Prediction:
+def _prediction(problem: Problem, best: ScoredPlan, found: SearchResult) -> Prediction:
     step, bound = best.step_seconds, _bound(best, found.bound_seconds)
-    sizes = {share_of(best.setting.micro_batch_size, count) for count in best.proposal.replicas}
+    sizes = {divide_batch(best.config.micro_batch_size, count) for count in best.proposal.replicas}
     off = [problem.chain.uncertainty_at(size) for size in sizes]
     known = [share for share in off if share is not None]
     interval = interval_of(problem.space, best)
@@ -164,10 +164,10 @@ def _prediction(problem: Problem, best: Candidate, found: Found) -> Prediction:
     )
 
 
-def _bound(best: Candidate, bound: float) -> float:
+def _bound(best: ScoredPlan, bound: float) -> float:
     """The bound, less what is rounding. Raises DefectError for one above the step."""
     if bound > best.step_seconds * (1 + TIE):
-        raise DefectError(f"a bound of {bound!r} s for a plan ({best.setting}) of {best.step_seconds!r} s")
+        raise DefectError(f"a bound of {bound!r} s for a plan ({best.config}) of {best.step_seconds!r} s")
     return min(bound, best.step_seconds)
 
 
@@ -176,14 +176,14 @@ def warnings_of(problem: Problem) -> list[str]:
     said = []
     if problem.wishes.memory_limit is None:
         said += [
-            f"the memory of {kind.name} is not known: no plan is refused for what it holds; --memory gives it"
+            f"the memory of {kind.name} is not known: no plan is refused for what it holds; `memory` gives it"
             for kind in problem.topology.kinds
             if kind.memory_bytes is None
         ]
     if problem.budget.stopped:
         said.append(
             f"the time limit of {problem.wishes.time_limit:g} s ended the search: on another run or machine "
-            "the answer may be another; --time-limit gives more"
+            "the answer may be another; `time_limit` gives more"
         )
     return said
 
@@ -208,9 +208,9 @@ def _notes(problem: Problem) -> list[str]:
     return notes
 
 
-def _sizes(plan: Candidate) -> set[int]:
+def _sizes(plan: ScoredPlan) -> set[int]:
     """Samples of a micro-batch on a replica, by stage."""
-    return {share_of(plan.setting.micro_batch_size, count) for count in plan.proposal.replicas}
+    return {divide_batch(plan.config.micro_batch_size, count) for count in plan.proposal.replicas}
 
 
 def _outside(problem: Problem, sizes: Iterable[int]) -> list[str]:

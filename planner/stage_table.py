@@ -1,8 +1,9 @@
-"""Tables of all stages that a chain can have: seconds and bytes of the layers between any two places.
+"""Tables of all stages that a chain can have: seconds and bytes of the layers between any two cut points.
 
-A *place* is where a stage may start or end: before the first layer, at every allowed cut, after the last
-layer. Place i stands before layer `places[i]`; n + 1 places make n blocks that no cut parts. Matrices have
-shape (n + 1, n + 1), entry [i, j] for the stage from place i to place j; only i < j is meaningful.
+A *cut point* is where a stage may start or end: before the first layer, at every allowed cut, after the last
+layer. Number i stands before layer `cut_points[i]`; n + 1 of them make n blocks that no cut parts. Matrices
+have shape (n + 1, n + 1), entry [i, j] for the stage from cut point i to cut point j; only i < j is
+meaningful.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from ..cost_models.hardware import Device
 from ..cost_models.layer import Chain, LayerCosts, joined
-from ..cost_models.machines.hardware import Device
 from ..cost_models.machines.presets import context_of
 from ..cost_models.memory import LedgerOptions, StageBytes, ledger, total
 from ..cost_models.optimizers import Precision
@@ -43,7 +44,7 @@ class StageTable:
     """All stages of a chain at one micro-batch size of a replica."""
 
     costs: LayerCosts
-    places: tuple[int, ...]
+    cut_points: tuple[int, ...]
 
     @classmethod
     def of(cls, chain: Chain, size: float, *, past_largest: bool = False) -> StageTable:
@@ -53,7 +54,7 @@ class StageTable:
     @property
     def blocks(self) -> int:
         """Number of blocks, n."""
-        return len(self.places) - 1
+        return len(self.cut_points) - 1
 
     @cached_property
     def valid(self) -> npt.NDArray[np.bool_]:
@@ -62,7 +63,7 @@ class StageTable:
 
     def between(self, values: Floats) -> Floats:
         """The sum of a figure of the layers, shape (layers,), over each stage."""
-        running = np.concatenate([[0.0], np.cumsum(values)])[list(self.places)]
+        running = np.concatenate([[0.0], np.cumsum(values)])[list(self.cut_points)]
         between: Floats = np.maximum(running[None, :] - running[:, None], 0.0)
         return between
 
@@ -89,14 +90,14 @@ class StageTable:
     @cached_property
     def crossing(self) -> Floats:
         """(n + 1,): bytes that cross a cut at each place, one way; 0 at both ends of the model."""
-        inner = self.costs.output_bytes[np.array(self.places[1:-1], dtype=int) - 1]
+        inner = self.costs.output_bytes[np.array(self.cut_points[1:-1], dtype=int) - 1]
         return np.concatenate([[0.0], inner, [0.0]])
 
     @cached_property
     def stage_bytes(self) -> StageBytes:
         """What the ledger of every stage is made from."""
         costs = self.costs
-        starts = np.array(self.places[:-1], dtype=int)
+        starts = np.array(self.cut_points[:-1], dtype=int)
         return StageBytes(
             parameters=self.between(costs.parameter_bytes),
             trainable=self.between(costs.trainable_bytes),
@@ -115,18 +116,18 @@ class StageTable:
         what lies before the stage cancels."""
         kept = np.cumsum(self.costs.saved_bytes)
         peaks = self._largest(kept + self.costs.workspace_bytes)
-        workspace: Floats = np.maximum(peaks - np.append(0.0, kept)[list(self.places)], 0.0)
+        workspace: Floats = np.maximum(peaks - np.append(0.0, kept)[list(self.cut_points)], 0.0)
         return workspace
 
     def _largest(self, values: Floats) -> Floats:
         """The largest of each stage's layers."""
-        blocks = np.maximum.reduceat(values, self.places[:-1])
+        blocks = np.maximum.reduceat(values, self.cut_points[:-1])
         return self._running(blocks, blocks)
 
     @cached_property
     def _gathered(self) -> Floats:
         """`neighbours` of every stage. Each layer counts with the one before it, a stage's first alone."""
-        parameters, starts = self.costs.parameter_bytes, np.array(self.places[:-1])
+        parameters, starts = self.costs.parameter_bytes, np.array(self.cut_points[:-1])
         pairs = parameters + np.append(0.0, parameters[:-1])
         within = pairs.copy()
         within[starts] = parameters[starts]

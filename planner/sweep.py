@@ -60,16 +60,16 @@ def points_of(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Every combination, the last key changing fastest. Raises UsageError."""
     for key, values in grid.items():
         if not values:
-            raise UsageError(f"--sweep {key}: has no values", f"Give some: --sweep {key}=2,4,8.")
+            raise UsageError(f"sweep={key!r}: has no values", f"Give some: sweep='{key}=2,4,8'.")
         twice = next((value for value in values if list(values).count(value) > 1), None)
         if twice is not None:
-            raise UsageError(f"--sweep {key}: {twice} stands twice", "Give every value once.")
+            raise UsageError(f"sweep={key!r}: {twice} stands twice", "Give every value once.")
     if not grid:
-        raise UsageError("--sweep: the grid is empty", "Give --sweep gpus=2,4,8, say.")
+        raise UsageError("`sweep`: the grid is empty", "Give sweep='gpus=2,4,8', say.")
     made = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     if len(made) > MOST_POINTS:
         raise UsageError(
-            f"--sweep: {len(made)} points", f"Give at most {MOST_POINTS}: fewer values, or several sweeps."
+            f"`sweep`: {len(made)} points", f"Give at most {MOST_POINTS}: fewer values, or several sweeps."
         )
     return made
 
@@ -124,7 +124,7 @@ def _run(
     solve: Callable[..., Plan], points: Sequence[Point], backend: str, jobs: int | None
 ) -> Iterator[tuple[SweepRow, PplanError | None]]:
     if backend not in BACKENDS:
-        raise UsageError(f"--backend {backend}: not known", f"Use one of: {', '.join(BACKENDS)}.")
+        raise UsageError(f"backend={backend!r}: not known", f"Use one of: {', '.join(BACKENDS)}.")
     if backend == PROCESSES and (jobs == 1 or len(points) == 1):
         yield from (_solved(solve, point) for point in points)
         return
@@ -151,7 +151,7 @@ def _on(backend: str, jobs: int | None, points: int) -> Iterator[Any]:
             raise
         extra = "joblib" if backend == PROCESSES else f"'pplan[{backend}]'"
         raise MachineError(
-            f"--backend {backend}: the Python package {package!r} is not installed",
+            f"backend={backend!r}: the Python package {package!r} is not installed",
             f"Install it: pip install {extra}",
         ) from None
 

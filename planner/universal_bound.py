@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..cost_models.hardware import Device
 from ..cost_models.layer import LayerCosts
-from ..cost_models.machines.hardware import Device
 from .assembly import part_seconds
 from .plan_file import TIE
-from .search.space import Space, share_of
+from .search.space import Space, divide_batch
 from .stage_table import Floats
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
     kind = {"naive": "naive", **dict.fromkeys(SLICED, "sliced")}.get(schedule, "any")
     if kind == "any" and schedule in STRAIGHT | STRAIGHT_SPLIT:
         kind = "straight"
-    own = [setting for setting in problem.settings if setting.schedule == schedule] or problem.settings
-    for size, again in dict.fromkeys((s.micro_batch_size, s.recompute == "always") for s in own):
+    own = [config for config in problem.configs if config.schedule == schedule] or problem.configs
+    for size, recompute in dict.fromkeys((s.micro_batch_size, s.recompute == "always") for s in own):
         for counts in problem.replica_choices(size):
             yield _Case(
                 space=problem.space,
@@ -107,7 +107,7 @@ def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
                 splits=schedule not in STRAIGHT,
                 size=size,
                 micro_batches=problem.mini_batch // size,
-                again=again,
+                recompute=recompute,
                 counts=counts,
             )
 
@@ -115,7 +115,7 @@ def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
 @dataclass(frozen=True, eq=False)
 class _Case:
     """Plans of a kind of schedule with `micro_batches` of `size` samples, whose stages have these numbers of
-    replicas; `again`: every stage recomputes."""
+    replicas; `recompute`: every stage recomputes."""
 
     space: Space
     reached: int
@@ -123,13 +123,13 @@ class _Case:
     splits: bool
     size: int
     micro_batches: int
-    again: bool
+    recompute: bool
     counts: tuple[int, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
         """What the bound depends on."""
-        return self.kind, self.splits, self.size, self.again, self.counts
+        return self.kind, self.splits, self.size, self.recompute, self.counts
 
     @property
     def entries(self) -> float:
@@ -137,20 +137,20 @@ class _Case:
         if self.kind != "straight":
             return 0.0
         rows = sum(self.reached - count + 1 for count in self.counts)
-        return rows * (len(self._places) ** 2 + 3_000.0)
+        return rows * (len(self._cut_points) ** 2 + 3_000.0)
 
     @cached_property
     def _layers(self) -> list[tuple[Floats, Floats, Floats]]:
         """By number of replicas, (layers,) each, seconds of a micro-batch: f, b and w."""
-        return [self._of_share(share_of(self.size, count)) for count in self.counts]
+        return [self._of_batch(divide_batch(self.size, count)) for count in self.counts]
 
-    def _of_share(self, share: int) -> tuple[Floats, Floats, Floats]:
-        work = self.space.least(share, self._work)
+    def _of_batch(self, per_replica_batch: int) -> tuple[Floats, Floats, Floats]:
+        work = self.space.least(per_replica_batch, self._work)
         if not self.splits:
-            forward = self.space.least_forward(share)
+            forward = self.space.least_forward(per_replica_batch)
             return forward, work - forward, work
-        back = self.space.least(share, partial(_least_backward, again=self.again))
-        return self.space.least_forward(share), back, work
+        back = self.space.least(per_replica_batch, partial(_least_backward, recompute=self.recompute))
+        return self.space.least_forward(per_replica_batch), back, work
 
     def _work(self, costs: LayerCosts) -> Floats:
         """(layers,): all seconds of every layer on a kind of device, before its scale."""
@@ -158,7 +158,7 @@ class _Case:
         if self.splits:
             parts = part_seconds(costs, "input") + part_seconds(costs, "weight")
             backward = np.minimum(backward, parts)
-        return (1 + self.again) * costs.forward_seconds + backward
+        return (1 + self.recompute) * costs.forward_seconds + backward
 
     @cached_property
     def simple(self) -> float:
@@ -183,8 +183,11 @@ class _Case:
         topology, paces = self.space.topology, dict[Device, float]()
         for kind in topology.kinds:
             paces[kind] = max(
-                _most_share(self.space.least(share, self._work), self.space.on(kind, share, self._work))
-                for share in {share_of(self.size, count) for count in self.counts}
+                _most_of_stage(
+                    self.space.least(per_replica_batch, self._work),
+                    self.space.on(kind, per_replica_batch, self._work),
+                )
+                for per_replica_batch in {divide_batch(self.size, count) for count in self.counts}
             )
         return sum(paces[topology.device(rank)] for rank in range(self.reached))
 
@@ -193,9 +196,9 @@ class _Case:
         """Host seconds of all launches, where one process makes them."""
         if not self.space.one_process:
             return 0.0
-        costs = self.space.table(share_of(self.size, max(self.counts))).costs
+        costs = self.space.table(divide_batch(self.size, max(self.counts))).costs
         forward, backward = costs.forward_host_seconds.sum(), costs.backward_host_seconds.sum()
-        return self.micro_batches * float((1 + self.again) * forward + backward)
+        return self.micro_batches * float((1 + self.recompute) * forward + backward)
 
     def allows(self, seconds: float) -> bool:
         """Whether there may be a plan of so many seconds."""
@@ -204,16 +207,16 @@ class _Case:
         return self.kind != "straight" or self._reaches(seconds * (1 + TIE / 10))
 
     def _reaches(self, seconds: float) -> bool:
-        last = len(self._places) - 1
+        last = len(self._cut_points) - 1
         lead, both = (np.full((self.reached + 1, last + 1), inf) for _ in range(2))
         lead[0, 0] = both[0, 0] = 0.0
         for used in range(1, self.reached + 1):
             for index, count in enumerate(self.counts):
                 if count > used or not np.isfinite(lead[used - count]).any():
                     continue
-                forward, around, work, tail = self._stages[index]
+                forward, around, work, exposed_allreduce = self._stages[index]
                 before, both_before = lead[used - count][:, None], both[used - count][:, None]
-                fits = (before + self.micro_batches * work + tail <= seconds) & (
+                fits = (before + self.micro_batches * work + exposed_allreduce <= seconds) & (
                     both_before + self.micro_batches * around <= seconds
                 )
                 ahead = np.where(fits, before + forward, inf).min(axis=0) + self._cuts
@@ -225,22 +228,22 @@ class _Case:
         return False
 
     @cached_property
-    def _places(self) -> tuple[int, ...]:
-        return self.space.table(self.space.chain.sizes[0]).places
+    def _cut_points(self) -> tuple[int, ...]:
+        return self.space.table(self.space.chain.sizes[0]).cut_points
 
     @cached_property
     def _stages(self) -> list[tuple[Floats, Floats, Floats, Floats]]:
-        """By number of replicas, (places, places) each, inf where there is no stage: f, f + b, w, and what of
-        the all-reduce follows."""
+        """By number of replicas, (cut points, cut points) each, inf where there is no stage: f, f + b, w, and
+        what of the all-reduce follows."""
         table, made = self.space.table(self.space.chain.sizes[0]), []
         gradients = self.space.bytes_at_end(table.between(table.costs.trainable_bytes))
         for count, (forward, back, work) in zip(self.counts, self._layers, strict=True):
-            tail = np.zeros_like(gradients)
+            exposed_allreduce = np.zeros_like(gradients)
             if count > 1 and not self.splits:
                 reduced = 2 * (count - 1) / count * gradients / self._fastest
-                tail = np.maximum(reduced - table.between(back), 0.0)
+                exposed_allreduce = np.maximum(reduced - table.between(back), 0.0)
             whole = np.where(table.valid, table.between(work), inf)
-            made.append((table.between(forward), table.between(forward + back), whole, tail))
+            made.append((table.between(forward), table.between(forward + back), whole, exposed_allreduce))
         return made
 
     @property
@@ -250,25 +253,28 @@ class _Case:
 
     @cached_property
     def _cuts(self) -> Floats:
-        """(places,): seconds of a transfer: a replica of the smaller side sends its share, through no more
-        than a port of every level."""
+        """(cut points,): seconds of a transfer: a replica of the smaller side sends its share, through no
+        more than a port of every level."""
         levels = self.space.topology.levels
         together = sum(level.link.bandwidth_bytes_per_second for level in levels)
         latency = min(level.link.latency_seconds for level in levels)
-        shares = {share_of(self.size, count) for count in self.counts}
-        sent = np.min([self.space.table(share).crossing for share in shares], axis=0)
+        per_replica_batches = {divide_batch(self.size, count) for count in self.counts}
+        sent = np.min(
+            [self.space.table(per_replica_batch).crossing for per_replica_batch in per_replica_batches],
+            axis=0,
+        )
         cuts: Floats = sent / together + latency
         cuts[-1] = 0.0
         return cuts
 
 
-def _least_backward(costs: LayerCosts, *, again: bool) -> Floats:
+def _least_backward(costs: LayerCosts, *, recompute: bool) -> Floats:
     """(layers,): of a B that may leave the weights' gradient for later; the input's alone."""
     own: Floats = np.minimum(part_seconds(costs, "input"), costs.backward_seconds)
-    return own + again * costs.forward_seconds
+    return own + recompute * costs.forward_seconds
 
 
-def _most_share(least: Floats, own: Floats) -> float:
+def _most_of_stage(least: Floats, own: Floats) -> float:
     """The largest share that the least work is of a device's own; 1 where there is no work."""
     known = own > 0
     return float((least[known] / own[known]).max(initial=0.0)) or 1.0

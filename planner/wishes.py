@@ -10,7 +10,7 @@ from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, known_word
 from ..cost_models.runtime import runtime_named
 from ..cost_models.schedules import SCHEDULES
-from .setting import MODES, MOST_MICRO_BATCHES
+from .pipeline_config import MODES, MOST_MICRO_BATCHES
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
 
@@ -51,24 +51,24 @@ class Wishes:
 
     def __post_init__(self) -> None:
         counts = (
-            ("--mini-batch", self.mini_batch),
-            ("--micro-batches", self.micro_batches),
-            ("--max-stages", self.max_stages),
+            ("mini_batch", self.mini_batch),
+            ("micro_batches", self.micro_batches),
+            ("max_stages", self.max_stages),
         )
-        for option, value in counts:
+        for field, value in counts:
             if value is not None and value < 1:
-                raise UsageError(f"{option} {value}: must be at least 1", "Give a count of 1 or more.")
+                raise UsageError(f"{field}={value}: must be at least 1", "Give a count of 1 or more.")
         if self.micro_batches is not None and self.micro_batches > MOST_MICRO_BATCHES:
             raise UsageError(
-                f"--micro-batches {self.micro_batches}: at most {MOST_MICRO_BATCHES} are simulated",
+                f"micro_batches={self.micro_batches}: at most {MOST_MICRO_BATCHES} are simulated",
                 "The bubble of so many is nothing: use fewer, larger ones.",
             )
         if not self.time_limit > 0:
-            raise UsageError(f"--time-limit {self.time_limit:g}: must be above 0", "Give 30s, say.")
+            raise UsageError(f"time_limit={self.time_limit:g}: must be above 0", "Give 30s, say.")
         if self.robust and self.planner != "best":
             raise UsageError(
-                f"--robust with --planner {self.planner}: a tool's own plan leaves nothing to choose",
-                "Leave one of the two away.",
+                f"`robust` with planner={self.planner!r}: a tool's own plan leaves nothing to choose",
+                "Omit one of the two.",
             )
         self._check_words()
 
@@ -76,31 +76,31 @@ class Wishes:
         synchronous = tuple(name for name in SCHEDULES if name not in ASYNCHRONOUS)
         if self.schedule in ASYNCHRONOUS:
             raise UsageError(
-                f"--schedule {self.schedule}: it is asynchronous, with late gradients and without a step",
-                "Leave it away: --objective throughput chooses the best of pipedream, pipedream-2bw and the "
+                f"schedule={self.schedule!r}: it is asynchronous, with late gradients and without a step",
+                "Omit it: objective='throughput' chooses the best of pipedream, pipedream-2bw and the "
                 "synchronous ones.",
             )
         modes = tuple(mode for mode in MODES if mode != "by_stage")
-        for option, word, known in (
-            ("--schedule", self.schedule, ("auto", *synchronous)),
-            ("--recompute", self.recompute, ("auto", *modes)),
-            ("--optimizer", self.optimizer, tuple(OPTIMIZERS)),
-            ("--precision", self.precision, ("auto", *PRECISIONS)),
-            ("--gradient-dtype", self.gradient_dtype, ("auto", *GRADIENT_DTYPES)),
+        for field, word, known in (
+            ("schedule", self.schedule, ("auto", *synchronous)),
+            ("recompute", self.recompute, ("auto", *modes)),
+            ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
+            ("precision", self.precision, ("auto", *PRECISIONS)),
+            ("gradient_dtype", self.gradient_dtype, ("auto", *GRADIENT_DTYPES)),
         ):
-            known_word(option, word, known, also="fp64")
+            known_word(field, word, known, also="fp64")
         if self.zero not in ZERO_STAGES:
             raise UsageError(
-                f"--zero {self.zero}: there is no such stage",
+                f"zero={self.zero}: there is no such stage",
                 "Use 0 (nothing is spread over the replicas of a stage), 1, 2 or 3.",
             )
         if self.runtime is not None:
             runtime_named(self.runtime).check_states(self.precision, self.zero)
         if self.recompute == "except_last" and self.schedule not in ("auto", "gpipe"):
             raise UsageError(
-                f"--recompute except-last with --schedule {self.schedule}: only GPipe's backward begins with "
+                f"recompute='except_last' with schedule={self.schedule!r}: only GPipe's backward begins with "
                 "the last one",
-                "Use --schedule gpipe, or --recompute always.",
+                "Use schedule='gpipe', or recompute='always'.",
             )
 
 

@@ -14,11 +14,11 @@ from pplan.cost_models.memory import Recompute
 from pplan.cost_models.schedules import Program, schedule_named
 from pplan.cost_models.timeline import step_seconds
 from pplan.planner.assembly import Assembly
+from pplan.planner.asynchronous import ASYNCHRONOUS, running, steady_seconds
 from pplan.planner.candidate import Proposal
-from pplan.planner.objectives.asynchronous import ASYNCHRONOUS, running, steady_seconds
+from pplan.planner.pipeline_config import Mode, PipelineConfig
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assembly_of
-from pplan.planner.setting import Mode, Setting
 
 from .least_seconds import STRAIGHT, LeastSeconds
 from .orders import Ranks, Shape, in_any, in_orders
@@ -50,8 +50,8 @@ class Scored:
     def __str__(self) -> str:
         own = self.proposal
         return (
-            f"{self.step_seconds:.9g} s, {self.peak_bytes:.6g} bytes: {own.setting.schedule}, "
-            f"{own.setting.micro_batches} x {own.setting.micro_batch_size}, ends {list(own.ends)}, devices "
+            f"{self.step_seconds:.9g} s, {self.peak_bytes:.6g} bytes: {own.config.schedule}, "
+            f"{own.config.micro_batches} x {own.config.micro_batch_size}, ends {list(own.ends)}, devices "
             f"{[list(ranks) for ranks in own.devices]}, recompute {'-'.join(self.recompute)}"
         )
 
@@ -100,19 +100,19 @@ class Enumeration:
         for name in self.schedules:
             for size in self.rules.sizes if self.sizes is None else self.sizes:
                 count = self.rules.mini_batch // size
-                for setting, program in self._programs(name, count, size):
-                    for proposal, modes, least in self._plans(setting, program):
+                for config, program in self._programs(name, count, size):
+                    for proposal, modes, least in self._plans(config, program):
                         if least < now():
                             plan = self._scored(proposal, modes, now(), peak_below)
                             if plan is not None:
                                 yield plan
 
-    def _programs(self, name: str, count: int, size: int) -> Iterator[tuple[Setting, Program]]:
+    def _programs(self, name: str, count: int, size: int) -> Iterator[tuple[PipelineConfig, Program]]:
         for devices in range(1, self.rules.most_stages + 1):
             if self.stages is not None and devices not in self.stages:
                 continue
             for parts in self.rules.virtual_stages(name):
-                if devices * parts > len(self.rules.places) + 1:
+                if devices * parts > len(self.rules.cut_points) + 1:
                     continue
                 if name in ASYNCHRONOUS and not _runs_late(name, devices, count):
                     continue
@@ -120,16 +120,16 @@ class Enumeration:
                     program = schedule_named(name).program(devices, count, parts)
                 except UsageError:
                     continue
-                yield Setting(name, "by_stage", count, size, parts), program
+                yield PipelineConfig(name, "by_stage", count, size, parts), program
 
     def _plans(
-        self, setting: Setting, program: Program
+        self, config: PipelineConfig, program: Program
     ) -> Iterator[tuple[Proposal, tuple[Recompute, ...], float]]:
         """Plans, what their parts recompute, and seconds that they take at the least."""
-        rules, size = self.rules, setting.micro_batch_size
+        rules, size = self.rules, config.micro_batch_size
         shapes = [shape for shape in self._shapes(program.devices) if rules.may_have(size, shape)]
-        ends = list(rules.ends(program.places)) if shapes else []
-        modes = rules.recomputations(setting.schedule, program.devices, setting.micro_batches)
+        ends = list(rules.ends(program.slots)) if shapes else []
+        modes = rules.recomputations(config.schedule, program.devices, config.micro_batches)
         if self.mode is not None:
             left = {"never", "always"} if self.mode == "by_stage" else {self.mode}
             modes = [own for own in modes if left.issuperset(own)]
@@ -137,13 +137,13 @@ class Enumeration:
         self.plans += len(shapes) * len(ends) * len(modes)
         if self.plans > MOST_PLANS:
             raise TooManyError(f"{self.plans:,} plans")
-        straight = setting.schedule in STRAIGHT
+        linear_pipeline = config.schedule in STRAIGHT
         for shape in shapes:
             devices = tuple(shape[place.device] for place in program.pipes[0])
             for own in ends:
-                proposal = Proposal(setting, own, devices)
-                if straight:
-                    least = self.least.straight(program, size, proposal.bounds, devices)
+                proposal = Proposal(config, own, devices)
+                if linear_pipeline:
+                    least = self.least.linear_pipeline(program, size, proposal.bounds, devices)
                     yield from ((proposal, chosen, least.of(chosen)) for chosen in by_part)
                 else:
                     seconds = self.least.by_device(program, size, proposal.bounds, shape)
@@ -176,7 +176,7 @@ class Enumeration:
         self, proposal: Proposal, modes: tuple[Recompute, ...], below: float, peak_below: float
     ) -> Scored | None:
         """The plan, where it fits and is below the limits."""
-        space, name = self.problem.space, proposal.setting.schedule
+        space, name = self.problem.space, proposal.config.schedule
         late = name in ASYNCHRONOUS
         known = [self._needs.get(key) for key in self._keys(proposal, modes)]
         if any(own is not None and own >= min(peak_below, inf) for own in known):
@@ -212,10 +212,10 @@ class Enumeration:
 
     def _keys(self, proposal: Proposal, modes: tuple[Recompute, ...]) -> list[object]:
         """By device, all that its bytes depend on, where that is its own stage alone; else nothing."""
-        setting, device = proposal.setting, self.problem.topology.device
-        if setting.schedule not in STRAIGHT:
+        config, device = proposal.config, self.problem.topology.device
+        if config.schedule not in STRAIGHT:
             return []
-        here = setting.schedule, setting.micro_batches, len(modes)
+        here = config.schedule, config.micro_batches, len(modes)
         stages = zip(proposal.bounds, proposal.devices, modes, strict=True)
         return [
             (*here, index, bounds, len(ranks), frozenset(map(device, ranks)), mode)

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
+from pplan.cost_models.routes import Routes
 from pplan.cost_models.schedules import Program
 from pplan.cost_models.topology import Device
-from pplan.cost_models.ways import Ways
 from pplan.planner.search.space import Space
 
 Ranks = tuple[int, ...]
@@ -45,14 +45,15 @@ class Least(NamedTuple):
     """By stage, seconds below which no step is, without what is run again, and the forward's."""
 
     stages: list[float]
-    again: list[float]
+    recompute: list[float]
     micro_batches: int
 
     def of(self, modes: Sequence[Recompute]) -> float:
         """The largest, where the stages recompute so."""
         times = {"never": 0, "always": self.micro_batches, "except_last": self.micro_batches - 1}
         return max(
-            own + times[mode] * again for own, again, mode in zip(self.stages, self.again, modes, strict=True)
+            own + times[mode] * recompute
+            for own, recompute, mode in zip(self.stages, self.recompute, modes, strict=True)
         )
 
 
@@ -64,14 +65,14 @@ class LeastSeconds:
     _sums: dict[tuple[Device, int], _Sums] = field(default_factory=dict)
     _sent: dict[int, Floats] = field(default_factory=dict)
     _kinds: dict[Ranks, tuple[Device, ...]] = field(default_factory=dict)
-    _ways: dict[tuple[Ranks, Ranks], tuple[float, float]] = field(default_factory=dict)
+    _routes: dict[tuple[Ranks, Ranks], tuple[float, float]] = field(default_factory=dict)
 
-    def straight(
+    def linear_pipeline(
         self, program: Program, size: int, bounds: list[tuple[int, int]], devices: tuple[Ranks, ...]
     ) -> Least:
         """Seconds below which no step with these stages is."""
         count = program.micro_batches
-        stages, again, there, back = [], [], 0.0, 0.0
+        stages, recompute, there, back = [], [], 0.0, 0.0
         for index, ((first, end), ranks) in enumerate(zip(bounds, devices, strict=True)):
             f, whole, parts, onward = self._stage(size, first, end, ranks)
             if program.splits_backward:
@@ -80,11 +81,11 @@ class LeastSeconds:
             else:
                 all_work = on_the_way = f + (onward := whole)
             stages.append(there + max(count * all_work, count * on_the_way + back))
-            again.append(f)
+            recompute.append(f)
             if index + 1 < len(devices):
                 cut = self._cut(size, end, ranks, devices[index + 1])
                 there, back = there + f + cut, back + onward + cut
-        return Least(stages, again, count)
+        return Least(stages, recompute, count)
 
     def by_device(
         self, program: Program, size: int, bounds: list[tuple[int, int]], devices: tuple[Ranks, ...]
@@ -130,9 +131,9 @@ class LeastSeconds:
         if self.space.topology.gpus > MANY:
             return 0.0
         key = here, there
-        if key not in self._ways:
-            self._ways[key] = Ways(self.space.topology).way(here, there)
-        latency, pace = self._ways[key]
+        if key not in self._routes:
+            self._routes[key] = Routes(self.space.topology).route(here, there)
+        latency, pace = self._routes[key]
         sent = max(self._crossing(-(-size // len(own)))[end - 1] for own in key)
         return latency + float(sent) * min(len(here), len(there)) * pace
 

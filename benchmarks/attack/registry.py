@@ -21,16 +21,16 @@ BOUNDS: dict[str, str] = {
     "alternatives.py:_alternative": "alternatives",
     "alternatives.py:_for_runtimes": "alternatives",
     "alternatives.py:_interleaved": "alternatives",
-    "explanation/again.py:solved_again": EXPLAINED,
-    "explanation/rivals.py:_other_devices": EXPLAINED,
-    "explanation/rivals.py:_rival": EXPLAINED,
-    "explanation/rivals.py:_without": EXPLAINED,
-    "explanation/rivals.py:_without_cut": EXPLAINED,
+    "explanation/resolve.py:solved_again": EXPLAINED,
+    "explanation/runner_up.py:_other_devices": EXPLAINED,
+    "explanation/runner_up.py:_rival": EXPLAINED,
+    "explanation/runner_up.py:_without": EXPLAINED,
+    "explanation/runner_up.py:_without_cut": EXPLAINED,
     "explanation/what_if.py:_answer": EXPLAINED,
-    "find.py:find": STEP,
-    "find.py:_with": STEP,
-    "find.py:joint_search": STEP,
-    "find.py:with_bound": STEP,
+    "joint_search.py:find": STEP,
+    "joint_search.py:_with": STEP,
+    "joint_search.py:joint_search": STEP,
+    "joint_search.py:with_bound": STEP,
     "scoring.py:_fastest_of": STEP,
     "scoring.py:busiest_seconds": STEP,
     "scoring.py:least_in_parts": STEP,
@@ -40,7 +40,7 @@ BOUNDS: dict[str, str] = {
     "objectives/frontier.py:_point": "frontier's bound, frontier's point",
     "objectives/memory.py:_Search.fits": AIM,
     "objectives/memory.py:least_memory": AIM,
-    "objectives/outcome.py:of_fastest": STEP,
+    "objectives/objective_result.py:of_fastest": STEP,
     "objectives/throughput.py:_joined": LATE,
     "objectives/throughput.py:fastest_asynchronous": LATE,
     "objectives/steady_search.py:SteadySearch.fastest": LATE,
@@ -53,7 +53,7 @@ BOUNDS: dict[str, str] = {
     "search/gpipe.py:GPipeBound.finished": STEP,
     "search/gpipe.py:whole_bound": STEP,
     "search/gpipe.py:_total": STEP,
-    "search/large.py:search_large": STEP,
+    "search/coarse.py:search_large": STEP,
     "search/one_f_one_b.py:RoundTripBound.root": STEP,
     "search/one_f_one_b.py:RoundTripBound.rows": STEP,
     "search/one_f_one_b.py:RoundTripBound.extend": STEP,
@@ -96,12 +96,12 @@ NOT_BOUNDS: dict[str, str] = {
     "problem.py:Problem.any_count": "whether every number of replicas counts; attacked with many devices",
     "search/budget.py:SearchBudget.extend": "what computing bounds costs",
     "coverage.py:covered": "says in words what a bound is about",
-    "given.py:given_plan": "a partition that was given: its bound is its own step",
-    "layout.py:Layout.bounds": "places between which parts lie",
+    "fixed_partition.py:given_plan": "a partition that was given: its bound is its own step",
+    "layout.py:Layout.bounds": "cut points between which parts lie",
     "objectives/step_time.py:step_time": "of a robust plan no bound is said",
     "objectives/solved.py:_covering": "says in words what a bound is about",
     "universal_bound.py:_Case.key": "which cases are bounded alike",
-    "planners/block_partition.py:_Blocks.bounds": "items of blocks",
+    "planners/torchgpipe_balance.py:_Blocks.bounds": "items of blocks",
     "planners/pipedream_programme.py:Programme.solution": "PipeDream's own programme, whose plan is scored",
     "sweep.py:row_of": "figures of a plan, copied",
 }
@@ -112,7 +112,7 @@ _NAMES = re.compile(r"bound|^root$|^finished$|^extend$|^rows$")
 
 
 def functions_about_bounds(planner: Path) -> Iterator[str]:
-    """Functions whose name or docstring says so, and those that make a `Found` or an `Aim` of their own."""
+    """Functions whose name or docstring says so, and those that make a `SearchResult` or an `Aim`."""
     for path in sorted(planner.rglob("*.py")):
         for name, node in _functions(ast.parse(path.read_text(encoding="utf-8"))):
             about = _NAMES.search(node.name) or _WORDS.search(ast.get_docstring(node) or "")
@@ -137,6 +137,6 @@ def _makes_claims(node: ast.FunctionDef) -> bool:
         if isinstance(inner, ast.Call):
             if any(keyword.arg in words for keyword in inner.keywords):
                 return True
-            if isinstance(inner.func, ast.Name) and inner.func.id == "Found":
+            if isinstance(inner.func, ast.Name) and inner.func.id == "SearchResult":
                 return True
     return False

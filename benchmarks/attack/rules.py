@@ -52,10 +52,10 @@ class Rules:
     @property
     def most_stages(self) -> int:
         """Devices in a row, at the most."""
-        return min(self.reached, len(self.places) + 1, self.wishes.max_stages or self.reached)
+        return min(self.reached, len(self.cut_points) + 1, self.wishes.max_stages or self.reached)
 
     @cached_property
-    def places(self) -> tuple[int, ...]:
+    def cut_points(self) -> tuple[int, ...]:
         """Layers before every allowed cut."""
         names, kept = self.chain.names, []
         for layer in range(len(names) - 1):
@@ -73,7 +73,7 @@ class Rules:
         needed = {names.index(name) + 1 for name in self.wishes.cut_after}
         pins = [(names.index(name), stage) for name, stage in self.wishes.pins]
         trains = self.runtime is not None and self.runtime.trains_every_stage
-        for chosen in combinations(self.places, parts - 1):
+        for chosen in combinations(self.cut_points, parts - 1):
             ends = (*chosen, len(names))
             starts = (0, *chosen)
             if not needed.issubset(chosen):

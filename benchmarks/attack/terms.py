@@ -14,10 +14,10 @@ import numpy as np
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS, busiest_seconds
 from pplan.planner.search import subproblem
-from pplan.planner.search.options import options_of
+from pplan.planner.search.device_ranges import DeviceRanges
 from pplan.planner.search.pipelines import pipelines_of
 from pplan.planner.search.relaxed_bound import RelaxedBound
-from pplan.planner.search.runs import Runs
+from pplan.planner.search.stage_choices import list_stage_choices
 from pplan.planner.search.subproblem import BOUNDS, Family
 
 from .enumeration import Enumeration, Scored
@@ -42,7 +42,7 @@ def relaxed(problem: Problem, result: Result) -> None:
         float(own.sum()) for own in (problem.chain.forward_seconds, problem.chain.backward_seconds)
     )
     said = RelaxedBound(problem.space, problem.families, counts, False, budget).least(step)
-    schedules = list(dict.fromkeys(family.setting.schedule for family in problem.families))
+    schedules = list(dict.fromkeys(family.config.schedule for family in problem.families))
     every = Enumeration(problem, schedules, scope="any")
     best = every.best(said * (1 - TOLERANCE))
     result.plans += every.plans
@@ -56,10 +56,10 @@ def check(problem: Problem, result: Result) -> None:
     if len(problem.placements) > 1:
         return
     for family in problem.families:
-        runs = Runs(problem.space, family.placement, family.replicas, family.on_all)
-        options = options_of(problem.space, family.setting, runs, inf)
+        ranges = DeviceRanges(problem.space, family.placement, family.replicas, family.on_all)
+        options = list_stage_choices(problem.space, family.config, ranges, inf)
         quick = subproblem.quick_bound(problem.space, family)
-        bound = BOUNDS[family.setting.schedule](options, inf)
+        bound = BOUNDS[family.config.schedule](options, inf)
         for stages in problem.stage_counts:
             possible = options.groups and stages <= options.most_stages
             root = bound.root(stages) if possible else inf
@@ -67,24 +67,24 @@ def check(problem: Problem, result: Result) -> None:
 
 
 def _held(problem: Problem, family: Family, stages: int, said: float, result: Result) -> None:
-    setting = family.setting
+    config = family.config
     every = Enumeration(
-        problem, [setting.schedule], stages=[stages], sizes=[setting.micro_batch_size], mode=setting.recompute
+        problem, [config.schedule], stages=[stages], sizes=[config.micro_batch_size], mode=config.recompute
     )
     best = every.best(2 * said)
     result.plans += every.plans
     result.simulated += every.simulated
     low = best is not None and best.step_seconds < said * (1 - TOLERANCE)
-    result.check("before searching", f"{setting}, {stages} stages: {said:.9g} s; {best}" if low else None)
+    result.check("before searching", f"{config}, {stages} stages: {said:.9g} s; {best}" if low else None)
     if best is not None:
         # Which of the backwards runs nothing again shows in the setting.
-        _whole(problem, replace(best, proposal=replace(best.proposal, setting=setting)), result)
+        _whole(problem, replace(best, proposal=replace(best.proposal, config=config)), result)
 
 
 def _whole(problem: Problem, plan: Scored, result: Result) -> None:
     """The bounds of whole plans, on one that was simulated."""
     pipelines = pipelines_of(problem.space, [plan.proposal], [plan.recompute])
-    whole = float(np.max(WHOLE_BOUNDS[plan.proposal.setting.schedule](pipelines)))
+    whole = float(np.max(WHOLE_BOUNDS[plan.proposal.config.schedule](pipelines)))
     said = max(whole, busiest_seconds(problem.space, plan.proposal))
     high = said > plan.step_seconds * (1 + TOLERANCE)
     result.check("of whole plans", f"{said:.9g} s; {plan}" if high else None)

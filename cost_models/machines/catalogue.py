@@ -1,4 +1,4 @@
-"""Machines that people own or rent, as `--topology` names them: every figure with where it is from.
+"""Machines that people own or rent, as `topology` names them: every figure with where it is from.
 
 A machine is so many GPUs of a preset, the link inside, and the network between machines of its kind. As in
 `presets`, bandwidth is one direction, and latencies are assumptions of ours. Where a machine has fewer
@@ -53,13 +53,15 @@ def find_machine(name: str) -> Machine | None:
     return _BY_KEY.get(name_key(name))
 
 
-def unknown_machine(name: str, option: str = "--topology") -> UsageError:
-    """The refusal of a name that is none, with the nearest that are."""
+def unknown_machine(name: str, called: str = "") -> UsageError:
+    """The refusal of a name that is none, with the nearest that are. It is `called` as a file or an argument
+    does; else by the field `topology`."""
+    shown = f"{called} {name}" if called else f"topology={name!r}"
     gpu = next((preset for preset in PRESETS.values() if name_key(preset.name) == name_key(name)), None)
     if gpu is not None:
         return UsageError(
-            f"{option} {name}: is a GPU, not a machine",
-            f"Give --gpu {gpu.name}, or a machine: {', '.join(MACHINES)}.",
+            f"{shown}: is a GPU, not a machine",
+            f"Give gpu={gpu.name!r}, or a machine: {', '.join(MACHINES)}.",
         )
     key = name_key(name)
     begun = [known for known in _BY_KEY if key and known.startswith(key)]
@@ -67,7 +69,7 @@ def unknown_machine(name: str, option: str = "--topology") -> UsageError:
     names = dict.fromkeys(_BY_KEY[known].name for known in near)
     guess = f"Did you mean {' or '.join(names)}? " if names else ""
     return UsageError(
-        f"{option} {name}: no such file, and no machine of that name",
+        f"{shown}: no such file, and no machine of that name",
         f"{guess}Machines: {', '.join(MACHINES)}; or name a TOML file.",
     )
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import UsageError
+from ..hardware import Device
 from ..topology import Topology
-from .hardware import Device
 from .presets import is_gpu, preset_of
 from .topology_options import ProfiledDevice
 
 PROCESSOR = "cpu"
 SECONDS_OF = (PROCESSOR,)
-"""What `--seconds-of` may say: a processor's seconds are meant to stand for those of a GPU."""
+"""What `seconds_of` may say: a processor's seconds are meant to stand for those of a GPU."""
 
 
 def check_seconds_of(word: str | None, profiled: ProfiledDevice) -> None:
@@ -21,19 +21,19 @@ def check_seconds_of(word: str | None, profiled: ProfiledDevice) -> None:
         return
     if word not in SECONDS_OF:
         raise UsageError(
-            f"--seconds-of {word}: not known",
-            f"Use --seconds-of {PROCESSOR}, where a processor's seconds are to stand for a GPU's.",
+            f"seconds_of={word!r}: not known",
+            f"Use seconds_of={PROCESSOR!r}, where a processor's seconds are to stand for a GPU's.",
         )
     if not profiled.is_cpu:
         where = profiled.name or profiled.device
         raise UsageError(
-            f"--seconds-of {word}: the profile's seconds are not those of a processor but of {where}",
-            "Leave the option away: it is for planning GPUs with a processor's seconds.",
+            f"seconds_of={word!r}: the profile's seconds are not those of a processor but of {where}",
+            "Omit it: it is for planning GPUs with a processor's seconds.",
         )
 
 
 def check_processor_seconds(profiled: ProfiledDevice, topology: Topology, word: str | None) -> None:
-    """Raises UsageError where GPUs are to be planned with a processor's seconds and `--seconds-of` does not
+    """Raises UsageError where GPUs are to be planned with a processor's seconds and `seconds_of` does not
     say that this is meant; a kind with a stated speed, or a profile of its own, says what its seconds are."""
     check_seconds_of(word, profiled)
     if word is None:
@@ -46,12 +46,13 @@ def check_processor_seconds_of(profiled: ProfiledDevice, kind: Device) -> None:
     if not profiled.is_cpu or not is_gpu(kind.name):
         return
     preset = preset_of(kind.name)
+    figures = f"analytic:{preset.name if preset else 'FILE.toml'}"
     raise UsageError(
         f"the layers' seconds were measured on a processor, {profiled.name or 'cpu'}: they do not tell how "
         f"long the layers take on {kind.name}",
         f"Profile the model on {kind.name}, import seconds measured there (pplan import), or estimate them "
-        f"(pplan profile MODEL --device analytic:{preset.name if preset else 'FILE.toml'}); "
-        f"pplan solve --seconds-of {PROCESSOR} plans with the processor's all the same.",
+        f"(pplan profile MODEL device={figures!r}); "
+        f"pplan solve seconds_of={PROCESSOR!r} plans with the processor's all the same.",
     )
 
 

@@ -5,7 +5,7 @@ drivers: of the reports found, the smallest for the whole, unpartitioned device 
 
 Bandwidth is one direction between two GPUs. Data sheets add both directions, and often all the links of a
 GPU: each source says how the figure follows. Latencies are assumptions of ours, since no vendor states them;
-give `--latency` where they were measured.
+give `latency` where they were measured.
 
 A context is what a process takes of a device before its first tensor: the driver's own and the kernels that
 are loaded at once. It differs with the driver, and grows as further kernels are loaded.
@@ -51,7 +51,7 @@ _CONTEXT = Figure(
 
 @dataclass(frozen=True)
 class Preset:
-    """A GPU as `--gpu` names it, with the links `inside` a usual server of it and `between` such servers.
+    """A GPU as `gpu` names it, with the links `inside` a usual server of it and `between` such servers.
 
     `device_names` is a pattern for the whole name that the driver gives the device. `context_bytes` are those
     of one process on it.
@@ -67,8 +67,9 @@ class Preset:
     context_bytes: Figure = _CONTEXT
 
 
-def find_preset(name: str, option: str = "--gpu") -> Preset:
-    """The preset of that name; case, spaces, dashes and underscores do not matter. Raises UsageError."""
+def find_preset(name: str, called: str = "") -> Preset:
+    """The preset of that name; case, spaces, dashes and underscores do not matter. Raises UsageError, which
+    calls it as a file does; else by the field `gpu`."""
     preset = _BY_KEY.get(name_key(name))
     if preset is not None:
         return preset
@@ -76,8 +77,8 @@ def find_preset(name: str, option: str = "--gpu") -> Preset:
     near = begun or difflib.get_close_matches(name_key(name), _BY_KEY, n=1, cutoff=0.5)
     guess = f"Did you mean {' or '.join(_BY_KEY[key].name for key in near)}? " if near else ""
     raise UsageError(
-        f"{option} {name}: no preset of that name",
-        f"{guess}Presets: {', '.join(PRESETS)}. For another GPU give --memory, --bandwidth and --latency.",
+        f"{called} {name}: no preset of that name" if called else f"gpu={name!r}: no preset of that name",
+        f"{guess}Presets: {', '.join(PRESETS)}. For another GPU give `memory`, `bandwidth` and `latency`.",
     )
 
 

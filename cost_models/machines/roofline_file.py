@@ -1,4 +1,4 @@
-"""A GPU's limits as a TOML file, for `--device analytic:my.toml`.
+"""A GPU's limits as a TOML file, for `device="analytic:my.toml"`.
 
     name = "My GPU"           # as its driver names it: plans take links of its preset, where there is one
     memory = "48GiB"

@@ -39,8 +39,8 @@ class Roofline:
         if dtype not in self.peaks:
             raise UsageError(
                 f"analytic:{self.name}: there is no figure of its FLOP/s in {dtype}",
-                f"There are those of {', '.join(self.peaks)}: name one with --dtype, or give your "
-                "own figures: --device analytic:my.toml",
+                f"There are those of {', '.join(self.peaks)}: name one with `dtype`, or give your "
+                "own figures: device='analytic:my.toml'",
             )
         return self.peaks[dtype].value
 
@@ -49,14 +49,14 @@ def find_roofline(name: str) -> Roofline:
     """Of the preset of that name, spelled as `find_preset` allows. Raises UsageError."""
     hint = (
         f"There are those of {', '.join(ROOFLINES)}. For another GPU write its figures into a file: "
-        "--device analytic:my.toml"
+        "device='analytic:my.toml'"
     )
     try:
-        preset = find_preset(name, "--device analytic").name
+        preset = find_preset(name).name
     except UsageError as error:
-        raise UsageError(f"--device analytic:{name}: no preset of that name", hint) from error
+        raise UsageError(f"device='analytic:{name}': no preset of that name", hint) from error
     if preset not in ROOFLINES:
-        raise UsageError(f"--device analytic:{name}: there are no figures of its FLOP/s", hint)
+        raise UsageError(f"device='analytic:{name}': there are no figures of its FLOP/s", hint)
     return ROOFLINES[preset]
 
 

@@ -44,9 +44,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..document import read_text
 from ..errors import FileError, UsageError
+from ..hardware import Device, Group, Level, Link
 from ..quantities import parse_bytes, parse_rate, parse_seconds
 from ..topology import Topology, check_devices
-from .hardware import Device, Group, Level, Link
 from .presets import find_preset
 
 Count = Annotated[int, Field(ge=1)]

@@ -9,9 +9,9 @@ from math import prod
 from pathlib import Path
 
 from ..errors import UsageError
+from ..hardware import Device, Group, Level, Link
 from ..topology import NODE, Topology, check_devices
 from .catalogue import Machine, find_machine, unknown_machine
-from .hardware import Device, Group, Level, Link
 from .presets import PRESETS, Preset, PresetLink, find_preset, match_device
 from .topology_file import Kind, TopologyFile, load_topology
 
@@ -58,8 +58,8 @@ def make_topology(
     Raises UsageError for an option and FileError for a file.
     """
     if gpus < 1:
-        raise UsageError(f"--gpus {gpus}: must be at least 1", "Give the number of GPUs you have.")
-    check_devices(gpus, "--gpus")
+        raise UsageError(f"gpus={gpus}: must be at least 1", "Give the number of GPUs you have.")
+    check_devices(gpus)
     read = (
         TopologyFile() if file is None else file if isinstance(file, TopologyFile) else named_topology(file)
     )
@@ -70,22 +70,22 @@ def make_topology(
     levels = _with_bandwidth(levels, read.bandwidth, read.origin)
     levels = _with_latency(levels, read.latency, read.origin)
     levels = _with_node(levels, read.gpus_per_node, read.origin)
-    levels = _with_bandwidth(levels, bandwidth, "--bandwidth")
-    levels = _with_latency(levels, latency, "--latency")
-    levels = _with_node(levels, gpus_per_node, "--gpus-per-node")
+    levels = _with_bandwidth(levels, bandwidth, "`bandwidth`")
+    levels = _with_latency(levels, latency, "`latency`")
+    levels = _with_node(levels, gpus_per_node, "`gpus_per_node`")
     if len({kind.device for kind in kinds}) == 1:
         return Topology((Group(kinds[0].device, gpus),), levels)
     groups = tuple(Group(kind.device, kind.count or 1) for kind in kinds)
     return Topology(groups, levels).with_gpus(gpus)
 
 
-def named_topology(name: Path, option: str = "--topology") -> TopologyFile:
+def named_topology(name: Path, called: str = "") -> TopologyFile:
     """A machine, where that is a machine's name, else the file of that name. Raises UsageError, FileError."""
     machine = find_machine(str(name))
     if machine is not None:
         return machine_topology(machine)
     if not (name.suffix == ".toml" or len(name.parts) > 1 or os.path.exists(name)):  # noqa: PTH110  never raises
-        raise unknown_machine(str(name), option)
+        raise unknown_machine(str(name), called)
     return load_topology(name)
 
 
@@ -146,7 +146,7 @@ def _device_and_server(
     return device, PRESETS["l4"], _AS_L4
 
 
-def _with_memory(device: Device, memory_bytes: int | None, source: str = "--memory") -> Device:
+def _with_memory(device: Device, memory_bytes: int | None, source: str = "`memory`") -> Device:
     if memory_bytes is None:
         return device
     return replace(device, memory_bytes=memory_bytes, memory_source=source)
@@ -168,7 +168,7 @@ def _usual_levels(preset: Preset, remark: str) -> tuple[Level, ...]:
 
 def _with_bandwidth(levels: Sequence[Level], given: Sequence[float] | None, source: str) -> tuple[Level, ...]:
     """With the given bandwidths; such a link has no name, since its kind is not known."""
-    rates = _by_level("--bandwidth", given, len(levels))
+    rates = _by_level("bandwidth", given, len(levels))
     changed = [
         replace(level, link=Link(rate, level.link.latency_seconds, "", source, level.link.latency_source))
         for level, rate in zip(levels, rates, strict=False)
@@ -177,7 +177,7 @@ def _with_bandwidth(levels: Sequence[Level], given: Sequence[float] | None, sour
 
 
 def _with_latency(levels: Sequence[Level], given: Sequence[float] | None, source: str) -> tuple[Level, ...]:
-    waits = _by_level("--latency", given, len(levels))
+    waits = _by_level("latency", given, len(levels))
     changed = [
         replace(level, link=replace(level.link, latency_seconds=wait, latency_source=source))
         for level, wait in zip(levels, waits, strict=False)
@@ -185,16 +185,16 @@ def _with_latency(levels: Sequence[Level], given: Sequence[float] | None, source
     return (*changed, *levels[len(changed) :])
 
 
-def _by_level(option: str, given: Sequence[float] | None, levels: int) -> Sequence[float]:
+def _by_level(field: str, given: Sequence[float] | None, levels: int) -> Sequence[float]:
     if given is None:
         return ()
     if not 1 <= len(given) <= 2:
         raise UsageError(
-            f"{option}: {len(given)} values, there are two levels",
+            f"`{field}`: {len(given)} values, there are two levels",
             "Give one value, inside a node, or two separated by a comma: inside a node, between nodes.",
         )
     if len(given) > levels:
-        raise UsageError(f"{option}: {len(given)} values, the topology has one level", "Give one value.")
+        raise UsageError(f"`{field}`: {len(given)} values, the topology has one level", "Give one value.")
     return given
 
 
@@ -204,13 +204,13 @@ def _with_node(levels: Sequence[Level], gpus: int | None, source: str) -> tuple[
         return tuple(levels)
     if gpus < 1:
         raise UsageError(
-            f"--gpus-per-node {gpus}: must be at least 1", "Give the number of GPUs in one server."
+            f"gpus_per_node={gpus}: must be at least 1", "Give the number of GPUs in one server."
         )
     node = next((index for index, level in enumerate(levels) if level.name == NODE), 0)
     inner = prod(level.size or 1 for level in levels[:node])
     if gpus % inner:
         raise UsageError(
-            f"--gpus-per-node {gpus}: a node has members of {inner} devices",
+            f"gpus_per_node={gpus}: a node has members of {inner} devices",
             f"Use a multiple of {inner}.",
         )
     before = inner * (levels[node].size or 1)

@@ -6,9 +6,9 @@ import json
 import math
 from collections.abc import Iterator
 
+from ..hardware import Device, Level
 from ..quantities import parse_rate, parse_seconds
 from ..topology import Topology
-from .hardware import Device, Level
 
 
 def to_toml(topology: Topology, title: str = "") -> str:

@@ -22,7 +22,7 @@ from . import (
     zb_h2,
     zb_v,
 )
-from .action import Action, Place, Program, Schedule
+from .action import Action, Program, Schedule, StageSlot
 
 _ALL = (
     naive.SCHEDULE,
@@ -57,4 +57,4 @@ def schedule_named(name: str) -> Schedule:
         ) from None
 
 
-__all__ = ["SCHEDULES", "Action", "Place", "Program", "Schedule", "schedule_named"]
+__all__ = ["SCHEDULES", "Action", "Program", "Schedule", "StageSlot", "schedule_named"]

@@ -28,7 +28,7 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-class Place(NamedTuple):
+class StageSlot(NamedTuple):
     """Where a part of the layers is computed: a device and a chunk of it."""
 
     device: int
@@ -47,7 +47,7 @@ class Program:
     """
 
     actions: tuple[tuple[Action, ...], ...]
-    pipes: tuple[tuple[Place, ...], ...]
+    pipes: tuple[tuple[StageSlot, ...], ...]
     pipe_of: tuple[int, ...]
     shares: tuple[float, ...] | None = None
     update_every: int | None = None
@@ -65,14 +65,14 @@ class Program:
         return len(self.pipe_of)
 
     @property
-    def places(self) -> int:
+    def slots(self) -> int:
         """Parts that the layers are cut into."""
         return len(self.pipes[0])
 
     @cached_property
     def parts(self) -> float:
         """Parts that make up the layers of a device, were they spread evenly over the devices of a pipe."""
-        return self.places / len({place.device for place in self.pipes[0]})
+        return self.slots / len({place.device for place in self.pipes[0]})
 
     @cached_property
     def chunks(self) -> int:
@@ -88,7 +88,7 @@ class Program:
         """The part of a micro-batch that this entry is."""
         return 1.0 if self.shares is None else self.shares[micro_batch]
 
-    def held(self, device: int) -> Iterator[float]:
+    def in_flight(self, device: int) -> Iterator[float]:
         """Micro-batches in flight on a device as it starts each of its actions.
 
         One is in flight from the start of its F to the end of its W, or of its B where it has no W. Of a
@@ -105,12 +105,12 @@ class Program:
             level -= share if action.kind == last else 0.0
 
 
-def straight(actions: list[list[Action]], *, update_every: int | None = None) -> Program:
+def linear_program(actions: list[list[Action]], *, update_every: int | None = None) -> Program:
     """The program of lists without chunks: every micro-batch goes through the devices in order."""
     micro_batches = 1 + max((action.micro_batch for own in actions for action in own), default=-1)
     return Program(
         tuple(tuple(own) for own in actions),
-        (tuple(Place(device) for device in range(len(actions))),),
+        (tuple(StageSlot(device) for device in range(len(actions))),),
         (0,) * micro_batches,
         update_every=update_every,
     )
@@ -134,8 +134,9 @@ class Schedule:
     `synchronous`: whether one version of the weights makes a whole step; where not, `micro_batches` go
     through in a row without a flush. `weight_versions` and `staleness` (in updates) take stage, stages,
     micro-batches. `closed_in_flight`: the most micro-batches that a stage holds, where a formula says it.
-    `bubble` and `held`, to be read: the idle share of equal stages without transfers, and the micro-batches
-    that stage i of p (0-based) holds, of m micro-batches and v virtual stages; F, B, W are seconds.
+    `bubble` and `in_flight_formula`, to be read: the idle share of equal stages without transfers, and the
+    micro-batches that stage i of p (0-based) holds, of m micro-batches and v virtual stages; F, B, W are
+    seconds.
     """
 
     name: str
@@ -143,7 +144,7 @@ class Schedule:
     source: str
     needs: str
     bubble: str
-    held: str
+    in_flight_formula: str
     runtimes: tuple[str, ...] = ()
     synchronous: bool = True
     copies: int = 1
@@ -169,4 +170,4 @@ class Schedule:
         """The most micro-batches that `stage` (0-based) holds at a time."""
         if self.closed_in_flight is not None:
             return self.closed_in_flight(stage, stages, micro_batches)
-        return max(self.program(stages, micro_batches).held(stage))
+        return max(self.program(stages, micro_batches).in_flight(stage))

@@ -17,8 +17,8 @@ Needs of the runtime: micro-batches of different size. Weight versions: 1. Stale
 
 from __future__ import annotations
 
-from .action import Action, Place, Program, Schedule
-from .allowed import at_least, exactly
+from .action import Action, Program, Schedule, StageSlot
+from .checks import at_least, exactly
 from .one_f_one_b import in_flight, lists
 
 
@@ -37,7 +37,7 @@ def program(stages: int, micro_batches: int, virtual_stages: int = 1, sliced: in
         tuple(Action(kind, entry) for kind, m, _ in own for entry in entries[m])
         for own in lists(stages, micro_batches)
     )
-    pipe = tuple(Place(stage) for stage in range(stages))
+    pipe = tuple(StageSlot(stage) for stage in range(stages))
     shares = tuple(1 / len(parts) for parts in entries for _ in parts)
     return Program(actions, (pipe,), (0,) * len(shares), shares=shares)
 
@@ -48,6 +48,6 @@ SCHEDULE = Schedule(
     source='Liu et al., "AutoPipe", CLUSTER 2022',
     needs="micro-batches of different size: the first in halves",
     bubble="t/(t+m(F+B)), t = (p-1)(F/2+B), where F <= B and (p-1)F <= 2B",
-    held="min(m, p-i)",
+    in_flight_formula="min(m, p-i)",
     closed_in_flight=in_flight,
 )

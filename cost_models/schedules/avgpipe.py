@@ -17,8 +17,8 @@ from the others' between averages.
 
 from __future__ import annotations
 
-from .action import Action, Place, Program, Schedule
-from .allowed import at_least, exactly, multiple
+from .action import Action, Program, Schedule, StageSlot
+from .checks import at_least, exactly, multiple
 from .one_f_one_b import alternating
 
 PIPELINES = 2
@@ -41,7 +41,7 @@ def program(
         )
         for stage in range(stages)
     )
-    pipes = tuple(tuple(Place(stage, pipe) for stage in range(stages)) for pipe in range(pipelines))
+    pipes = tuple(tuple(StageSlot(stage, pipe) for stage in range(stages)) for pipe in range(pipelines))
     return Program(actions, pipes, tuple(m % pipelines for m in range(micro_batches)))
 
 
@@ -51,6 +51,6 @@ SCHEDULE = Schedule(
     source='Chen et al., "Elastic Averaging for Efficient Pipelined DNN Training", PPoPP 2023',
     needs="a process for each of two pipelines on every device, a reference model to average with",
     bubble="(p-1)/(m+p-1), m of both pipelines",
-    held="min(m, 2(p-i))",
+    in_flight_formula="min(m, 2(p-i))",
     copies=PIPELINES + 1,
 )

@@ -19,8 +19,8 @@ p - 1 - d; transfers both ways at once. Weight versions: 1 (two copies). Stalene
 from __future__ import annotations
 
 from ..errors import UsageError
-from .action import Action, Place, Program, Schedule
-from .allowed import exactly, multiple
+from .action import Action, Program, Schedule, StageSlot
+from .checks import exactly, multiple
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
@@ -32,8 +32,8 @@ def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program
             f"Use {stages - 1} or {stages + 1}." if stages > 1 else "Use 2 or more.",
         )
     multiple("chimera", micro_batches, stages, "the stages")
-    down = tuple(Place(device, 0) for device in range(stages))
-    up = tuple(Place(device, 1) for device in reversed(range(stages)))
+    down = tuple(StageSlot(device, 0) for device in range(stages))
+    up = tuple(StageSlot(device, 1) for device in reversed(range(stages)))
     pipe_of = tuple(m % stages // (stages // 2) for m in range(micro_batches))
     return Program(tuple(_device(d, stages, pipe_of) for d in range(stages)), (down, up), pipe_of)
 
@@ -54,6 +54,6 @@ SCHEDULE = Schedule(
     source='Li and Hoefler, "Chimera", SC 2021, section 3',
     needs="two stages on a device, of two copies of the model all-reduced at the end; transfers both ways",
     bubble="(p-2)/(2m+p-2) where F = B",
-    held="p/2+1 to p",
+    in_flight_formula="p/2+1 to p",
     copies=2,
 )

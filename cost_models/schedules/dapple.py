@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .action import Program, Schedule, straight
-from .allowed import exactly
+from .action import Program, Schedule, linear_program
+from .checks import exactly
 from .one_f_one_b import alternating
 
 Policy = Literal["PA", "PB"]
@@ -27,7 +27,7 @@ Policy = Literal["PA", "PB"]
 def program(stages: int, micro_batches: int, virtual_stages: int = 1, policy: Policy = "PA") -> Program:
     """1F1B with the warm-up of the policy: PA where transfers are short, PB where they are long."""
     exactly("dapple", virtual_stages, 1)
-    return straight(
+    return linear_program(
         [
             alternating(in_flight(stage, stages, micro_batches, policy), micro_batches)
             for stage in range(stages)
@@ -47,6 +47,6 @@ SCHEDULE = Schedule(
     source='Fan et al., "DAPPLE", PPoPP 2021, section 3',
     needs="each stage working by itself: a process or a queue a stage",
     bubble="(p-1)/(m+p-1)",
-    held="min(m, p-i), or min(m, 2(p-i)-1) for long transfers",
+    in_flight_formula="min(m, p-i), or min(m, 2(p-i)-1) for long transfers",
     closed_in_flight=in_flight,
 )

@@ -20,8 +20,8 @@ and overlapped all-to-all to gain from it. At least 2p micro-batches. Weight ver
 from __future__ import annotations
 
 from .action import Action, Program, Schedule
-from .allowed import at_least, exactly
-from .folded import B0, B1, F0, F1, W1, Turn, folded, numbered
+from .checks import at_least, exactly
+from .v_shape import B0, B1, F0, F1, W1, Turn, folded, numbered
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:
@@ -56,7 +56,7 @@ SCHEDULE = Schedule(
     needs="two chunks of layers on a device, a forward and a backward overlapped, input and weight gradients "
     "computed apart at the ends",
     bubble="t/(t+2m(F+B+W)), t = (p-1)(F+B-W), where F = B, of a chunk",
-    held="p+1/2",
+    in_flight_formula="p+1/2",
     runtimes=("ScheduleDualPipeV",),
     default_virtual_stages=2,
 )

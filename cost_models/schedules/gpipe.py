@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .action import Action, Program, Schedule, straight
-from .allowed import exactly
+from .action import Action, Program, Schedule, linear_program
+from .checks import exactly
 
 Backwards = Literal["last_to_first", "first_to_last"]
 
@@ -27,7 +27,7 @@ def program(
     forward = range(micro_batches)
     backward = reversed(forward) if backwards == "last_to_first" else forward
     order = [Action("F", m) for m in forward] + [Action("B", m) for m in backward]
-    return straight([order] * stages)
+    return linear_program([order] * stages)
 
 
 def in_flight(stage: int, stages: int, micro_batches: int) -> int:  # noqa: ARG001 - the same on every stage
@@ -41,7 +41,7 @@ SCHEDULE = Schedule(
     source='Huang et al., "GPipe", NeurIPS 2019, section 2.3',
     needs="memory for all micro-batches of a step, or recomputation",
     bubble="(p-1)/(m+p-1)",
-    held="m",
+    in_flight_formula="m",
     runtimes=("torchgpipe", "fairscale", "ScheduleGPipe"),
     closed_in_flight=in_flight,
 )

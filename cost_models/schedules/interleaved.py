@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .action import Action, Place, Program, Schedule
-from .allowed import at_least, multiple
+from .action import Action, Program, Schedule, StageSlot
+from .checks import at_least, multiple
 
 Turn = tuple[int, int]
 """A micro-batch and a chunk."""
@@ -53,9 +53,9 @@ def in_turn(forwards: list[Turn], backwards: list[Turn], ahead: int) -> list[Act
     return order + [Action("B", *turn) for turn in backwards[together:]]
 
 
-def looped(stages: int, virtual_stages: int) -> tuple[tuple[Place, ...], ...]:
+def looped(stages: int, virtual_stages: int) -> tuple[tuple[StageSlot, ...], ...]:
     """One pipe: all devices with their first chunk, then all with their second, and so on."""
-    return (tuple(Place(device, chunk) for chunk in range(virtual_stages) for device in range(stages)),)
+    return (tuple(StageSlot(device, chunk) for chunk in range(virtual_stages) for device in range(stages)),)
 
 
 SCHEDULE = Schedule(
@@ -64,7 +64,7 @@ SCHEDULE = Schedule(
     source='Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021',
     needs="several chunks of layers on a device, transfers from the last device to the first",
     bubble="(p-1)/(vm+p-1)",
-    held="min(vm, 2(p-i-1)+(v-1)p+1)/v",
+    in_flight_formula="min(vm, 2(p-i-1)+(v-1)p+1)/v",
     runtimes=("ScheduleInterleaved1F1B",),
     default_virtual_stages=2,
 )

@@ -40,7 +40,7 @@ SCHEDULE = Schedule(
     needs="several chunks of layers on a device, transfers from the last device to the first, memory for all "
     "micro-batches of a step",
     bubble="(p-1)/(vm+p-1)",
-    held="m",
+    in_flight_formula="m",
     runtimes=("ScheduleLoopedBFS",),
     default_virtual_stages=2,
     closed_in_flight=in_flight,

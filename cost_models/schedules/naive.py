@@ -10,15 +10,15 @@ Needs of the runtime: nothing but layers on several devices. Weight versions: 1.
 
 from __future__ import annotations
 
-from .action import Action, Program, Schedule, straight
-from .allowed import exactly
+from .action import Action, Program, Schedule, linear_program
+from .checks import exactly
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """Every stage runs F and B of a micro-batch before the F of the next."""
     exactly("naive", virtual_stages, 1)
     order = [Action(kind, m) for m in range(micro_batches) for kind in ("F", "B")]
-    return straight([order] * stages)
+    return linear_program([order] * stages)
 
 
 def in_flight(stage: int, stages: int, micro_batches: int) -> int:  # noqa: ARG001 - one, anywhere
@@ -32,6 +32,6 @@ SCHEDULE = Schedule(
     source='Huang et al., "GPipe", NeurIPS 2019, figure 2b',
     needs="layers on several devices",
     bubble="(p-1)/p",
-    held="1",
+    in_flight_formula="1",
     closed_in_flight=in_flight,
 )

@@ -12,14 +12,14 @@ Needs of the runtime: a process or a queue for each stage. Weight versions: 1. S
 
 from __future__ import annotations
 
-from .action import Action, Program, Schedule, straight
-from .allowed import exactly
+from .action import Action, Program, Schedule, linear_program
+from .checks import exactly
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """Each stage's warm-up of forwards, then a backward before every forward."""
     exactly("1f1b", virtual_stages, 1)
-    return straight(lists(stages, micro_batches))
+    return linear_program(lists(stages, micro_batches))
 
 
 def lists(stages: int, micro_batches: int) -> list[list[Action]]:
@@ -46,7 +46,7 @@ SCHEDULE = Schedule(
     source='Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.2',
     needs="each stage working by itself: a process or a queue a stage",
     bubble="(p-1)/(m+p-1)",
-    held="min(m, p-i)",
+    in_flight_formula="min(m, p-i)",
     runtimes=("deepspeed", "Schedule1F1B"),
     closed_in_flight=in_flight,
 )

@@ -14,15 +14,15 @@ p - 1 - i.
 
 from __future__ import annotations
 
-from .action import Program, Schedule, straight
-from .allowed import exactly
+from .action import Program, Schedule, linear_program
+from .checks import exactly
 from .one_f_one_b import in_flight, lists
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """1F1B's lists, `micro_batches` mini-batches in a row, with an update after each."""
     exactly("pipedream", virtual_stages, 1)
-    return straight(lists(stages, micro_batches), update_every=1)
+    return linear_program(lists(stages, micro_batches), update_every=1)
 
 
 def weight_versions(stage: int, stages: int, micro_batches: int) -> int:
@@ -41,7 +41,7 @@ SCHEDULE = Schedule(
     source='Narayanan et al., "PipeDream", SOSP 2019, sections 3.2 and 3.3',
     needs="an update after every backward, stashed weights: one version for each micro-batch in flight",
     bubble="none in steady state",
-    held="min(m, p-i)",
+    in_flight_formula="min(m, p-i)",
     synchronous=False,
     weight_versions=weight_versions,
     staleness=staleness,

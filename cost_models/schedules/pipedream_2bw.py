@@ -17,8 +17,8 @@ Staleness: 1, on all stages.
 
 from __future__ import annotations
 
-from .action import Program, Schedule, everywhere, straight
-from .allowed import at_least, exactly
+from .action import Program, Schedule, everywhere, linear_program
+from .checks import at_least, exactly
 from .one_f_one_b import in_flight, lists
 
 
@@ -29,7 +29,7 @@ def program(
     exactly("pipedream-2bw", virtual_stages, 1)
     every = stages if update_every is None else update_every
     at_least("pipedream-2bw", "micro-batches an update", every, stages, "the stages")
-    return straight(lists(stages, micro_batches), update_every=every)
+    return linear_program(lists(stages, micro_batches), update_every=every)
 
 
 SCHEDULE = Schedule(
@@ -38,7 +38,7 @@ SCHEDULE = Schedule(
     source='Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1',
     needs="two versions of the weights, an update every p micro-batches or more beside the running pipeline",
     bubble="none in steady state",
-    held="min(m, p-i)",
+    in_flight_formula="min(m, p-i)",
     synchronous=False,
     weight_versions=everywhere(2),
     staleness=everywhere(1),

@@ -20,7 +20,7 @@ average. Staleness: 1 in the first chunk, 0 in the second.
 from __future__ import annotations
 
 from .action import Program, Schedule, everywhere
-from .allowed import at_least, exactly, multiple
+from .checks import at_least, exactly, multiple
 from .interleaved import in_turn, looped, rounds
 
 
@@ -46,7 +46,7 @@ SCHEDULE = Schedule(
     source='Yang et al., "Group-based Interleaved Pipeline Parallelism", ICLR 2022',
     needs="two chunks of layers on a device, updated apart; two versions of the first chunk's weights",
     bubble="none in steady state",
-    held="p-i/2",
+    in_flight_formula="p-i/2",
     synchronous=False,
     default_virtual_stages=2,
     weight_versions=everywhere(1.5),

@@ -16,8 +16,8 @@ versions: 1. Staleness: ceil((p - 1 - i) / T) updates on stage i, which the pred
 
 from __future__ import annotations
 
-from .action import Program, Schedule, straight
-from .allowed import at_least, exactly
+from .action import Program, Schedule, linear_program
+from .checks import at_least, exactly
 from .one_f_one_b import in_flight, lists
 
 
@@ -28,7 +28,7 @@ def program(
     exactly("xpipe", virtual_stages, 1)
     every = stages if update_every is None else update_every
     at_least("xpipe", "micro-batches an update", every, 1, "one mini-batch")
-    return straight(lists(stages, micro_batches), update_every=every)
+    return linear_program(lists(stages, micro_batches), update_every=every)
 
 
 def staleness(stage: int, stages: int, micro_batches: int, update_every: int | None = None) -> int:
@@ -58,7 +58,7 @@ SCHEDULE = Schedule(
     source='Guan et al., "XPipe", arXiv 1911.04610',
     needs="an optimizer with moments to predict weights with, for every mini-batch's forward and backward",
     bubble="none in steady state",
-    held="min(m, p-i)",
+    in_flight_formula="min(m, p-i)",
     synchronous=False,
     staleness=staleness,
     closed_in_flight=in_flight,

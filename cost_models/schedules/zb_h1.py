@@ -12,14 +12,14 @@ Needs of the runtime: input and weight gradients computed apart. Weight versions
 
 from __future__ import annotations
 
-from .action import Action, Program, Schedule, straight
-from .allowed import exactly
+from .action import Action, Program, Schedule, linear_program
+from .checks import exactly
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """Each stage's warm-up of forwards, then B, the W that is due, and F in turn."""
     exactly("zb-h1", virtual_stages, 1)
-    return straight([split(stages - stage, stage, micro_batches) for stage in range(stages)])
+    return linear_program([split(stages - stage, stage, micro_batches) for stage in range(stages)])
 
 
 def split(ahead: int, behind: int, micro_batches: int) -> list[Action]:
@@ -45,6 +45,6 @@ SCHEDULE = Schedule(
     source='Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1',
     needs="input and weight gradients computed apart",
     bubble="t/(t+m(F+B+W)), t = (p-1)(F+B-W), where W <= F and W <= B",
-    held="min(m, p)",
+    in_flight_formula="min(m, p)",
     closed_in_flight=in_flight,
 )

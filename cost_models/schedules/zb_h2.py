@@ -14,15 +14,17 @@ stage (checked and rolled back afterwards, section 4). Weight versions: 1. Stale
 
 from __future__ import annotations
 
-from .action import Program, Schedule, straight
-from .allowed import exactly
+from .action import Program, Schedule, linear_program
+from .checks import exactly
 from .zb_h1 import split
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """ZB-H1's order with warm-ups of 2(p - i) - 1."""
     exactly("zb-h2", virtual_stages, 1)
-    return straight([split(2 * (stages - stage) - 1, 2 * stage, micro_batches) for stage in range(stages)])
+    return linear_program(
+        [split(2 * (stages - stage) - 1, 2 * stage, micro_batches) for stage in range(stages)]
+    )
 
 
 def in_flight(stage: int, stages: int, micro_batches: int) -> int:  # noqa: ARG001 - the same on every stage
@@ -36,6 +38,6 @@ SCHEDULE = Schedule(
     source='Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2',
     needs="input and weight gradients computed apart; an optimizer step without a barrier between stages",
     bubble="t/(t+m(F+B+W)), t = (p-1)(F+B-2W), where W <= F and 2W <= F+B",
-    held="min(m, 2p-1)",
+    in_flight_formula="min(m, 2p-1)",
     closed_in_flight=in_flight,
 )

@@ -17,8 +17,8 @@ Staleness: 0.
 from __future__ import annotations
 
 from .action import Program, Schedule
-from .allowed import exactly
-from .folded import B0, B1, F0, F1, W0, W1, Turn, folded, numbered
+from .checks import exactly
+from .v_shape import B0, B1, F0, F1, W0, W1, Turn, folded, numbered
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:
@@ -45,7 +45,7 @@ SCHEDULE = Schedule(
     source='Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6',
     needs="two chunks of layers on a device, input and weight gradients computed apart",
     bubble="0 where F = B = W and m >= 2p-1",
-    held="min(m, p)",
+    in_flight_formula="min(m, p)",
     runtimes=("ScheduleZBVZeroBubble",),
     default_virtual_stages=2,
 )

@@ -135,7 +135,7 @@ class Costs:
         """Raises UsageError, with the argument, where a shape or a value cannot be."""
         devices, chunks = ("stages", program.devices), ("chunks", program.chunks)
         by_action = (devices, chunks, ("micro-batches", program.micro_batches))
-        by_cut = (("pipes", len(program.pipes)), ("cuts", program.places - 1))
+        by_cut = (("pipes", len(program.pipes)), ("cuts", program.slots - 1))
         shapes: dict[str, Any] = {
             "all_reduce": (devices, chunks),
             "overhead": (devices,),
@@ -267,7 +267,7 @@ def stage_costs(
     is the gradient of the input.
     """
     stages = len({place.device for place in program.pipes[0]})
-    latency = np.full((1, program.places - 1), float(transfer_latency))
+    latency = np.full((1, program.slots - 1), float(transfer_latency))
     return Costs(
         forward=_by_chunk(program, "forward", forward, stages),
         backward=_by_chunk(program, "backward", backward, stages),

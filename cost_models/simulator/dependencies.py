@@ -71,7 +71,7 @@ class Order:
         """Where an action's transfer stands in a table by (direction, pipe, cut), flattened; of an action
         that sends nothing the end of it."""
         program = self.program
-        pipes, cuts = len(program.pipes), program.places - 1
+        pipes, cuts = len(program.pipes), program.slots - 1
         rows = (np.minimum(self.kind, 1) * pipes + self.pipe) * cuts + self.place - (self.kind == 1)
         return np.where(self.target == NONE, 2 * pipes * cuts, rows)
 
@@ -154,7 +154,7 @@ class _Listed:
 
     def _where(self) -> Indices:
         """The index of each action, shape (kinds, micro-batches, places); -1 where there is none."""
-        shape = (3, self.program.micro_batches, self.program.places)
+        shape = (3, self.program.micro_batches, self.program.slots)
         keys = np.ravel_multi_index((self.kind, self.micro_batch, self.place), shape)
         where = np.full(int(np.prod(shape)), NONE, dtype=np.int64)
         where[keys] = np.arange(len(keys))
@@ -180,13 +180,13 @@ class _Listed:
         """Which action of the lists would wait for a missing one: that of the place its result goes to, else
         the next of its own place."""
         following = place + (1 if KINDS[kind] == "F" else -1)
-        sent = table[kind, m, following] if 0 <= following < self.program.places else NONE
+        sent = table[kind, m, following] if 0 <= following < self.program.slots else NONE
         waiting = int(sent if sent != NONE else table[kind + 1, m, place])
         return "" if waiting == NONE else f", and {self._named(waiting)} waits for it"
 
     def _wire(self) -> None:
         """What each action waits for: the one before on its device, the one it receives from, its own."""
-        count, places = len(self.kind), self.program.places
+        count, places = len(self.kind), self.program.slots
         first = np.ones(count, dtype=np.bool_)
         first[1:] = self.device[1:] != self.device[:-1]
         self.previous = np.where(first, NONE, np.arange(count) - 1)
@@ -282,7 +282,7 @@ def _check_pipes(program: Program) -> None:
         raise UsageError("no stages: there are no lists of actions", "Give each stage its list.")
     if not program.micro_batches:
         raise UsageError("0 micro-batches: there are no actions", "Give at least one micro-batch.")
-    if not program.pipes or len({len(pipe) for pipe in program.pipes}) > 1 or not program.places:
+    if not program.pipes or len({len(pipe) for pipe in program.pipes}) > 1 or not program.slots:
         raise UsageError(
             f"pipes of {[len(pipe) for pipe in program.pipes]} places", "Give them the same number."
         )

@@ -11,9 +11,9 @@ import numpy as np
 
 from ..errors import UsageError
 from . import accelerated, loops
+from .action_costs import FREE, ActionCosts, statically_served
 from .costs import Array
 from .dependencies import NONE, Indices, Order
-from .lowered import FREE, Lowered, statically_served
 
 Engine = Literal["auto", "python", "numba"]
 SECONDS_AN_ACTION = 3e-7
@@ -65,13 +65,13 @@ def chosen(engine: Engine, seconds: float) -> Literal["python", "numba"]:
     return engine
 
 
-def run(values: Lowered, engine: Engine = "auto") -> Run:
+def run(values: ActionCosts, engine: Engine = "auto") -> Run:
     """Runs one candidate. Raises UsageError where devices wait for each other for ever."""
     fast = chosen(engine, SECONDS_AN_ACTION * len(values.order)) == "numba"
     return _in_order(values, fast) if statically_served(values) else _by_events(values, fast)
 
 
-def run_many(values: Lowered, engine: Engine = "auto") -> Array:
+def run_many(values: ActionCosts, engine: Engine = "auto") -> Array:
     """When each device is done, shape (stages, candidates), where links serve in a known order."""
     order, candidates = values.order, values.duration.shape[1]
     seconds = len(order) * (10 * SECONDS_AN_ACTION + SECONDS_A_CANDIDATE * candidates)
@@ -80,7 +80,7 @@ def run_many(values: Lowered, engine: Engine = "auto") -> Array:
     return _side_by_side(values)
 
 
-def _hosted(values: Lowered, fast: bool) -> tuple[Any, Any]:
+def _hosted(values: ActionCosts, fast: bool) -> tuple[Any, Any]:
     """The launches, empty where no host is late."""
     none = np.zeros((0, *values.duration.shape[1:]))
     launched, ends = values.launched, values.launch_end
@@ -97,17 +97,17 @@ def _plain(values: Any, fast: bool) -> Any:
     return values if fast else values.tolist()
 
 
-def _link(values: Lowered, fast: bool) -> Any:
+def _link(values: ActionCosts, fast: bool) -> Any:
     known = values.link is values.order.pair_link and not fast
     return values.order.lists["pair_link"] if known else _plain(values.link, fast)
 
 
-def _cut(values: Lowered, fast: bool) -> Any:
+def _cut(values: ActionCosts, fast: bool) -> Any:
     known = values.cut is values.order.cut and not fast
     return values.order.lists["cut"] if known else _plain(values.cut, fast)
 
 
-def _in_order(values: Lowered, fast: bool) -> Run:
+def _in_order(values: ActionCosts, fast: bool) -> Run:
     order, count = values.order, len(values.order)
     free, start, end, begin, arrival = (
         _blank(n, fast) for n in (order.program.devices, count, count, count, count)
@@ -133,7 +133,7 @@ def _in_order(values: Lowered, fast: bool) -> Run:
     return Run((start, end, begin, arrival, free))
 
 
-def _by_events(values: Lowered, fast: bool) -> Run:
+def _by_events(values: ActionCosts, fast: bool) -> Run:
     order, count = values.order, len(values.order)
     sender_waits = values.costs.transfers in ("rendezvous", "blocking")
     receiver_waits = values.costs.transfers in ("rendezvous", "blocking-receive")
@@ -186,7 +186,7 @@ def _waits(order: Order, sender_waits: bool, receiver_waits: bool) -> tuple[Indi
     return actions, transfers
 
 
-def _stuck(values: Lowered, waiting: Any, unsent: Any) -> UsageError:
+def _stuck(values: ActionCosts, waiting: Any, unsent: Any) -> UsageError:
     """Each device that waits, at its first action that could not run, and what for."""
     order, waits = values.order, []
     for device in range(order.program.devices):
@@ -206,7 +206,7 @@ def _stuck(values: Lowered, waiting: Any, unsent: Any) -> UsageError:
     )
 
 
-def _side_by_side(values: Lowered) -> Array:
+def _side_by_side(values: ActionCosts) -> Array:
     """All candidates in one pass: `loops.run_in_order` on rows of them."""
     order, candidates = values.order, values.duration.shape[1]
     lists = order.lists
@@ -238,7 +238,7 @@ def _side_by_side(values: Lowered) -> Array:
     return np.array(free)
 
 
-def _many_compiled(values: Lowered) -> Array:
+def _many_compiled(values: ActionCosts) -> Array:
     order, candidates = values.order, values.duration.shape[1]
     free = np.zeros((order.program.devices, candidates))
     accelerated.compiled().run_many_in_order(

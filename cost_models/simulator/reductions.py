@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..port_sharing import Loads, end_on_ports
+from .action_costs import ActionCosts, recomputed, updating
 from .engine import Run
-from .lowered import Lowered, recomputed, updating
 
 
 class Reduction(NamedTuple):
@@ -29,7 +29,7 @@ class _Request(NamedTuple):
     loads: Loads
 
 
-def reductions(values: Lowered, run: Run) -> tuple[Reduction, ...]:
+def reductions(values: ActionCosts, run: Run) -> tuple[Reduction, ...]:
     """All of one candidate: whoever is ready first begins first, once its devices have ended others; on ports
     that several go through, each takes its turn."""
     table, shared = values.costs.all_reduce, values.costs.reduce_loads
@@ -46,14 +46,14 @@ def reductions(values: Lowered, run: Run) -> tuple[Reduction, ...]:
     return tuple(made)
 
 
-def _requests(values: Lowered, run: Run) -> list[_Request]:
+def _requests(values: ActionCosts, run: Run) -> list[_Request]:
     program, buckets = values.order.program, values.costs.buckets
     given = values.costs.all_reduce
     seconds = np.broadcast_to(0.0 if given is None else given, (program.devices, program.chunks))
     last = _last_actions(values)
     lead = _lead(values)
     requests = []
-    for part in range(program.places):
+    for part in range(program.slots):
         members = sorted({pipe[part] for pipe in program.pipes})
         longest = float(max(seconds[member] for member in members))
         loads = {port: own / buckets for port, own in values.costs.reduce_loads.get(part, {}).items()}
@@ -72,7 +72,7 @@ def _requests(values: Lowered, run: Run) -> list[_Request]:
     return requests
 
 
-def _last_actions(values: Lowered) -> dict[tuple[int, int], list[int]]:
+def _last_actions(values: ActionCosts) -> dict[tuple[int, int], list[int]]:
     """By (device, chunk), the actions that complete gradients to be reduced."""
     order = values.order
     every = order.program.update_every
@@ -87,7 +87,7 @@ def _last_actions(values: Lowered) -> dict[tuple[int, int], list[int]]:
     return by_chunk
 
 
-def _lead(values: Lowered) -> list[float]:
+def _lead(values: ActionCosts) -> list[float]:
     """Seconds of each action before its gradients begin to appear: the forward that is run again."""
     order, costs = values.order, values.costs
     lead = np.zeros(len(order))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UsageError
-from ..schedules.action import Action, Place, Program
+from ..schedules.action import Action, Program, StageSlot
 from .costs import Costs
 from .validation import check_count
 
@@ -42,13 +42,13 @@ def round_robin(program: Program, replicas: Sequence[int]) -> Program:
 
 
 def _dealt(
-    pipes: tuple[tuple[Place, ...], ...], pipe_of: tuple[int, ...], replicas: Sequence[int]
-) -> tuple[tuple[tuple[Place, ...], ...], tuple[int, ...]]:
+    pipes: tuple[tuple[StageSlot, ...], ...], pipe_of: tuple[int, ...], replicas: Sequence[int]
+) -> tuple[tuple[tuple[StageSlot, ...], ...], tuple[int, ...]]:
     """The pipes through the replicas, and the pipe of each micro-batch: they repeat after a while."""
     rounds = _rounds(replicas, len(pipe_of))
     first = np.cumsum([0, *replicas]).tolist()
     dealt = tuple(
-        tuple(Place(first[device] + turn % replicas[device], chunk) for device, chunk in pipe)
+        tuple(StageSlot(first[device] + turn % replicas[device], chunk) for device, chunk in pipe)
         for pipe in pipes
         for turn in range(rounds)
     )
@@ -71,8 +71,8 @@ def round_robin_1f1b(replicas: Sequence[int], micro_batches: int, *, update_ever
     for stage, count in enumerate(replicas):
         ahead = -(-sum(replicas[stage:]) // count)
         lists += [_alternating(range(k, micro_batches, count), ahead) for k in range(count)]
-    straight = (tuple(Place(stage) for stage in range(len(replicas))),)
-    pipes, pipe_of = _dealt(straight, (0,) * micro_batches, replicas)
+    linear_program = (tuple(StageSlot(stage) for stage in range(len(replicas))),)
+    pipes, pipe_of = _dealt(linear_program, (0,) * micro_batches, replicas)
     return Program(tuple(tuple(own) for own in lists), pipes, pipe_of, update_every=update_every)
 
 

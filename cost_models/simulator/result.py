@@ -181,7 +181,7 @@ class Timeline:
     def peak_in_flight(self) -> tuple[float, ...]:
         """Most micro-batches that each stage holds at a time, from the start of F to the end of its W, or of
         its B where it has no W. A chunk that is 1/v of its stage counts 1/v."""
-        peaks = (max(self.program.held(stage), default=0.0) for stage in range(self.stages))
+        peaks = (max(self.program.in_flight(stage), default=0.0) for stage in range(self.stages))
         return tuple(int(peak) if peak == int(peak) else peak for peak in peaks)
 
     def memory_over_time(

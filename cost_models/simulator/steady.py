@@ -8,10 +8,10 @@ import numpy as np
 
 from ..errors import UsageError
 from ..schedules.action import Program
+from .action_costs import lower_costs
 from .costs import Array, Costs
 from .dependencies import Order, order_of
 from .engine import Engine, run
-from .lowered import lowered
 
 SAME = 1e-9
 """Times count as equal within this share of the last one: sums of many floats differ by more than one bit."""
@@ -39,7 +39,7 @@ def steady_state(program: Program, costs: Costs, engine: Engine = "auto") -> Ste
             "the program updates once, at its end: it has no steady state", "Take an asynchronous schedule."
         )
     order = order_of(program)
-    values = lowered(order, costs)
+    values = lower_costs(order, costs)
     completed = _completed(order, run(values, engine).end)
     late = completed[len(completed) // 2 :]
     if len(late) < 2:

@@ -7,12 +7,12 @@ from math import inf
 from typing import ClassVar
 
 from ...cost_models.document import Document, Record
-from ..candidate import Candidate
-from ..find import BEST, Answer, find
+from ..candidate import ScoredPlan
+from ..joint_search import BEST, JointSearchResult, find
+from ..pipeline_config import SEARCHED
 from ..plan_file import TIE, Plan, Wished
-from ..planned import bubble, planned_stages
-from ..setting import SEARCHED
-from .question import Question
+from ..plan_stages import bubble, planned_stages
+from .explain_context import ExplainContext
 
 
 class Compared(Record):
@@ -49,7 +49,7 @@ class Comparison(Document):
     notes: list[str] = []
 
 
-def compare(named: Sequence[tuple[str, Plan]], question: Question | None = None) -> Comparison:
+def compare(named: Sequence[tuple[str, Plan]], question: ExplainContext | None = None) -> Comparison:
     """The plans by their names; with the problem of the first, what all named planners make of it, too."""
     answer = None if question is None else find(question.problem)
     bounds = [_bound(plan) for _, plan in named]
@@ -123,30 +123,32 @@ def _of_plan(name: str, plan: Plan, bound: float) -> Compared:
     )
 
 
-def _of_planners(question: Question, answer: Answer) -> list[Compared]:
+def _of_planners(question: ExplainContext, answer: JointSearchResult) -> list[Compared]:
     """The joint search, and each named planner; those without a plan last."""
-    plans: dict[str, Candidate | str] = {BEST: answer.best or "no plan fits", **answer.by_planner}
+    plans: dict[str, ScoredPlan | str] = {BEST: answer.best or "no plan fits", **answer.by_planner}
     rows = [_of_planner(question, answer, name, plan) for name, plan in plans.items()]
     return sorted(rows, key=lambda row: row.step_seconds or inf)
 
 
-def _of_planner(question: Question, answer: Answer, name: str, plan: Candidate | str) -> Compared:
+def _of_planner(
+    question: ExplainContext, answer: JointSearchResult, name: str, plan: ScoredPlan | str
+) -> Compared:
     if isinstance(plan, str):
         return Compared(name=name, reason=plan)
-    space, setting, bound = question.problem.space, plan.setting, answer.found.bound_seconds
+    space, config, bound = question.problem.space, plan.config, answer.found.bound_seconds
     return Compared(
         name=name,
         step_seconds=plan.step_seconds,
-        samples_per_second=setting.mini_batch / plan.step_seconds,
+        samples_per_second=config.mini_batch / plan.step_seconds,
         bubble=bubble(space, plan),
         memory_bytes=max(stage.memory_bytes for stage in planned_stages(space, plan)),
         devices=plan.proposal.used,
         # Of a schedule that is not in the running nothing was proven.
         gap=plan.step_seconds / bound - 1 if 0 < bound <= plan.step_seconds else None,
         balance=[end - first for first, end in plan.proposal.bounds],
-        schedule=setting.schedule,
-        micro_batches=setting.micro_batches,
-        micro_batch_size=setting.micro_batch_size,
+        schedule=config.schedule,
+        micro_batches=config.micro_batches,
+        micro_batch_size=config.micro_batch_size,
     )
 
 
@@ -159,6 +161,6 @@ def _differences(named: Sequence[tuple[str, Plan]]) -> Iterator[str]:
         elif plan.profile.sha256 != own.profile.sha256:
             yield f"{name} was made from another profile than {first}"
         if plan.mini_batch != own.mini_batch:
-            yield f"{name} has a mini-batch of {plan.mini_batch}, {first} of {own.mini_batch}: see samples/s"
+            yield f"{name} has global batch {plan.mini_batch}, {first} {own.mini_batch}: compare samples/s"
         if plan.topology != own.topology:
             yield f"{name} is for {plan.topology or 'an unknown machine'}"

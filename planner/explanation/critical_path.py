@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ...cost_models.simulator.action_costs import FREE, lower_costs, recomputed
 from ...cost_models.simulator.dependencies import NONE, Indices
-from ...cost_models.simulator.lowered import FREE, lowered, recomputed
 from ...cost_models.simulator.result import Timeline
 
 Kind = Literal["compute", "recompute", "transfer", "host", "all_reduce", "optimizer"]
@@ -50,7 +50,7 @@ class _Walk:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.order, self.run = timeline, timeline.order, timeline.run
-        self.values = lowered(timeline.order, timeline.costs)
+        self.values = lower_costs(timeline.order, timeline.costs)
         self.sender_waits = timeline.costs.transfers in ("rendezvous", "blocking")
         self.receiver_waits = timeline.costs.transfers in ("rendezvous", "blocking-receive")
 
@@ -100,10 +100,10 @@ class _Walk:
         def follow() -> tuple[list[Segment], _Cause | None]:
             if late and until is None:
                 return [], self._host(i + 1)
-            again = min(start + float(self._again[i]), upto)
+            recompute = min(start + float(self._again[i]), upto)
             parts: list[Segment] = [
-                Segment("compute", stage, None, again, upto),
-                Segment("recompute", stage, None, start, again),
+                Segment("compute", stage, None, recompute, upto),
+                Segment("recompute", stage, None, start, recompute),
             ]
             before, source = int(order.previous[i]), int(order.source[i])
             causes = []

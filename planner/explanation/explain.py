@@ -10,15 +10,15 @@ from ...cost_models.document import Document
 from ...cost_models.layer import Chain
 from ...cost_models.quantities import format_seconds
 from ...cost_models.topology import Topology
-from ..candidate import Candidate
+from ..candidate import ScoredPlan
 from ..plan_file import TIE, Plan
-from .again import solved_again
-from .current import Current, CurrentSplit, current_split
+from .current_split import CurrentSplit, SplitComparison, compare_split
+from .explain_context import ExplainContext, context_of
 from .limits import Limits, limits_of
-from .outline import Outline, outline_of
-from .question import Question, question_of
-from .reach import Reach, reaches_of
-from .rivals import Rival, rivals_of
+from .plan_summary import PlanSummary, summarize
+from .resolve import solved_again
+from .runner_up import RunnerUp, runners_up
+from .sensitivity import Sensitivity, sensitivities
 from .what_if import WhatIf, what_ifs
 
 
@@ -33,16 +33,16 @@ class Explanation(Document):
     kind: ClassVar[str] = "explanation"
 
     model: str
-    plan: Outline
+    plan: PlanSummary
     limits: Limits
-    better: Outline | None = None
-    second_best: Rival
-    as_fast: Outline | None = None
+    better: PlanSummary | None = None
+    second_best: RunnerUp
+    as_fast: PlanSummary | None = None
     """A plan with other cuts, replicas or devices that takes as long."""
-    other_stages: Rival
-    holds: list[Reach] = []
+    other_stages: RunnerUp
+    holds: list[Sensitivity] = []
     what_if: list[WhatIf] = []
-    current: CurrentSplit | None = None
+    current: SplitComparison | None = None
     notes: list[str] = []
 
 
@@ -51,45 +51,45 @@ def explain(
     chain: Chain,
     topology: Topology,
     profiles: Mapping[str, Chain] | None = None,
-    current: Current | None = None,
+    current: CurrentSplit | None = None,
 ) -> Explanation:
     """Why `plan`, of this chain on this topology, is as it is; and why `current`, a split in use, is slower.
 
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
     name in the topology. Raises UsageError for a plan, or a split, whose cuts the chain does not allow.
     """
-    question = question_of(plan, chain, topology, profiles)
+    question = context_of(plan, chain, topology, profiles)
     # A split that cannot be is refused before the long work.
-    split = None if current is None else current_split(question, current)
+    split = None if current is None else compare_split(question, current)
     present = question.present
-    again = solved_again(question.problem, [present]).best
-    better = _faster(again, present)
-    seeds: list[Candidate] = [present] if again is None else [present, again]
+    resolved = solved_again(question.problem, [present]).best
+    better = _faster(resolved, present)
+    seeds: list[ScoredPlan] = [present] if resolved is None else [present, resolved]
     limits = limits_of(question, seeds)
     busiest = limits.busiest.stage
-    rivals = rivals_of(question, seeds, busiest)
+    rivals = runners_up(question, seeds, busiest)
     pool = [*seeds, *rivals.plans]
     return Explanation(
         model=plan.model,
-        plan=outline_of(present),
+        plan=summarize(present),
         limits=limits,
-        better=None if better is None else outline_of(better),
+        better=None if better is None else summarize(better),
         second_best=rivals.second_best,
-        as_fast=None if rivals.as_fast is None else outline_of(rivals.as_fast),
+        as_fast=None if rivals.as_fast is None else summarize(rivals.as_fast),
         other_stages=rivals.other_stages,
-        holds=reaches_of(question, pool, busiest) if better is None and question.fits else [],
+        holds=sensitivities(question, pool, busiest) if better is None and question.fits else [],
         what_if=what_ifs(question, pool),
         current=split,
         notes=_notes(question, plan),
     )
 
 
-def _faster(other: Candidate | None, present: Candidate) -> Candidate | None:
+def _faster(other: ScoredPlan | None, present: ScoredPlan) -> ScoredPlan | None:
     faster = other is not None and other.step_seconds < present.step_seconds * (1 - TIE)
     return other if faster else None
 
 
-def _notes(question: Question, plan: Plan) -> list[str]:
+def _notes(question: ExplainContext, plan: Plan) -> list[str]:
     step, said = question.present.step_seconds, plan.prediction.step_seconds
     notes = [] if question.fits else ["the plan does not fit into the memory of its devices"]
     if format_seconds(step) != format_seconds(said):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from ...cost_models.document import Record
 from ...cost_models.simulator.result import Timeline
-from ..candidate import Candidate
+from ..candidate import ScoredPlan
 from ..plan_file import TIE
-from .again import solved_again, with_memory
 from .critical_path import KINDS, Segment, critical_path
-from .outline import Outline, outline_of
-from .question import Question
+from .explain_context import ExplainContext
+from .plan_summary import PlanSummary, summarize
+from .resolve import solved_again, with_memory
 
 
 class PathShare(Record):
@@ -43,10 +43,10 @@ class Limits(Record):
     kinds: list[PathShare]
     places: list[PathShare]
     busiest: Busiest
-    without_memory_limit: Outline | None = None
+    without_memory_limit: PlanSummary | None = None
 
 
-def limits_of(question: Question, seeds: Sequence[Candidate]) -> Limits:
+def limits_of(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> Limits:
     """What limits the plan; the search without a memory limit starts from the seeds."""
     timeline = question.timeline
     path, step = critical_path(timeline), timeline.step_seconds
@@ -86,11 +86,11 @@ def _by_place(path: Sequence[Segment], step: float) -> list[PathShare]:
     return sorted(shares, key=lambda share: -share.seconds)
 
 
-def _without_memory_limit(question: Question, seeds: Sequence[Candidate]) -> Outline | None:
+def _without_memory_limit(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> PlanSummary | None:
     best = solved_again(with_memory(question.problem, None), seeds).best
     limit = question.present.step_seconds * (1 - TIE)
     known = min((seed.step_seconds for seed in seeds), default=limit)
     # What is as fast under the limit is not forbidden by it.
     if best is None or best.step_seconds >= min(limit, known * (1 - TIE)):
         return None
-    return outline_of(best)
+    return summarize(best)

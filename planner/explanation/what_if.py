@@ -8,18 +8,18 @@ from dataclasses import replace
 
 from ...cost_models.document import Record
 from ...cost_models.errors import UsageError
-from ..candidate import Candidate
+from ..candidate import ScoredPlan
 from ..problem import Problem
-from .again import SECONDS, solved_again, with_bandwidth, with_memory, with_topology
-from .outline import Outline, outline_of
-from .question import Question
+from .explain_context import ExplainContext
+from .plan_summary import PlanSummary, summarize
+from .resolve import SECONDS, solved_again, with_bandwidth, with_memory, with_topology
 
 
 class WhatIf(Record):
     """The best plan that was found after a change; None where there is none, and `reason` says why."""
 
     change: str
-    plan: Outline | None = None
+    plan: PlanSummary | None = None
     faster: float | None = None
     """The plan's step over the new one, less 1: negative where the change makes it slower."""
     proven: bool = False
@@ -30,7 +30,7 @@ class WhatIf(Record):
 Change = Callable[[Problem], Problem]
 
 
-def what_ifs(question: Question, seeds: Sequence[Candidate]) -> list[WhatIf]:
+def what_ifs(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> list[WhatIf]:
     """Each change by itself; the searches start from the seeds, so that a change for the better is never
     answered with a slower plan."""
     changes: list[tuple[str, Change]] = [
@@ -43,7 +43,7 @@ def what_ifs(question: Question, seeds: Sequence[Candidate]) -> list[WhatIf]:
     return [_answer(question, seeds, words, change) for words, change in changes]
 
 
-def _answer(question: Question, seeds: Sequence[Candidate], words: str, change: Change) -> WhatIf:
+def _answer(question: ExplainContext, seeds: Sequence[ScoredPlan], words: str, change: Change) -> WhatIf:
     try:
         found = solved_again(change(question.problem), seeds, SECONDS / 2)
     except UsageError as error:
@@ -51,7 +51,7 @@ def _answer(question: Question, seeds: Sequence[Candidate], words: str, change: 
     if found.best is None:
         return WhatIf(change=words, reason="no plan fits")
     faster = question.present.step_seconds / found.best.step_seconds - 1
-    return WhatIf(change=words, plan=outline_of(found.best), faster=faster, proven=found.exact)
+    return WhatIf(change=words, plan=summarize(found.best), faster=faster, proven=found.exact)
 
 
 def _one_more(problem: Problem) -> Problem:

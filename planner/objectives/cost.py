@@ -11,21 +11,21 @@ import numpy as np
 from ...cost_models.errors import DefectError, UsageError
 from ...cost_models.quantities import counted
 from ...cost_models.topology import Group, Topology
-from ..candidate import Candidate, Proposal
+from ..candidate import Proposal, ScoredPlan
 from ..coverage import covered
-from ..find import Answer, find
+from ..joint_search import JointSearchResult, find
 from ..plan_file import TIE, Aim
 from ..problem import EVERY_COUNT, Problem
 from ..scoring import fastest, least_in_parts
 from ..search.space import Space
 from ..universal_bound import universal_bound
 from .objective import price_by_kind
-from .outcome import Outcome, of_fastest, search_again
+from .objective_result import ObjectiveResult, of_fastest, search_again
 
 HOUR = 3600.0
 
 
-def least_cost(problem: Problem, prices: Mapping[str, float]) -> Outcome:
+def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult:
     """The plan with the fewest dollars per sample.
 
     For every number of devices, from rank 0 on, the fastest plan on them is searched, unless a bound on its
@@ -40,7 +40,7 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> Outcome:
     search = _Search(problem, hourly, answer)
     search.run()
     if search.best is None:
-        return Outcome(answer.found, answer)
+        return ObjectiveResult(answer.found, answer)
     used = search.best.proposal.used
     aim = Aim(
         name="cost",
@@ -54,7 +54,7 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> Outcome:
     notes = [f"a million samples cost {1e6 * search.cost:.4g} dollars"]
     if used < problem.gpus:
         notes.append(f"the cheapest plan uses {used} of the {problem.gpus} devices; the others cost nothing")
-    return Outcome(of_fastest(problem, answer.found, search.best), answer, aim, tuple(notes))
+    return ObjectiveResult(of_fastest(problem, answer.found, search.best), answer, aim, tuple(notes))
 
 
 @dataclass
@@ -63,8 +63,8 @@ class _Search:
 
     problem: Problem
     hourly: list[float]
-    answer: Answer
-    best: Candidate | None = None
+    answer: JointSearchResult
+    best: ScoredPlan | None = None
     cost: float = inf
     bound: float = inf
 
@@ -85,7 +85,7 @@ class _Search:
     def _look_at_kinds(self) -> None:
         """At plans on devices that are not the first."""
         for known in self.answer.by_planner.values():
-            if isinstance(known, Candidate):
+            if isinstance(known, ScoredPlan):
                 self._take(known)
         start = 0
         for device, number in self.problem.topology.groups:
@@ -117,15 +117,15 @@ class _Search:
             kinds.append((self.hourly[start], replace(space, topology=alone)))
             start += number
         bounds = []
-        for setting in problem.settings:
+        for config in problem.configs:
             counts = range(1, problem.reached + 1)
             works = [
                 hourly * work
                 for hourly, own in kinds
-                if (work := own.cheapest_work(setting.micro_batch_size, counts)) is not None
+                if (work := own.cheapest_work(config.micro_batch_size, counts)) is not None
             ]
             if works:
-                bounds.append(setting.micro_batches * float(np.minimum.reduce(works).sum()))
+                bounds.append(config.micro_batches * float(np.minimum.reduce(works).sum()))
         return min(bounds, default=inf) * least_in_parts(space) / HOUR / problem.mini_batch
 
     def _counts(self) -> Iterator[int]:
@@ -154,7 +154,7 @@ class _Search:
         if found.best is not None:
             self._take(found.best)
 
-    def _take(self, plan: Candidate) -> None:
+    def _take(self, plan: ScoredPlan) -> None:
         """Where it is cheaper."""
         cost = self._cost(self.dollars(plan), plan.step_seconds)
         if cost < self.cost * (1 - TIE):
@@ -178,7 +178,7 @@ class _Search:
     def _bound(self, count: int, step: float) -> None:
         self.bound = min(self.bound, self._cost(sum(self.hourly[:count]), step))
 
-    def dollars(self, plan: Candidate) -> float:
+    def dollars(self, plan: ScoredPlan) -> float:
         """An hour of the devices of a plan."""
         return sum(self.hourly[rank] for rank in {rank for own in plan.proposal.devices for rank in own})
 
@@ -192,6 +192,6 @@ def _moved(proposal: Proposal, start: int) -> Proposal:
     return replace(proposal, devices=devices)
 
 
-def _inside(plans: list[Candidate], count: int) -> list[Candidate]:
+def _inside(plans: list[ScoredPlan], count: int) -> list[ScoredPlan]:
     """Those that use the first devices only."""
     return [plan for plan in plans if all(rank < count for own in plan.proposal.devices for rank in own)]

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from math import floor
 
 from ...cost_models.errors import UsageError
-from ..candidate import Candidate
-from ..find import BEST, find
+from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
+from ..joint_search import BEST, find
 from ..plan_file import TIE, ProfileReference
 from ..problem import Problem
 from ..scoring import assembly_of
-from ..search.branch_and_bound import Found
+from ..search.branch_and_bound import SearchResult
 from ..solve import warnings_of
 from .frontier_file import Frontier, Point
-from .outcome import peak_bytes, search_again, within
+from .objective_result import peak_bytes, search_again, within
 from .solved import plan_alone
 
 POINTS = 24
@@ -34,8 +34,8 @@ SEEDS = 4
 class Reached:
     """A plan of the frontier, and the most that a device holds."""
 
-    plan: Candidate
-    found: Found
+    plan: ScoredPlan
+    found: SearchResult
     memory_bytes: float
 
 
@@ -54,12 +54,12 @@ def frontier_of(
     Raises UsageError, and InfeasibleError where nothing fits.
     """
     if points < 1:
-        raise UsageError(f"--points {points}: must be at least 1", "Give a count of 1 or more.")
+        raise UsageError(f"points={points}: must be at least 1", "Give a count of 1 or more.")
     if not 0 <= memory_step < 1:
-        raise UsageError(f"memory_step {memory_step:g}: must be from 0 to below 1", "Give a share: 0.02.")
+        raise UsageError(f"memory_step={memory_step:g}: must be from 0 to below 1", "Give a share: 0.02.")
     if problem.wishes.robust:
         raise UsageError(
-            "--robust with --frontier: it is of the steps by the medians", "Leave one of the two away."
+            "`robust` with `frontier`: it is of the steps by the medians", "Omit one of the two."
         )
     kept, complete, problem = list[Reached](), False, problem.timed()
     for reached in _stepping_down(problem, memory_step):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from math import inf
 
 from ...cost_models.quantities import format_bytes, format_seconds
-from ..candidate import Candidate
+from ..candidate import ScoredPlan
 from ..coverage import as_searched, covered, is_searched
-from ..find import find
+from ..joint_search import find
 from ..plan_file import TIE, Aim
 from ..problem import Problem
-from .outcome import Outcome, of_fastest, peak_bytes, search_again, within
+from .objective_result import ObjectiveResult, of_fastest, peak_bytes, search_again, within
 
 NEAR = 1 / 128
 """Share of the memory that is left open when the bisection ends."""
@@ -24,13 +24,13 @@ STEPS = 12
 """Limits that are tried after it, a byte below the last plan each time."""
 
 
-def least_memory(problem: Problem, slack: float) -> Outcome:
+def least_memory(problem: Problem, slack: float) -> ObjectiveResult:
     """The plan with the least peak memory of a device among those whose step is at most `slack` longer than
     the fastest one's."""
     answer = find(problem)
     fastest = answer.best
     if fastest is None:
-        return Outcome(answer.found, answer)
+        return ObjectiveResult(answer.found, answer)
     search = _Search(problem, fastest, fastest.step_seconds * (1 + slack) * (1 + TIE))
     search.bisect()
     # Whoever found it, of plans outside of the searched space nothing is proven.
@@ -51,7 +51,7 @@ def least_memory(problem: Problem, slack: float) -> Outcome:
         f"{format_bytes(before)} on a device; with at most {100 * slack:g} % more time, "
         f"{format_bytes(peak)} do"
     )
-    return Outcome(of_fastest(problem, answer.found, search.best), answer, aim, (note,))
+    return ObjectiveResult(of_fastest(problem, answer.found, search.best), answer, aim, (note,))
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Search:
     """The best plan so far, and the bytes below which there is none that is fast enough."""
 
     problem: Problem
-    best: Candidate
+    best: ScoredPlan
     most_seconds: float
     none_below: float = 0.0
     proven: bool = True

@@ -31,20 +31,20 @@ class Objective:
     def __post_init__(self) -> None:
         if self.name == COST and not self.prices:
             raise UsageError(
-                "--objective cost: what a device costs is missing",
-                "Give dollars per device hour: --price 2.5, or by kind: --price A100=2.5,T4=0.35.",
+                "objective='cost': what a device costs is missing",
+                "Give dollars per device hour: price=2.5, or by kind: price='A100=2.5,T4=0.35'.",
             )
         if self.name != COST and self.prices:
             raise UsageError(
-                f"--price with --objective {self.name}: prices say nothing there",
-                "Give --objective cost, or leave --price away.",
+                f"`price` with objective={self.name!r}: prices say nothing there",
+                "Give objective='cost', or omit `price`.",
             )
         for kind, dollars in self.prices.items():
             if not (math.isfinite(dollars) and dollars > 0):
-                shown = f"{kind}={dollars:g}" if kind else f"{dollars:g}"
+                shown = f"'{kind}={dollars:g}'" if kind else f"{dollars:g}"
                 raise UsageError(
-                    f"--price {shown}: must be above 0",
-                    "Give dollars per device hour; of what costs nothing, --objective step-time.",
+                    f"price={shown}: must be above 0",
+                    "Give dollars per device hour; of what costs nothing, objective='step-time'.",
                 )
 
 
@@ -55,10 +55,10 @@ def objective_of(text: str, prices: Mapping[str, float] | None = None) -> Object
         near = difflib.get_close_matches(name, OBJECTIVES, n=1)
         guess = f"Did you mean {near[0]}? " if near else ""
         raise UsageError(
-            f"--objective {text}: not known", f"{guess}Use one of: {', '.join(OBJECTIVES)} (memory:10%)."
+            f"objective={text!r}: not known", f"{guess}Use one of: {', '.join(OBJECTIVES)} (memory:10%)."
         )
     if colon and name != MEMORY:
-        raise UsageError(f"--objective {text}: {name} takes no share", f"Write --objective {name}.")
+        raise UsageError(f"objective={text!r}: {name} takes no share", f"Write objective={name!r}.")
     return Objective(name, _share(text, share) if colon else SLACK, prices or {})
 
 
@@ -66,8 +66,8 @@ def _share(text: str, share: str) -> float:
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*%?", share.strip())
     if not found:
         raise UsageError(
-            f"--objective {text}: is not how much longer than the fastest a step may be",
-            "Give it in percent: --objective memory:10%.",
+            f"objective={text!r}: is not how much longer than the fastest a step may be",
+            "Give it in percent: objective='memory:10%'.",
         )
     return float(found[1]) / 100
 
@@ -82,13 +82,13 @@ def prices_of(text: str) -> dict[str, float]:
             what = (
                 f"{name or 'the price of any device'} stands twice" if name in prices else "a kind is missing"
             )
-            raise UsageError(f"--price {text}: {what}", "Write --price A100=2.5,T4=0.35.")
+            raise UsageError(f"price={text!r}: {what}", "Write price='A100=2.5,T4=0.35'.")
         try:
             prices[name] = float(amount.strip().removeprefix("$"))
         except ValueError:
             raise UsageError(
-                f"--price {text}: {amount.strip()!r} is not a price",
-                "Give dollars per device hour: --price 2.5, or by kind: --price A100=2.5,T4=0.35.",
+                f"price={text!r}: {amount.strip()!r} is not a price",
+                "Give dollars per device hour: price=2.5, or by kind: price='A100=2.5,T4=0.35'.",
             ) from None
     return prices
 
@@ -103,15 +103,15 @@ def price_by_kind(prices: Mapping[str, float], topology: Topology) -> dict[str, 
         key = max(own, key=len, default=None)
         if key is None:
             raise UsageError(
-                f"--price: no price of {name}",
-                f"Give every kind one: --price {','.join(f'{n}=2.5' for n in names)}.",
+                f"`price`: no price of {name}",
+                f"Give every kind one: price='{','.join(f'{n}=2.5' for n in names)}'.",
             )
         made[name] = prices[key]
         used.add(key)
     idle = [key for key in prices if key not in used]
     if idle:
-        what = f"{idle[0]}={prices[idle[0]]:g}" if idle[0] else f"{prices[idle[0]]:g}"
+        what = f"'{idle[0]}={prices[idle[0]]:g}'" if idle[0] else f"{prices[idle[0]]:g}"
         raise UsageError(
-            f"--price {what}: is of no device here", f"The topology has {', '.join(names)}: name these."
+            f"price={what}: is of no device here", f"The topology has {', '.join(names)}: name these."
         )
     return made

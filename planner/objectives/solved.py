@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...cost_models.errors import UsageError
-from ..candidate import Candidate
+from ..asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
+from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
 from ..mini_batch import default_of, smaller_defaults
 from ..plan_file import Plan, ProfileReference
 from ..problem import Problem
 from ..scoring import assembly_of
-from ..search.branch_and_bound import Found
+from ..search.branch_and_bound import SearchResult
 from ..solve import bare_plan, plan_of, warnings_of
-from .asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
 from .cost import least_cost
 from .memory import least_memory
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
-from .outcome import Outcome
+from .objective_result import ObjectiveResult
 from .step_time import step_time
 from .throughput import asynchronous_refusal, throughput
 
@@ -28,12 +28,12 @@ BESIDES = {
 """What an objective adds to the searched space, in words."""
 
 
-def best_for(objective: Objective, problem: Problem) -> Outcome:
+def best_for(objective: Objective, problem: Problem) -> ObjectiveResult:
     """What the objective comes to. Raises UsageError."""
     if problem.wishes.robust and objective.name != STEP_TIME:
         raise UsageError(
-            f"--robust with --objective {objective.name}: it is of the step's time",
-            "Leave one of the two away.",
+            f"`robust` with objective={objective.name!r}: it is of the step's time",
+            "Omit one of the two.",
         )
     if objective.name == THROUGHPUT:
         return throughput(problem)
@@ -75,7 +75,7 @@ def solve_for(
 
 def _lessened(problem: Problem, smaller: Problem) -> str:
     return (
-        f"no plan with {problem.samples_per_device} samples a device fits: the mini-batch is "
+        f"no plan with {problem.samples_per_device} samples a device fits: the global batch is "
         f"{smaller.mini_batch}, not {problem.mini_batch}"
     )
 
@@ -83,7 +83,7 @@ def _lessened(problem: Problem, smaller: Problem) -> str:
 def _plan_of(
     objective: Objective,
     problem: Problem,
-    outcome: Outcome,
+    outcome: ObjectiveResult,
     model: str,
     profile: ProfileReference,
     notes: Sequence[str],
@@ -124,11 +124,11 @@ def _covering(plan: Plan, besides: str) -> Plan:
 
 
 def plan_alone(
-    problem: Problem, best: Candidate, found: Found, *, model: str, profile: ProfileReference
+    problem: Problem, best: ScoredPlan, found: SearchResult, *, model: str, profile: ProfileReference
 ) -> Plan:
     """A candidate as a plan, without what it is compared with; of an asynchronous one in its steady state."""
     plan = bare_plan(problem, best, found, model=model, profile=profile)
-    if best.setting.schedule not in ASYNCHRONOUS:
+    if best.config.schedule not in ASYNCHRONOUS:
         return plan
     bubble = plan.prediction.model_copy(update={"bubble": steady_bubble(problem.space, best)})
     return plan.model_copy(update={"stages": steady_stages(problem.space, best), "prediction": bubble})

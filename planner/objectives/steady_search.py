@@ -31,18 +31,18 @@ import numpy.typing as npt
 from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.schedules import schedule_named
-from ..candidate import Candidate, Proposal
+from ..asynchronous import TWO_VERSIONS
+from ..candidate import Proposal, ScoredPlan
+from ..pipeline_config import PipelineConfig
 from ..search.pipelines import stage_modes
 from ..search.placements import Placement
-from ..search.space import Space, Team
-from ..setting import Setting
+from ..search.space import ReplicaGroupCosts, Space
 from ..stage_table import Floats
-from .asynchronous import TWO_VERSIONS
 
 SAME = 1e-9
 """Share of the seconds that the bisection leaves open, and below which two are equal."""
 Row = dict[int, Floats]
-"""By replicas, (positions + 1, places): the least h of a stage that starts there."""
+"""By replicas, (positions + 1, cut points): the least h of a stage that starts there."""
 Indices = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -51,7 +51,7 @@ Bools = npt.NDArray[np.bool_]
 class _Group:
     """Runs of devices whose stages cost the same, and where in the order they begin."""
 
-    team: Team
+    team: ReplicaGroupCosts
     positions: Indices
 
     @property
@@ -62,19 +62,20 @@ class _Group:
 
 @dataclass(frozen=True, eq=False)
 class SteadySearch:
-    """The pipelines of a setting on an order of the devices, with these numbers of replicas and of stages.
-    `micro_batches` of the setting are those of a mini-batch. `on_all`: no device may stay free."""
+    """The pipelines of a configuration on an order of the devices, with these numbers of replicas and of
+    stages. `micro_batches` of the configuration are those of a mini-batch. `on_all`: no device may stay
+    free."""
 
     space: Space
-    setting: Setting
+    config: PipelineConfig
     placement: Placement
     replicas: tuple[int, ...]
     stage_counts: range
     on_all: bool = False
 
-    def fastest(self, limit: float) -> tuple[Candidate | None, float]:
+    def fastest(self, limit: float) -> tuple[ScoredPlan | None, float]:
         """The plan with the least seconds a mini-batch, where that is below `limit`, and a bound on all."""
-        count = self.setting.micro_batches
+        count = self.config.micro_batches
         if not self.groups or not self.counts:
             return None, inf
         best = self.reaching(min(limit / count * (1 - SAME), self._endless))
@@ -94,8 +95,8 @@ class SteadySearch:
     def counts(self) -> range:
         """Numbers of stages: of 2BW no more than micro-batches between two updates."""
         most = min(self.stage_counts[-1], self.devices)
-        if self.setting.schedule == TWO_VERSIONS:
-            most = min(most, self.setting.micro_batches)
+        if self.config.schedule == TWO_VERSIONS:
+            most = min(most, self.config.micro_batches)
         return range(max(2, self.stage_counts[0]), most + 1)
 
     @property
@@ -104,19 +105,19 @@ class SteadySearch:
         return len(self.placement.ranks)
 
     @cached_property
-    def places(self) -> tuple[int, ...]:
+    def cut_points(self) -> tuple[int, ...]:
         """Where stages may begin and end, as numbers of layers."""
-        return self.space.table(self.space.chain.sizes[0]).places
+        return self.space.table(self.space.chain.sizes[0]).cut_points
 
     @cached_property
     def shape(self) -> tuple[int, int]:
         """Of what depends on a position among the devices, the last behind all of them, and a place."""
-        return self.devices + 1, len(self.places)
+        return self.devices + 1, len(self.cut_points)
 
     @cached_property
     def groups(self) -> tuple[_Group, ...]:
         """The runs of devices that cost the same."""
-        size, made = self.setting.micro_batch_size, dict[int, tuple[Team, list[int]]]()
+        size, made = self.config.micro_batch_size, dict[int, tuple[ReplicaGroupCosts, list[int]]]()
         for count in self.replicas:
             if count > min(self.devices, size) or not self.space.fits_someone(size, count):
                 continue
@@ -142,13 +143,13 @@ class SteadySearch:
         return ends, begins
 
     @cached_property
-    def _ways(self) -> dict[tuple[int, int], tuple[Floats, Floats]]:
+    def _routes(self) -> dict[tuple[int, int], tuple[Floats, Floats]]:
         """By replicas of a stage and of the one that follows, (pairs of `_follows`): latency, and seconds of
         each byte; inf where they have no room."""
         counts = sorted({group.replicas for group in self.groups})
-        return {(one, other): self._way(one, other) for one in counts for other in counts}
+        return {(one, other): self._route(one, other) for one in counts for other in counts}
 
-    def _way(self, count: int, following: int) -> tuple[Floats, Floats]:
+    def _route(self, count: int, following: int) -> tuple[Floats, Floats]:
         ends, begins = self._follows
         values = np.full((2, len(ends)), inf)
         self.space.budget.check()
@@ -163,10 +164,10 @@ class SteadySearch:
         work = sum(float(np.max(2 * group.team.forward + group.team.backward)) for group in self.groups)
         reduced = max(float(own.max()) for own in self._reduced)
         sent = max(float(group.team.table.crossing.max()) for group in self.groups)
-        ways = np.concatenate([latency + sent * each for latency, each in self._ways.values()])
-        return 2 * (work + reduced + float(ways[np.isfinite(ways)].max(initial=0.0))) * self.devices + 1.0
+        routes = np.concatenate([latency + sent * each for latency, each in self._routes.values()])
+        return 2 * (work + reduced + float(routes[np.isfinite(routes)].max(initial=0.0))) * self.devices + 1.0
 
-    def reaching(self, seconds: float) -> Candidate | None:
+    def reaching(self, seconds: float) -> ScoredPlan | None:
         """A pipeline whose micro-batches take at most so many seconds each; the fewest stages first."""
         rows: list[Row] = []
         for stages in range(1, self.counts[-1] + 1):
@@ -207,7 +208,7 @@ class SteadySearch:
         return made
 
     def _own(self, index: int, k: int, number: int | None, seconds: float) -> Floats:
-        """(places, places): f + b - T of every stage that may be, inf of the others."""
+        """(cut points, cut points): f + b - T of every stage that may be, inf of the others."""
         work = np.where(self._reduced[index] <= seconds, self._work(index, k)[0] - seconds, inf)
         if number is not None:
             start, end = np.nonzero(np.isfinite(work))
@@ -217,7 +218,7 @@ class SteadySearch:
 
     @cached_property
     def _crossing(self) -> dict[int, Floats]:
-        """By replicas, (places,): bytes of each replica's share that cross a cut."""
+        """By replicas, (cut points,): bytes of each replica's share that cross a cut."""
         return {group.replicas: group.team.table.crossing for group in self.groups}
 
     @cached_property
@@ -230,7 +231,8 @@ class SteadySearch:
         }
 
     def _after(self, replicas: int, following: Row | None, seconds: float) -> Floats:
-        """(positions + 1, places): the least 2 c + h of what follows a stage ending there; 0 at the end."""
+        """(positions + 1, cut points): the least 2 c + h of what follows a stage ending there; 0 at the
+        end."""
         made = np.full(self.shape, inf)
         if following is None:
             made[self.devices if self.on_all else 0 :, -1] = 0.0
@@ -241,14 +243,14 @@ class SteadySearch:
         return made
 
     def _cut(self, replicas: int, other: int, seconds: float) -> Floats:
-        """(pairs of `_follows`, places): 2 c from a stage of so many replicas to one of so many others; inf
-        where the cut alone is too slow."""
-        latency, each = (values[:, None] for values in self._ways[replicas, other])
+        """(pairs of `_follows`, cut points): 2 c from a stage of so many replicas to one of so many others;
+        inf where the cut alone is too slow."""
+        latency, each = (values[:, None] for values in self._routes[replicas, other])
         with np.errstate(invalid="ignore"):  # no bytes on no way
             occupancy = np.maximum(self._crossing[replicas], self._crossing[other])[None] * each
         return np.where(occupancy <= seconds, 2 * (occupancy + latency), inf)
 
-    def _built(self, rows: Sequence[Row], start: tuple[int, int], seconds: float) -> Candidate:
+    def _built(self, rows: Sequence[Row], start: tuple[int, int], seconds: float) -> ScoredPlan:
         """The pipeline, from the table; `step_seconds`: of the formula of the module's docstring."""
         (replicas, position), place = start, 0
         ends, devices, modes = list[int](), list[tuple[int, ...]](), list[Recompute]()
@@ -257,15 +259,15 @@ class SteadySearch:
             number = len(rows) - k if self._pinned else None
             after = self._after(replicas, rows[k - 2] if k > 1 else None, seconds)[position + replicas]
             end = int(np.argmin(self._own(index, k, number, seconds)[place] + np.maximum(after, 0.0)))
-            ends.append(self.places[end])
+            ends.append(self.cut_points[end])
             devices.append(self._run(position, replicas))
             modes.append(self._mode(index, k, place, end))
             if k > 1:
                 replicas, position = self._next(replicas, position + replicas, end, rows[k - 2], seconds)
             place = end
-        proposal = Proposal(self.setting, tuple(ends), tuple(devices))
+        proposal = Proposal(self.config, tuple(ends), tuple(devices))
         each = pace(self.space, proposal, modes)
-        return Candidate(proposal, tuple(modes), each * self.setting.micro_batches)
+        return ScoredPlan(proposal, tuple(modes), each * self.config.micro_batches)
 
     def _next(self, replicas: int, end: int, place: int, following: Row, seconds: float) -> tuple[int, int]:
         """Replicas and the position of the best stage that follows."""
@@ -281,15 +283,18 @@ class SteadySearch:
         return other, begin
 
     def _work(self, index: int, k: int) -> tuple[Floats, Bools]:
-        """(places, places): f + b of the k-th stage from the end, and whether it recomputes."""
+        """(cut points, cut points): f + b of the k-th stage from the end, and whether it recomputes."""
         if (index, k) not in self._works:
             group, team = self.groups[index], self.groups[index].team
-            seconds, again = np.full(team.forward.shape, inf), np.zeros(team.forward.shape, dtype=np.bool_)
-            for mode in reversed(stage_modes(self.setting)):
+            seconds, recompute = (
+                np.full(team.forward.shape, inf),
+                np.zeros(team.forward.shape, dtype=np.bool_),
+            )
+            for mode in reversed(stage_modes(self.config)):
                 fits = self.space.usable & (self._bytes(group, k, mode) <= team.limit * (1 + 1e-12))
                 own = team.forward * (1 + (mode != "never")) + team.backward
-                seconds, again = np.where(fits, own, seconds), np.where(fits, mode != "never", again)
-            self._works[index, k] = seconds, again
+                seconds, recompute = np.where(fits, own, seconds), np.where(fits, mode != "never", recompute)
+            self._works[index, k] = seconds, recompute
         return self._works[index, k]
 
     @cached_property
@@ -303,7 +308,7 @@ class SteadySearch:
         """What every stage needs as the k-th from the end, whose pipeline is as long."""
         if group.team.limit == inf:
             return np.zeros(group.team.forward.shape)
-        schedule = schedule_named(self.setting.schedule)
+        schedule = schedule_named(self.config.schedule)
         options: LedgerOptions = {**group.team.ledger, "weight_versions": schedule.weight_versions(0, k, k)}
         return group.team.table.memory(
             schedule.in_flight(0, k, k), mode, self.space.optimizer, group.replicas, **options
@@ -311,12 +316,12 @@ class SteadySearch:
 
     @cached_property
     def _reduced(self) -> list[Floats]:
-        """By group, (places, places): the all-reduce of every stage, a micro-batch."""
+        """By group, (cut points, cut points): the all-reduce of every stage, a micro-batch."""
         made = []
         for group in self.groups:
             ranks = self._run(int(group.positions[0]), group.replicas)
             whole = reduced_seconds(self.space, ranks, np.asarray(group.team.table.stage_bytes.trainable))
-            made.append(whole / self.setting.micro_batches)
+            made.append(whole / self.config.micro_batches)
         return made
 
 
@@ -332,15 +337,15 @@ def pace(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> float:
 
 
 def _terms(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Iterator[float]:
-    setting, places = proposal.setting, list(space.table(space.chain.sizes[0]).places)
-    teams = [space.team(setting.micro_batch_size, own) for own in proposal.devices]
+    config, cut_points = proposal.config, list(space.table(space.chain.sizes[0]).cut_points)
+    teams = [space.team(config.micro_batch_size, own) for own in proposal.devices]
     work, cuts = [], []
     for stage, (team, (first, end)) in enumerate(zip(teams, proposal.bounds, strict=True)):
-        at = places.index(first), places.index(end)
-        again = team.forward[at] if modes[stage] != "never" else 0.0
-        work.append(float(team.forward[at] + team.backward[at] + again))
+        at = cut_points.index(first), cut_points.index(end)
+        recompute = team.forward[at] if modes[stage] != "never" else 0.0
+        work.append(float(team.forward[at] + team.backward[at] + recompute))
         trainable = np.asarray(np.asarray(team.table.stage_bytes.trainable)[at], dtype=np.float64)
-        yield float(reduced_seconds(space, proposal.devices[stage], trainable)) / setting.micro_batches
+        yield float(reduced_seconds(space, proposal.devices[stage], trainable)) / config.micro_batches
         if stage + 1 < len(teams):
             latency, each = space.pace(*proposal.devices[stage : stage + 2])
             occupancy = each * max(float(own.table.crossing[at[1]]) for own in teams[stage : stage + 2])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ...cost_models.quantities import counted, format_seconds
-from ..find import find
+from ..joint_search import find
 from ..plan_file import Aim
 from ..problem import Problem
 from ..robust.choice import Robust, check_known, most_robust
-from .outcome import Outcome, of_fastest
+from .objective_result import ObjectiveResult, of_fastest
 
 
-def step_time(problem: Problem) -> Outcome:
+def step_time(problem: Problem) -> ObjectiveResult:
     """The fastest plan; with `Wishes.robust`, of those near it the one with the best 90th percentile.
 
     Raises UsageError where the profile does not tell how the layers' seconds vary.
@@ -19,7 +19,7 @@ def step_time(problem: Problem) -> Outcome:
         check_known(problem)
     answer = find(problem)
     if not problem.wishes.robust or answer.best is None:
-        return Outcome(answer.found, answer)
+        return ObjectiveResult(answer.found, answer)
     chosen = most_robust(problem, answer)
     aim = Aim(
         name="robust",
@@ -30,7 +30,7 @@ def step_time(problem: Problem) -> Outcome:
         detail="the 90th percentile of the step, as the layers' seconds vary",
     )
     note = _note(chosen, answer.best.step_seconds)
-    return Outcome(of_fastest(problem, answer.found, chosen.plan), answer, aim, (note,))
+    return ObjectiveResult(of_fastest(problem, answer.found, chosen.plan), answer, aim, (note,))
 
 
 def _note(chosen: Robust, fastest_seconds: float) -> str:

@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ...cost_models.errors import DefectError, InfeasibleError, UsageError
-from ..candidate import Candidate, Proposal
-from ..find import BEST, find
+from ..asynchronous import ASYNCHRONOUS, PIPEDREAM, TWO_VERSIONS, asynchronous_notes, steady_seconds
+from ..candidate import Proposal, ScoredPlan
+from ..joint_search import BEST, find
+from ..pipeline_config import Mode, PipelineConfig
 from ..plan_file import TIE
 from ..planners.pipedream import plan_asynchronous
 from ..planners.replicated import thinned
 from ..problem import Problem
-from ..search.branch_and_bound import Found
+from ..search.branch_and_bound import SearchResult
 from ..search.budget import OutOfTime
 from ..search.space import Space
-from ..setting import Mode, Setting
 from ..universal_bound import work_bound
-from .asynchronous import ASYNCHRONOUS, PIPEDREAM, TWO_VERSIONS, asynchronous_notes, steady_seconds
-from .outcome import Outcome
+from .objective_result import ObjectiveResult
 from .steady_search import SteadySearch
 
 QUESTIONS = 15
@@ -36,18 +36,18 @@ COARSE = (48, 24)
 """Blocks of layers, where a search of all cuts would take too long."""
 
 
-def throughput(problem: Problem) -> Outcome:
+def throughput(problem: Problem) -> ObjectiveResult:
     """The plan with the most samples a second: the best that flushes, or an asynchronous one."""
     answer = find(problem)
     step = inf if answer.best is None else answer.best.step_seconds
     refusal = asynchronous_refusal(problem)
     if refusal:
-        return Outcome(answer.found, answer, notes=(refusal,))
+        return ObjectiveResult(answer.found, answer, notes=(refusal,))
     best, bound = fastest_asynchronous(problem, step)
     found = _joined(answer.found, best, bound)
     if best is None:
-        return Outcome(found, answer, notes=("no asynchronous pipeline is faster",))
-    return Outcome(found, answer, notes=tuple(asynchronous_notes(best)))
+        return ObjectiveResult(found, answer, notes=("no asynchronous pipeline is faster",))
+    return ObjectiveResult(found, answer, notes=tuple(asynchronous_notes(best)))
 
 
 def asynchronous_refusal(problem: Problem) -> str:
@@ -58,7 +58,7 @@ def asynchronous_refusal(problem: Problem) -> str:
     if wishes.zero:
         return f"ZeRO-{wishes.zero} gathers the weights once a step: asynchronous schedules were left out"
     if wishes.schedule != "auto":
-        return f"schedule {wishes.schedule} is wished: asynchronous ones were left out"
+        return f"schedule {wishes.schedule} was given: asynchronous ones were left out"
     if runtime is not None and not runtime.schedules & set(ASYNCHRONOUS):
         return f"{runtime.name} runs no asynchronous schedule"
     if not _modes(problem):
@@ -66,7 +66,7 @@ def asynchronous_refusal(problem: Problem) -> str:
     return ""
 
 
-def _joined(found: Found, best: Candidate | None, bound: float) -> Found:
+def _joined(found: SearchResult, best: ScoredPlan | None, bound: float) -> SearchResult:
     """Of all plans what was found of the two kinds."""
     chosen = found.best if best is None else best
     step = inf if chosen is None else chosen.step_seconds
@@ -75,10 +75,10 @@ def _joined(found: Found, best: Candidate | None, bound: float) -> Found:
         raise DefectError(f"a plan of {step!r} s a mini-batch is below its bound of {proven!r} s")
     exact = proven >= step * (1 - 10 * TIE)
     root = min(found.root_bound_seconds, proven)
-    return Found(chosen, step if exact else proven, root, exact, found.universal)
+    return SearchResult(chosen, step if exact else proven, root, exact, found.universal)
 
 
-def fastest_asynchronous(problem: Problem, limit: float) -> tuple[Candidate | None, float]:
+def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | None, float]:
     """The asynchronous pipeline that takes the fewest seconds a mini-batch, where it takes less than `limit`;
     and a bound on all of them."""
     searches = list(_searches(problem)) if problem.wishes.planner == BEST else []
@@ -100,7 +100,7 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[Candidate | No
 
 @dataclass(frozen=True)
 class _Planned:
-    """A search, and whether it looks at all plans of its setting."""
+    """A search, and whether it looks at all plans of its configuration."""
 
     of: SteadySearch
     whole: bool
@@ -111,15 +111,15 @@ def _all(searches: list[_Planned]) -> bool:
 
 
 def _searches(problem: Problem) -> Iterator[_Planned]:
-    """One of every setting and order of the devices; none where even small ones would take too long."""
-    settings = settings_of(problem)
+    """One of every configuration and order of the devices; none where even small ones would take too long."""
+    configs = configs_of(problem)
     for space, counts, whole in _spaces(problem):
-        asked = QUESTIONS * len(settings) * len(problem.placements)
+        asked = QUESTIONS * len(configs) * len(problem.placements)
         if asked * _entries(problem, space, counts) <= problem.wishes.time_limit * ENTRIES_A_SECOND:
-            for setting in settings:
+            for config in configs:
                 for placement in problem.placements:
                     search = SteadySearch(
-                        space, setting, placement, counts, problem.stage_counts, on_all=problem.wishes.use_all
+                        space, config, placement, counts, problem.stage_counts, on_all=problem.wishes.use_all
                     )
                     yield _Planned(search, whole)
             return
@@ -145,17 +145,17 @@ def _entries(problem: Problem, space: Space, counts: tuple[int, ...]) -> float:
     return stages * problem.reached * len(counts) * blocks * (blocks + len(counts))
 
 
-def settings_of(problem: Problem) -> list[Setting]:
+def configs_of(problem: Problem) -> list[PipelineConfig]:
     """Schedules and micro-batches: of PipeDream the whole mini-batch, which updates at once; of 2BW as many
     as there are stages, or more."""
     batch = problem.mini_batch
     made = [
-        Setting(TWO_VERSIONS, mode, batch // size, size)
+        PipelineConfig(TWO_VERSIONS, mode, batch // size, size)
         for mode in _modes(problem)
         for size in problem.sizes
         if batch // size > 1
     ]
-    whole = [Setting(PIPEDREAM, mode, 1, batch) for mode in _modes(problem) if batch in problem.sizes]
+    whole = [PipelineConfig(PIPEDREAM, mode, 1, batch) for mode in _modes(problem) if batch in problem.sizes]
     return whole + made
 
 
@@ -163,24 +163,24 @@ def _modes(problem: Problem) -> tuple[Mode, ...]:
     return tuple(mode for mode in problem.modes("1f1b") if mode != "except_last")
 
 
-def _by_planner(problem: Problem) -> Iterator[Candidate]:
+def _by_planner(problem: Problem) -> Iterator[ScoredPlan]:
     """What PipeDream's own programme comes to, in the simulator."""
-    for setting in settings_of(problem):
+    for config in configs_of(problem):
         with suppress(InfeasibleError, UsageError, OutOfTime):
             made = plan_asynchronous(
                 problem.space,
-                setting.micro_batch_size,
-                schedule=setting.schedule,
-                recompute="always" if setting.recompute == "always" else "never",
+                config.micro_batch_size,
+                schedule=config.schedule,
+                recompute="always" if config.recompute == "always" else "never",
                 use_all=problem.wishes.use_all,
             )
-            if _allowed(problem, setting, made.ends):
-                proposal = Proposal(setting, made.ends, made.devices)
+            if _allowed(problem, config, made.ends):
+                proposal = Proposal(config, made.ends, made.devices)
                 modes = (made.recompute,) * len(made.ends)
-                yield Candidate(proposal, modes, steady_seconds(problem.space, proposal, modes))
+                yield ScoredPlan(proposal, modes, steady_seconds(problem.space, proposal, modes))
 
 
-def _allowed(problem: Problem, setting: Setting, ends: tuple[int, ...]) -> bool:
+def _allowed(problem: Problem, config: PipelineConfig, ends: tuple[int, ...]) -> bool:
     bounds = list(zip((0, *ends), ends, strict=False))
-    few = setting.schedule == PIPEDREAM or len(ends) <= setting.micro_batches
+    few = config.schedule == PIPEDREAM or len(ends) <= config.micro_batches
     return 2 <= len(ends) <= problem.stage_counts[-1] and few and problem.space.limits.allow(bounds)

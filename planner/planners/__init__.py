@@ -1,45 +1,35 @@
-"""The named planners, a file each: what known tools and papers would do, proposed for scoring."""
+"""The named planners: what known tools and papers would do, proposed for scoring."""
 
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ...cost_models.errors import UsageError
-from ..candidate import Planner
 from . import (
     alpa,
     dapple,
-    data_parallel,
-    deepspeed_type,
-    even,
-    gpipe,
+    deepspeed_partition,
     interleaved,
-    megatron,
-    one_gpu,
-    parameters,
     pipedream,
-    pipedream_published,
-    torchgpipe_size,
-    torchgpipe_time,
+    rules,
+    torchgpipe_balance,
+    transformer_blocks,
 )
-
-if TYPE_CHECKING:
-    from ..problem import Problem
+from .base import Planner
 
 _ALL: tuple[Planner, ...] = (
-    one_gpu.PLANNER,
-    data_parallel.PLANNER,
-    even.PLANNER,
-    parameters.PLANNER,
-    deepspeed_type.PLANNER,
-    torchgpipe_time.PLANNER,
-    torchgpipe_size.PLANNER,
-    gpipe.PLANNER,
-    megatron.PLANNER,
+    rules.ONE_GPU,
+    rules.DATA_PARALLEL,
+    rules.EVEN,
+    deepspeed_partition.PARAMETERS,
+    deepspeed_partition.TYPE,
+    torchgpipe_balance.BY_TIME,
+    torchgpipe_balance.BY_SIZE,
+    rules.GPIPE,
+    transformer_blocks.MEGATRON,
     interleaved.PLANNER,
     pipedream.PLANNER,
-    pipedream_published.PLANNER,
+    pipedream.PUBLISHED_PLANNER,
     dapple.PLANNER,
     alpa.PLANNER,
 )
@@ -53,8 +43,8 @@ def planner_named(name: str) -> Planner:
     Raises UsageError, with the nearest name and all there are.
     """
     kind, colon, pattern = name.partition(":")
-    if kind == deepspeed_type.KIND and colon:
-        return deepspeed_type.DeepSpeedType(pattern)
+    if kind == deepspeed_partition.KIND and colon:
+        return deepspeed_partition.DeepSpeedType(pattern)
     if name in PLANNERS:
         return PLANNERS[name]
     near = difflib.get_close_matches(name, PLANNERS, n=1)
@@ -62,20 +52,4 @@ def planner_named(name: str) -> Planner:
     raise UsageError(f"planner {name!r} is unknown", f"{guess}There are: best, {', '.join(PLANNERS)}.")
 
 
-@runtime_checkable
-class Refusing(Protocol):
-    """A planner that says why it proposes nothing."""
-
-    def refusal(self, problem: Problem) -> str:
-        """In words; for a problem of which it proposed nothing."""
-        ...
-
-
-def refusal(planner: Planner, problem: Problem) -> str:
-    """Why a planner proposed nothing for the problem, in words."""
-    if isinstance(planner, Refusing):
-        return planner.refusal(problem)
-    return "makes no plan of these layers, devices and wishes"
-
-
-__all__ = ["PLANNERS", "Refusing", "planner_named", "refusal"]
+__all__ = ["PLANNERS", "planner_named"]

@@ -59,15 +59,15 @@ class Alpa:
         coarse, most = thinned(space, GLANCE), problem.stage_counts[-1]
         glances = [
             (glance.cost_seconds, trial)
-            for trial in trials(problem.settings)
+            for trial in trials(problem.configs)
             if (glance := plan(coarse, trial, gpus, most)) is not None
         ]
-        places = space.table(space.chain.sizes[0]).places
+        cut_points = space.table(space.chain.sizes[0]).cut_points
         for _, trial in sorted(glances, key=lambda glance: glance[0])[:PROMISING]:
             found = plan(space, trial, gpus, most)
             if found is not None:
-                ends = tuple(places[end] for end in found.ends)
-                yield Proposal(trial.setting(found.recomputes), ends, devices_of(found.replicas))
+                ends = tuple(cut_points[end] for end in found.ends)
+                yield Proposal(trial.config(found.recomputes), ends, devices_of(found.replicas))
 
 
 PLANNER = Alpa()
@@ -145,17 +145,17 @@ class _Enumeration:
     def seconds(self) -> list[dict[int, Floats]]:
         """By number of stages to the last one (from 1 on), and by size: seconds of every stage a micro-batch,
         inf for what does not fit. They are the same from where no more micro-batches are in flight."""
-        most = min(self.most_stages, self.places - 1)
+        most = min(self.most_stages, self.cut_points - 1)
         made: dict[int, dict[int, Floats]] = {}
-        for held in {self.trial.held(to_last) for to_last in range(1, most + 1)}:
-            made[held] = {
-                size: team.work(held) + team.all_reduce / self.trial.micro_batches
+        for in_flight in {self.trial.in_flight(to_last) for to_last in range(1, most + 1)}:
+            made[in_flight] = {
+                size: team.work(in_flight) + team.all_reduce / self.trial.micro_batches
                 for size, team in self.teams.items()
             }
-        return [made[self.trial.held(to_last)] for to_last in range(1, most + 1)]
+        return [made[self.trial.in_flight(to_last)] for to_last in range(1, most + 1)]
 
     @property
-    def places(self) -> int:
+    def cut_points(self) -> int:
         """Where stages may start or end."""
         return self.space.table(self.space.chain.sizes[0]).blocks + 1
 
@@ -210,9 +210,9 @@ class _Enumeration:
         return self._traced(sums, stages, limit)
 
     def _sums(self, limit: float) -> tuple[list[Floats], list[int]]:
-        """By stages s, (places, groups + 1): the least sum of s stages from a place to the end on so many
+        """By stages s, (cut points, groups + 1): the least sum of s stages from a place to the end on so many
         groups; and the numbers of stages that take all layers and all groups."""
-        last = np.full((self.places, self.groups + 1), np.inf)
+        last = np.full((self.cut_points, self.groups + 1), np.inf)
         last[-1, 0] = 0.0
         sums, reached = [last], []
         for tables in self.seconds:
@@ -242,7 +242,7 @@ class _Enumeration:
                     end = int(through.argmin())
                     best = min(best, (float(through[end]), size, end))
             _, size, end = best
-            recomputes |= bool(self.teams[size].never[place, end] < self.trial.held(to_last))
+            recomputes |= bool(self.teams[size].never[place, end] < self.trial.in_flight(to_last))
             times.append(float(tables[size][place, end]))
             ends.append(end)
             replicas.append(size * self.each)

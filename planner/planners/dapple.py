@@ -9,27 +9,95 @@ Beyond the paper: the plan may leave devices unused; states are kept apart by th
 keep several plans (`Effort`), since the least latency now is not always the start of the best plan; a stage
 has to fit with the micro-batches in flight there, recomputing where it must. States whose every continuation
 is slower than the best plan known are dropped.
+
+The estimate of a step (section 4.1), fill, steady phase and drain around the pivot stage, is neither a bound
+nor a step that any schedule takes: it compares plans with each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.ways import Ways
+from ...cost_models.routes import Routes
 from ..candidate import Proposal
 from ..search.space import Space
 from ..stage_table import Floats
-from .dapple_latency import StageSeconds, latency
 from .dapple_moves import Ints, Moves, count_rules, machines_of
 from .replicated import MOST_GROUPS, Trial, replicas_of, thinned, trials
 
 if TYPE_CHECKING:
     from ..problem import Problem
+
+
+TIE = 1e-12
+"""Equal stages leave the pivot where it is, whatever the rounding."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """A stage of many plans side by side: arrays that broadcast together. Forward and backward of one
+    micro-batch; the all-reduce of a step."""
+
+    forward: Floats
+    backward: Floats
+    all_reduce: Floats
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of the step, and the pivot: 2 s for stage s, 2 s + 1 for the transfer after it."""
+
+    seconds: Floats
+    pivot: npt.NDArray[np.int64]
+
+
+def latency(stages: Sequence[StageSeconds], transfers: Sequence[Floats], micro_batches: int) -> Latency:
+    """T = T_w + T_s + T_e of plans of `stages`, with a transfer of so many seconds after each but the last.
+
+    A transfer is a stage whose forward and backward take its seconds, without an all-reduce. With those, for
+    M micro-batches, the pivot Q, and F, B, AR of the stages:
+
+        T_w = sum of F_s up to Q                 T_s = (M - 1) (F_Q + B_Q)
+        T_e = max over s of AR_s + (sum of B_a for a = s..Q)         for s <= Q
+                            AR_s - (sum of B_a for a = Q+1..s-1)     for s > Q
+
+    The all-reduce of a stage is so hidden by the backwards that follow it on the stages before. Q is the last
+    stage, or from there backwards each stage whose (M - 1)(F + B) is above that of Q plus F + B of the stages
+    between. Both cases of T_e are AR_s + (backwards up to Q) - (backwards before s), so that
+    T = (F + B of the stages before Q) + M (F_Q + B_Q) + max over s of (AR_s - backwards before s).
+    """
+    before, backwards, exposed = np.zeros(1), np.zeros(1), np.full(1, -np.inf)
+    reaches, works = [], []
+    for stage in _joined(stages, transfers):
+        work = stage.forward + stage.backward
+        reaches.append(before + micro_batches * work)
+        works.append(work)
+        exposed = np.maximum(exposed, stage.all_reduce - backwards)
+        before, backwards = before + work, backwards + stage.backward
+    seconds, pivot = reaches[-1], np.asarray(len(works) - 1)
+    hidden = seconds - works[-1]
+    for index in range(len(works) - 2, -1, -1):
+        # (M - 1) w_s > (M - 1) w_Q + between  <=>  before_s + M w_s > before_Q + (M - 1) w_Q
+        moves = reaches[index] > hidden * (1 + TIE)
+        seconds = np.where(moves, reaches[index], seconds)
+        hidden = np.where(moves, reaches[index] - works[index], hidden)
+        pivot = np.where(moves, index, pivot)
+    whole = seconds + exposed
+    return Latency(whole, np.broadcast_to(pivot, whole.shape))
+
+
+def _joined(stages: Sequence[StageSeconds], transfers: Sequence[Floats]) -> Iterator[StageSeconds]:
+    for stage, transfer in zip_longest(stages, transfers):
+        yield stage
+        if transfer is not None:
+            yield StageSeconds(transfer, transfer, np.zeros(1))
+
 
 BLOCKS, GLANCE_BLOCKS = 100, 24
 """Places for cuts are thinned to so many blocks; for a glance at a micro-batch size."""
@@ -40,7 +108,7 @@ PROMISING = 3
 @dataclass(frozen=True)
 class Effort:
     """What a search may do. More devices than `groups` stay together with their neighbours; `entries` next
-    stages are looked at side by side, and a third as many plans, by places, are kept of each number of
+    stages are looked at side by side, and a third as many plans, by cut points, are kept of each number of
     stages, `kept` of each state."""
 
     groups: int = MOST_GROUPS
@@ -82,19 +150,19 @@ class Dapple:
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """The plan of least estimated latency for the most promising micro-batch sizes."""
         space, gpus = thinned(problem.space, BLOCKS), problem.reached
-        coarse, ways = thinned(space, GLANCE_BLOCKS), Ways(space.topology)
+        coarse, routes = thinned(space, GLANCE_BLOCKS), Routes(space.topology)
         whole = Whole(problem.stage_counts[-1], problem.wishes.use_all)
         glances = []
-        for trial in trials(problem.settings):
-            glance = plan(coarse, trial, gpus, whole, effort=GLANCE, ways=ways)
+        for trial in trials(problem.configs):
+            glance = plan(coarse, trial, gpus, whole, effort=GLANCE, routes=routes)
             if glance is not None:
                 glances.append((glance.latency_seconds, trial))
-        places = space.table(space.chain.sizes[0]).places
+        cut_points = space.table(space.chain.sizes[0]).cut_points
         for _, trial in sorted(glances, key=lambda glance: glance[0])[:PROMISING]:
-            found = plan(space, trial, gpus, whole, ways=ways)
+            found = plan(space, trial, gpus, whole, routes=routes)
             if found is not None:
-                ends = tuple(places[end] for end in found.ends)
-                yield Proposal(trial.setting(found.recomputes), ends, found.devices)
+                ends = tuple(cut_points[end] for end in found.ends)
+                yield Proposal(trial.config(found.recomputes), ends, found.devices)
 
 
 PLANNER = Dapple()
@@ -107,24 +175,24 @@ def plan(
     whole: Whole = ANY,
     *,
     effort: Effort = FULL,
-    ways: Ways | None = None,
+    routes: Routes | None = None,
 ) -> DapplePlan | None:
-    """The plan found for one micro-batch size on the first `gpus` devices; None where none fits. `ways` are
+    """The plan found for one micro-batch size on the first `gpus` devices; None where none fits. `routes` are
     remembered from one call to the next."""
     groups = gpus if replicas_of(space) == "none" else effort.groups
     machines = machines_of(gpus, min(gpus, space.topology.gpus_per_node), groups)
-    ways = ways or Ways(space.topology)
+    routes = routes or Routes(space.topology)
     best: DapplePlan | None = None
     for counts in count_rules(space, machines):
-        found = _Search(Moves(space, trial, machines, ways, counts), whole, effort).run(best)
+        found = _Search(Moves(space, trial, machines, routes, counts), whole, effort).run(best)
         best = found or best
     return best
 
 
 @dataclass(frozen=True)
 class _Starts:
-    """Unfinished plans, of as many stages each: arrays (stages, plans) of the places they end at, of their
-    moves, and of the joints from each stage to the next."""
+    """Unfinished plans, of as many stages each: arrays (stages, plans) of the cut points they end at, of
+    their moves, and of the joints from each stage to the next."""
 
     ends: Ints
     moves: Ints
@@ -149,7 +217,7 @@ class _Search:
     def __init__(self, moves: Moves, whole: Whole, effort: Effort) -> None:
         self.moves, self.whole, self.effort = moves, whole, effort
         self.trial = moves.trial
-        self.last = moves.places - 1
+        self.last = moves.cut_points - 1
         self.best: DapplePlan | None = None
         self.limit = np.inf
 
@@ -205,7 +273,7 @@ class _Search:
         if not len(which):
             return np.zeros(0, dtype=np.bool_)
         begin = starts.ends[-1][which] if len(starts.ends) else 0
-        works = self.moves.work(self.trial.held(1))[self.moves.teams(moves), begin, self.last]
+        works = self.moves.work(self.trial.in_flight(1))[self.moves.teams(moves), begin, self.last]
         rounds = self.trial.micro_batches - 1
         possible: npt.NDArray[np.bool_] = rounds * works < self.limit if rounds else works < np.inf
         if self.whole.use_all:
@@ -247,7 +315,7 @@ class _Search:
         return longer.chosen(fitting), seconds[fitting], least[which, ends][fitting]
 
     def _least(self, starts: _Starts, moves: Ints, joints: Ints) -> Floats:
-        """(moves, places): what a plan takes at least whose next stage ends there; inf where it may not.
+        """(moves, cut points): what a plan takes at least whose next stage ends there; inf where it may not.
 
         A latency is at least (M - 1) (F + B) of any stage plus F + B of all before it, transfers counted; of
         the stages that are left some one has its share of the work that is left.
@@ -262,12 +330,12 @@ class _Search:
                 work = part.forward + part.backward
                 slowest = np.maximum(slowest, before + (count - 1) * work)
                 before = before + work + 2 * transfer
-        works = self.moves.work(self.trial.held(2))[self.moves.teams(moves), begin]
+        works = self.moves.work(self.trial.in_flight(2))[self.moves.teams(moves), begin]
         left = np.maximum(self.moves.left(self.moves.states(moves)), 1)
         share = self.moves.least_work[None, :] / left[:, None]
         following = before[:, None] + np.maximum(max(count - 1, 1) * works, works + (count - 1) * share)
-        places = np.arange(self.last + 1)
-        possible = (places > begin[:, None]) & (places < self.last)
+        cut_points = np.arange(self.last + 1)
+        possible = (cut_points > begin[:, None]) & (cut_points < self.last)
         return np.where(possible, np.maximum(following, slowest[:, None]), np.inf)
 
     def _kept(self, starts: _Starts, seconds: Floats, least: Floats) -> _Starts:
@@ -300,12 +368,12 @@ class _Costed:
         for stage, end in enumerate(plans.ends):
             at = (moves.teams(plans.moves[stage]), begin, end)
             forward, backward, reduced, never, always = (table[at] for table in tables.values())
-            held = moves.trial.held(stages - stage)
-            again = held > never
+            in_flight = moves.trial.in_flight(stages - stage)
+            recompute = in_flight > never
             self.start_fits = self.fits
-            self.fits = self.fits & (~again | (held <= always))
-            self.recomputes = self.recomputes | again
-            self._stages.append(StageSeconds(forward, backward + again * forward, reduced))
+            self.fits = self.fits & (~recompute | (in_flight <= always))
+            self.recomputes = self.recomputes | recompute
+            self._stages.append(StageSeconds(forward, backward + recompute * forward, reduced))
             begin = end
 
     @property

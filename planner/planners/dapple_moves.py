@@ -1,8 +1,13 @@
-"""What may follow in DAPPLE's search: the next stage's devices, by what is taken of each machine."""
+"""What may follow in DAPPLE's search: the next stage's devices, by what is taken of each machine.
+
+Fan et al., "DAPPLE", PPoPP 2021, section 4.2: three ways to give the next stage its devices, on real machine
+boundaries. What is left of a machine is told by how many of its devices are taken: they are taken in the
+order of their ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,11 +16,67 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.collectives import all_reduce_seconds
-from ...cost_models.ways import Ways
+from ...cost_models.routes import Routes
 from ..search.space import Space
 from ..stage_table import Floats
-from .dapple_placement import POLICIES, Counts, ranks_of
 from .replicated import MOST_GROUPS, TeamCosts, Trial, groups_of, replicas_of, team_costs
+
+Counts = tuple[int, ...]
+"""By machine, a number of its devices."""
+Policy = Callable[[Counts, Counts, int], Counts]
+
+
+def fresh_first(machines: Counts, used: Counts, count: int) -> Counts:
+    """Devices of unused machines first: keeps the replicas of a stage on the fast links of one machine."""
+    fresh = [machine for machine, taken in enumerate(used) if taken == 0]
+    return _in_order(machines, used, count, [*fresh, *_begun(used)])
+
+
+def append_first(machines: Counts, used: Counts, count: int) -> Counts:
+    """What is left of used machines first: leaves no machine half empty."""
+    fresh = [machine for machine, taken in enumerate(used) if taken == 0]
+    return _in_order(machines, used, count, [*_begun(used), *fresh])
+
+
+def scatter_first(machines: Counts, used: Counts, count: int) -> Counts:
+    """One device in turn of each used machine, where there are several with enough left, else of each machine
+    that has any left: transfers from stage to stage then stay inside the machines."""
+    free = [room - taken for room, taken in zip(machines, used, strict=True)]
+    begun = [machine for machine in _begun(used) if free[machine]]
+    enough = len(begun) > 1 and sum(free[machine] for machine in begun) >= count
+    pool = begun if enough else range(len(machines))
+    given = [0] * len(machines)
+    while count:
+        for machine in pool:
+            if count and given[machine] < free[machine]:
+                given[machine] += 1
+                count -= 1
+    return tuple(given)
+
+
+POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
+
+
+def ranks_of(starts: Sequence[int], used: Counts, given: Counts) -> tuple[int, ...]:
+    """The ranks of `given` devices after the `used` ones of machines whose first ranks are `starts`."""
+    return tuple(
+        start + taken + index
+        for start, taken, number in zip(starts, used, given, strict=True)
+        for index in range(number)
+    )
+
+
+def _begun(used: Counts) -> list[int]:
+    return [machine for machine, taken in enumerate(used) if taken]
+
+
+def _in_order(machines: Counts, used: Counts, count: int, order: Sequence[int]) -> Counts:
+    given = [0] * len(machines)
+    for machine in order:
+        given[machine] = min(count, machines[machine] - used[machine])
+        count -= given[machine]
+    return tuple(given)
+
 
 Ints = npt.NDArray[np.int64]
 
@@ -62,7 +123,7 @@ class Moves:
     space: Space
     trial: Trial
     machines: Machines
-    ways: Ways
+    routes: Routes
     counts: tuple[int, ...] | None = None
     _states: dict[Counts, int] = field(default_factory=dict)
     _used: list[Counts] = field(default_factory=list)
@@ -71,7 +132,7 @@ class Moves:
     _made: list[_Move] = field(default_factory=list)
     _teams: dict[int, int] = field(default_factory=dict)
     _joints: dict[tuple[int, int], int] = field(default_factory=dict)
-    _ways: list[tuple[float, float]] = field(default_factory=list)
+    _routes: list[tuple[float, float]] = field(default_factory=list)
     """By joint, seconds: its latency, and of each byte of the largest part of a replica."""
     _arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     costs: list[TeamCosts] = field(default_factory=list)
@@ -100,7 +161,7 @@ class Moves:
         return self._column("state")[moves]
 
     def teams(self, moves: Ints) -> Ints:
-        """The places of their costs in `costs`."""
+        """The cut points of their costs in `costs`."""
         return self._column("team")[moves]
 
     def left(self, states: Ints) -> Ints:
@@ -114,33 +175,36 @@ class Moves:
         made = [self._joint(code >> 32, code & (1 << 32) - 1) for code in codes.tolist()]
         return np.array(made, dtype=np.int64)[inverse]
 
-    def transfer(self, joints: Ints, senders: Ints, receivers: Ints, places: Ints) -> Floats:
+    def transfer(self, joints: Ints, senders: Ints, receivers: Ints, cut_points: Ints) -> Floats:
         """Seconds of a micro-batch from a stage to the next, cut at a place. Arrays of one length."""
         crossing = self.table("crossing")
-        bytes = np.maximum(crossing[self.teams(senders), places], crossing[self.teams(receivers), places])
-        if "ways" not in self._arrays or len(self._arrays["ways"]) < len(self._ways):
-            self._arrays["ways"] = np.array(self._ways).reshape(-1, 2)
-        latency, pace = self._arrays["ways"][joints].T
+        bytes = np.maximum(
+            crossing[self.teams(senders), cut_points], crossing[self.teams(receivers), cut_points]
+        )
+        if "routes" not in self._arrays or len(self._arrays["routes"]) < len(self._routes):
+            self._arrays["routes"] = np.array(self._routes).reshape(-1, 2)
+        latency, pace = self._arrays["routes"][joints].T
         made: Floats = latency + bytes * pace
         return made
 
     def table(self, name: str) -> Floats:
-        """(teams, places, places): a table of every team met so far; `crossing` (teams, places)."""
+        """(teams, cut points, cut points): a table of every team met so far; `crossing` (teams, cut
+        points)."""
         if len(self._arrays.get(name, ())) < len(self.costs):
             self._arrays[name] = np.array([getattr(costs, name) for costs in self.costs])
         return self._arrays[name]
 
-    def work(self, held: int) -> Floats:
-        """(teams, places, places): forward and backward of stages with so many micro-batches held."""
-        if len(self._arrays.get(f"work {held}", ())) < len(self.costs):
-            self._arrays[f"work {held}"] = np.array([costs.work(held) for costs in self.costs])
-        return self._arrays[f"work {held}"]
+    def work(self, in_flight: int) -> Floats:
+        """(teams, cut points, cut points): forward and backward of stages with so many micro-batches held."""
+        if len(self._arrays.get(f"work {in_flight}", ())) < len(self.costs):
+            self._arrays[f"work {in_flight}"] = np.array([costs.work(in_flight) for costs in self.costs])
+        return self._arrays[f"work {in_flight}"]
 
     @cached_property
     def least_work(self) -> Floats:
-        """(places,): device seconds of a micro-batch from each place to the end, however it is shared."""
+        """(cut points,): device seconds of a micro-batch from each place to the end, however it is shared."""
         shared = range(1, min(self.trial.size, self.space.topology.gpus) + 1)
-        least = np.full(self.places - 1, np.inf)
+        least = np.full(self.cut_points - 1, np.inf)
         scale = min(device.seconds_scale for device in self.space.topology.kinds)
         for replicas in shared:
             if self.space.fits_someone(self.trial.size, replicas):
@@ -148,11 +212,11 @@ class Moves:
                 blocks = np.diagonal(table.forward + table.backward, 1)
                 least = np.minimum(least, replicas * blocks * scale)
         if any(device.profile is not None for device in self.space.topology.kinds):
-            least = np.zeros(self.places - 1)
+            least = np.zeros(self.cut_points - 1)
         return np.append(np.cumsum(least[::-1])[::-1], 0.0)
 
     @cached_property
-    def places(self) -> int:
+    def cut_points(self) -> int:
         """Where stages may start or end."""
         return self.space.table(self.space.chain.sizes[0]).blocks + 1
 
@@ -216,10 +280,10 @@ class Moves:
 
     def _joint(self, sender: int, receiver: int) -> int:
         if (sender, receiver) not in self._joints:
-            self._joints[sender, receiver] = len(self._ways)
+            self._joints[sender, receiver] = len(self._routes)
             senders, receivers = self._made[sender].ranks, self._made[receiver].ranks
-            latency, pace = self.ways.way(senders, receivers)
-            self._ways.append((latency, pace * min(len(senders), len(receivers))))
+            latency, pace = self.routes.route(senders, receivers)
+            self._routes.append((latency, pace * min(len(senders), len(receivers))))
         return self._joints[sender, receiver]
 
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 from ...cost_models.schedules import schedule_named
 from ..balance import balance
 from ..candidate import Proposal
-from ..setting import Setting
-from .equal_pipelines import Ends, ends_of, shared_settings, stage_counts, work_seconds
-from .megatron import block_ends
-from .repeated_blocks import repeated_blocks
+from ..pipeline_config import PipelineConfig
+from .base import Ends, ends_of, shared_configs, stage_counts, work_seconds
+from .transformer_blocks import block_ends, repeated_blocks
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -35,25 +34,25 @@ class Interleaved:
     def propose(self, problem: Problem) -> Iterator[Proposal]:
         """Two devices or more that divide the micro-batches, each with 2, 3 or 4 parts."""
         cuts = cache(partial(_cuts, problem))
-        for setting in interleaved_settings(problem):
-            chunks, size = setting.virtual_stages, setting.micro_batch_size
+        for config in interleaved_configs(problem):
+            chunks, size = config.virtual_stages, config.micro_batch_size
             for stages in stage_counts(problem, chunks):
-                if stages > 1 and setting.micro_batches % stages == 0:
+                if stages > 1 and config.micro_batches % stages == 0:
                     for ends in cuts(stages * chunks, size):
-                        yield Proposal(setting, ends, placed(stages, chunks))
+                        yield Proposal(config, ends, placed(stages, chunks))
 
 
-def interleaved_settings(problem: Problem) -> list[Setting]:
+def interleaved_configs(problem: Problem) -> list[PipelineConfig]:
     """Those of the problem; where schedule and runtime were left open, those of 1F1B. Each with several parts
     a device."""
     runtime = problem.runtime
     if runtime is not None and not runtime.virtual_stages:
         return []
     free = runtime is None and problem.wishes.schedule == "auto"
-    base = [s for s in problem.settings if s.schedule == SCHEDULE or (free and s.schedule == "1f1b")]
+    base = [s for s in problem.configs if s.schedule == SCHEDULE or (free and s.schedule == "1f1b")]
     made = {
-        replace(setting, schedule=SCHEDULE, virtual_stages=chunks): None
-        for setting in shared_settings(problem, base, 1)
+        replace(config, schedule=SCHEDULE, virtual_stages=chunks): None
+        for config in shared_configs(problem, base, 1)
         for chunks in VIRTUAL_STAGES
     }
     return list(made)

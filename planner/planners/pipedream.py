@@ -1,14 +1,19 @@
 """PipeDream: stages and replicas by the hierarchical dynamic programme, for asynchronous throughput.
 
 Narayanan et al., "PipeDream", SOSP 2019. Its objective is the seconds of a mini-batch in steady state, with
-transfers and all-reduces beside the compute: those of the slowest stage or cut (`pipedream_table`).
+transfers and all-reduces beside the compute: those of the slowest stage or cut (`pipedream_programme`).
 Latencies count nothing in it. What enters the pipeline at a time is a mini-batch of its own there, a
 micro-batch here; replicas of a stage take turns there and share every micro-batch here, which the recurrence
 does not tell apart.
 
-Where a model has branches PipeDream's states are the down-sets of its graph. Here they are the places of the
-chain: what a cut sends is every tensor made before it that is needed behind it, each once, and always counts.
-Of devices of several kinds all count as the slowest, with the least memory.
+Where a model has branches PipeDream's states are the down-sets of its graph. Here they are the cut points of
+the chain: what a cut sends is every tensor made before it that is needed behind it, each once, and always
+counts. Of devices of several kinds all count as the slowest, with the least memory.
+
+`pipedream-published` counts as the code that its authors published, which is not as the paper does. Of a
+stage on m components compute and all-reduce add up, and the all-reduce of m copies sends 4 (m-1) / m times
+the weights; what a cut sends is divided among the components of the stage behind it. Cuts are charged, which
+that code does where it is told to; memory and unused machines are as in `pipedream`.
 """
 
 from __future__ import annotations
@@ -26,16 +31,16 @@ from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.quantities import counted, format_bytes
 from ...cost_models.schedules import schedule_named
 from ..candidate import Proposal
-from ..search.space import Space, share_of
-from ..setting import Setting
+from ..pipeline_config import PipelineConfig
+from ..search.space import Space, divide_batch
 from ..stage_table import StageTable, ledger_options
-from .pipedream_devices import devices_of, tiers_of
-from .pipedream_search import WORK, Solution, fastest
-from .pipedream_table import PAPER, Bools, Floats, Instance, Recurrence, Tier
+from .pipedream_programme import PAPER, Bools, Floats, Instance, Recurrence, Tier
+from .pipedream_search import WORK, Solution, devices_of, fastest, tiers_of
 from .replicated import thinned
 
 if TYPE_CHECKING:
     from ..problem import Problem
+
 
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
 SCHEDULES = (*ASYNCHRONOUS, "1f1b", "dapple", "gpipe")
@@ -104,13 +109,13 @@ def plan_asynchronous(
         raise UsageError(f"schedule {schedule!r}: is not asynchronous", f"Use {' or '.join(ASYNCHRONOUS)}.")
     gpus = space.topology.gpus
     if not any(space.fits_someone(mini_batch, replicas) for replicas in range(1, gpus + 1)):
-        space.table(share_of(mini_batch, gpus))  # which says so
-    setting = Setting(schedule, recompute, ENDLESS, mini_batch)
-    stages = _Stages(space, setting, recurrence, use_all, most_replicas)
+        space.table(divide_batch(mini_batch, gpus))  # which says so
+    config = PipelineConfig(schedule, recompute, ENDLESS, mini_batch)
+    stages = _Stages(space, config, recurrence, use_all, most_replicas)
     found = stages.fastest(work)
     if found is None:
         raise stages.nothing_fits()
-    flat, places = found.flat(), stages.table.places
+    flat, cut_points = found.flat(), stages.table.cut_points
     devices = tuple(devices_of(found.parts, stages.tiers))
     behind = range(len(flat) - 1, -1, -1)
     needed = [
@@ -120,7 +125,7 @@ def plan_asynchronous(
         schedule=schedule,
         recompute=recompute,
         mini_batch=mini_batch,
-        ends=tuple(places[end] for _, end, _ in flat),
+        ends=tuple(cut_points[end] for _, end, _ in flat),
         devices=devices,
         seconds_per_mini_batch=found.seconds,
         noam=-(-sum(map(len, devices)) // len(devices[0])),
@@ -142,23 +147,23 @@ class PipeDream:
     recurrence: Recurrence
 
     def propose(self, problem: Problem) -> Iterable[Proposal]:
-        """For every setting its partition with the shortest bottleneck, where one fits. A runtime that runs
-        no replicas, or the same number everywhere, is given one device a stage. Of a long chain some of the
-        cuts: tables of all its stages would be too large."""
-        space, settings = _within_reach(problem.space), _wanted(problem.settings)
+        """For every configuration its partition with the shortest bottleneck, where one fits. A runtime that
+        runs no replicas, or the same number everywhere, is given one device a stage. Of a long chain some of
+        the cuts: tables of all its stages would be too large."""
+        space, configs = _within_reach(problem.space), _wanted(problem.configs)
         if space.is_long:
             space = thinned(space, LONG)
         runtime = space.runtime
-        for setting in settings:
-            size = setting.micro_batch_size
+        for config in configs:
+            size = config.micro_batch_size
             if not space.chain.reaches(size, past_largest=True):
                 continue
             shared = space.fits_someone(size, 2) and (runtime is None or runtime.runs_replicas([2, 1]))
-            stages = _Stages(space, setting, self.recurrence, most_replicas=size if shared else 1)
-            found = stages.fastest(WORK / 2 / len(settings))
+            stages = _Stages(space, config, self.recurrence, most_replicas=size if shared else 1)
+            found = stages.fastest(WORK / 2 / len(configs))
             if found is not None:
-                ends = tuple(stages.table.places[end] for _, end, _ in found.flat())
-                yield Proposal(setting, ends, tuple(devices_of(found.parts, stages.tiers)))
+                ends = tuple(stages.table.cut_points[end] for _, end, _ in found.flat())
+                yield Proposal(config, ends, tuple(devices_of(found.parts, stages.tiers)))
 
 
 def _within_reach(space: Space) -> Space:
@@ -169,21 +174,21 @@ def _within_reach(space: Space) -> Space:
     return replace(space, topology=space.topology.with_gpus(of_node))
 
 
-def _wanted(settings: Sequence[Setting]) -> list[Setting]:
+def _wanted(configs: Sequence[PipelineConfig]) -> list[PipelineConfig]:
     """Of one schedule; where each stage may recompute or not, only so."""
-    known = {setting.schedule for setting in settings}
+    known = {config.schedule for config in configs}
     schedule = next((name for name in SCHEDULES if name in known), None)
-    own = [setting for setting in settings if setting.schedule == schedule]
-    by_stage = [setting for setting in own if setting.recompute == "by_stage"]
+    own = [config for config in configs if config.schedule == schedule]
+    by_stage = [config for config in own if config.recompute == "by_stage"]
     return by_stage or own
 
 
 @dataclass(frozen=True, eq=False)
 class _Stages:
-    """What stages cost and need under a setting, and their programme."""
+    """What stages cost and need under a configuration, and their programme."""
 
     given: Space
-    setting: Setting
+    config: PipelineConfig
     recurrence: Recurrence
     use_all: bool = False
     most_replicas: int | None = None
@@ -204,7 +209,7 @@ class _Stages:
 
     @property
     def size(self) -> int:
-        return self.setting.micro_batch_size
+        return self.config.micro_batch_size
 
     @cached_property
     def table(self) -> StageTable:
@@ -227,7 +232,7 @@ class _Stages:
     @cached_property
     def modes(self) -> tuple[Recompute, ...]:
         """How a stage may recompute, the cheapest first."""
-        return ("never", "always") if self.setting.recompute == "by_stage" else (self.setting.recompute,)
+        return ("never", "always") if self.config.recompute == "by_stage" else (self.config.recompute,)
 
     def fastest(self, work: float) -> Solution | None:
         """The plan with the shortest bottleneck; None where none fits."""
@@ -254,30 +259,32 @@ class _Stages:
         topology = self.space.topology
         firsts = {topology.device(rank): rank for rank in range(topology.gpus - 1, -1, -1)}
         teams = [self.space.team(self.size, [rank]) for rank in firsts.values()]
-        again = 0 if self.setting.recompute in ("never", "by_stage") else 1
-        slowest: Floats = np.maximum.reduce([(1 + again) * team.forward + team.backward for team in teams])
+        recompute = 0 if self.config.recompute in ("never", "by_stage") else 1
+        slowest: Floats = np.maximum.reduce(
+            [(1 + recompute) * team.forward + team.backward for team in teams]
+        )
         return slowest
 
-    def held(self, behind: int) -> int:
+    def in_flight(self, behind: int) -> int:
         """Micro-batches in flight on a stage with so many behind it."""
-        own = schedule_named(self.setting.schedule)
-        return int(own.in_flight(0, behind + 1, self.setting.micro_batches))
+        own = schedule_named(self.config.schedule)
+        return int(own.in_flight(0, behind + 1, self.config.micro_batches))
 
     def versions(self, behind: int) -> int:
         """Weight versions of a stage with so many behind it."""
-        own = schedule_named(self.setting.schedule)
-        return int(own.weight_versions(0, behind + 1, self.setting.micro_batches))
+        own = schedule_named(self.config.schedule)
+        return int(own.weight_versions(0, behind + 1, self.config.micro_batches))
 
     def bytes(self, replicas: int, behind: int, recompute: Recompute) -> Floats:
         """What every stage needs on one of its replicas, with so many stages behind it."""
         options: LedgerOptions = {**self.ledger, "weight_versions": self.versions(behind)}
-        share = share_of(self.size, replicas)
-        return self.space.table(share).memory(
-            self.held(behind), recompute, self.space.optimizer, replicas, **options
+        per_replica_batch = divide_batch(self.size, replicas)
+        return self.space.table(per_replica_batch).memory(
+            self.in_flight(behind), recompute, self.space.optimizer, replicas, **options
         )
 
     def _fits(self, replicas: int, behind: int) -> Bools:
-        fitting: Bools = self.held(behind) <= self._room(replicas)
+        fitting: Bools = self.in_flight(behind) <= self._room(replicas)
         return fitting
 
     def _room(self, replicas: int) -> Floats:
@@ -287,19 +294,19 @@ class _Stages:
             room = np.full(self.table.valid.shape, -1.0)
             if self.given.fits_someone(self.size, replicas):
                 for mode in self.modes:
-                    room = np.maximum(room, self._most_held(replicas, mode))
+                    room = np.maximum(room, self._most_in_flight(replicas, mode))
             self._rooms[replicas] = room
         return self._rooms[replicas]
 
-    def _most_held(self, replicas: int, mode: Recompute) -> Floats:
+    def _most_in_flight(self, replicas: int, mode: Recompute) -> Floats:
         one, other = self.bytes(replicas, 0, mode), self.bytes(replicas, 1, mode)
-        if self.held(1) == self.held(0):
+        if self.in_flight(1) == self.in_flight(0):
             return np.where(one <= self.limit, np.inf, -1.0)
         each = other - one
         with np.errstate(divide="ignore", invalid="ignore"):
             more = np.where(each > 0, (self.limit - one) / each, np.where(one <= self.limit, np.inf, -np.inf))
         # A stage that fits to the byte may not be lost to rounding.
-        most: Floats = (self.held(0) + more) * (1 + 1e-12)
+        most: Floats = (self.in_flight(0) + more) * (1 + 1e-12)
         return most
 
     def notes(self, found: Solution) -> Iterator[str]:
@@ -315,16 +322,28 @@ class _Stages:
     def nothing_fits(self) -> InfeasibleError:
         """The error, with what is missing for the simplest plan of all."""
         gpus = counted(self.space.topology.gpus, "device")
-        what = f"{self.setting.schedule}: no plan for {self.size} samples on {gpus} fits"
+        what = f"{self.config.schedule}: no plan for {self.size} samples on {gpus} fits"
         if self.limit == inf:
             return InfeasibleError(f"{what}: a stage has nothing to train", "Allow other cuts.")
         alone = min(float(self.bytes(1, 0, mode)[0, -1]) for mode in self.modes)
         return InfeasibleError(
             f"{what} into {format_bytes(int(self.limit))} each; the whole model needs "
             f"{format_bytes(round(alone))} on one",
-            "Use a smaller mini-batch, recompute always, more devices or memory; or a schedule with a flush, "
-            "which keeps one version of the weights.",
+            "Use a smaller global batch, recompute always, more devices or memory; or a schedule with a "
+            "flush, which keeps one version of the weights.",
         )
 
 
 PLANNER = PipeDream("pipedream", PAPER)
+
+
+def _published_stage(seconds: Floats, weights: Floats, machines: int, bandwidth: float) -> Floats:
+    return (seconds + 4 * (machines - 1) * weights / (bandwidth * machines)) / machines
+
+
+def _published_cut(crossing: Floats, machines: int, bandwidth: float) -> Floats:
+    return 2 * crossing / (bandwidth * machines)
+
+
+PUBLISHED = Recurrence(_published_stage, _published_cut)
+PUBLISHED_PLANNER = PipeDream("pipedream-published", PUBLISHED)

@@ -1,21 +1,131 @@
-"""The tables of PipeDream's recurrence (`pipedream_table`), filled from the last layer back.
+"""PipeDream's recurrence, what it is asked and what it answers, and the tables that are filled of it.
 
-So a stage is placed when the number of stages behind it is known, which its memory depends on: tables are
-kept apart by that number.
+Narayanan et al., "PipeDream", SOSP 2019, section 3.1. Level k joins m_k components by links of bandwidth B_k;
+a component of the innermost level is a device, one of level k is all of level k-1. With C the seconds and W
+the weight bytes of the layers i..j, and a_s the bytes that cross the cut at s:
+
+    A^0(i..j)    = C(i..j)
+    T^k(i..j, m) = max(A^{k-1}(i..j), 2(m-1) W(i..j) / B_k) / m       a stage on m components
+    A^k(i..j, m) = min(T^k(i..j, m), min over s, m' of max(T^k(i..s, m'), 2 a_s / B_k, A^k(s..j, m-m')))
+
+A^{k-1} without a number is that of a whole component. Where fewer machines are faster the others stay idle,
+unless all are to be used. `pipedream_search` runs it.
+
+The tables are filled from the last layer back. So a stage is placed when the number of stages behind it is
+known, which its memory depends on: tables are kept apart by that number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from .pipedream_table import Floats, Instance, Part
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Tier(NamedTuple):
+    """A level of bandwidth: so many components, joined by links of so many bytes per second."""
+
+    machines: int
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What a stage and a cut cost.
+
+    `stage(seconds, weight_bytes, machines, bandwidth)`: of a stage on so many components, by the seconds of
+    one of them; at least their part of these. `cut(bytes, machines, bandwidth)`: of what crosses the cut
+    before a stage on so many.
+    """
+
+    stage: Callable[[Floats, Floats, int, float], Floats]
+    cut: Callable[[Floats, int, float], Floats]
+
+
+def _paper_stage(seconds: Floats, weights: Floats, machines: int, bandwidth: float) -> Floats:
+    shared: Floats = np.maximum(seconds, 2 * (machines - 1) * weights / bandwidth) / machines
+    return shared
+
+
+def _paper_cut(crossing: Floats, machines: int, bandwidth: float) -> Floats:  # noqa: ARG001 - as of others
+    return 2 * crossing / bandwidth
+
+
+PAPER = Recurrence(_paper_stage, _paper_cut)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage of one level: cut points `start` to `end` on `replicas` components, in each of them the stages
+    `inner` of the level inside (none on the innermost)."""
+
+    start: int
+    end: int
+    replicas: int
+    inner: tuple[Part, ...] = ()
+
+    def flat(self, copies: int = 1) -> Iterator[tuple[int, int, int]]:
+        """(start, end, devices) of the stages of devices in it, where there are so many copies of it."""
+        if not self.inner:
+            yield self.start, self.end, copies * self.replicas
+        for part in self.inner:
+            yield from part.flat(copies * self.replicas)
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """What is to be planned, over n + 1 cut points; see `StageTable` for cut points and matrices.
+
+    seconds, weights: (n + 1, n + 1), of one mini-batch on one device (inf where no stage may be), and bytes
+    whose gradients replicas exchange. crossing: (n + 1,) bytes of a mini-batch. tiers: from the innermost
+    level. `fits(replicas, behind)`: the stages, (n + 1, n + 1), that so many devices can hold with so many
+    stages behind; more behind never makes a stage fit. None: all. `most_replicas` of a stage of devices;
+    None: any number.
+    """
+
+    seconds: Floats
+    weights: Floats
+    crossing: Floats
+    tiers: tuple[Tier, ...]
+    recurrence: Recurrence = PAPER
+    fits: Callable[[int, int], Bools] | None = None
+    most_replicas: int | None = None
+    use_all: bool = False
+    check: Callable[[], None] = lambda: None
+    """Called now and then; what it raises ends the planning."""
+
+    @property
+    def last(self) -> int:
+        """The place after the last layer."""
+        return len(self.crossing) - 1
+
+    @property
+    def running(self) -> Floats:
+        """(n + 1,): seconds of the layers before each place."""
+        last = self.last
+        blocks = self.seconds[np.arange(last), np.arange(1, last + 1)]
+        return np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(blocks), blocks, 0.0))])
+
+    def thinned(self, kept: npt.NDArray[np.int64]) -> Instance:
+        """The same with these cut points alone."""
+        own, among = self.fits, np.ix_(kept, kept)
+        return replace(
+            self,
+            seconds=self.seconds[among],
+            weights=self.weights[among],
+            crossing=self.crossing[kept],
+            fits=None if own is None else lambda replicas, behind: own(replicas, behind)[among],
+        )
+
 
 CALL = 5_000
 """What a call of numpy counts for in `work`, a comparison for one: a nanosecond or two."""
@@ -62,7 +172,7 @@ def _bands(lows: list[int], highs: list[int]) -> Iterator[tuple[int, int, int, i
         start = stop
 
 
-class Found(NamedTuple):
+class Step(NamedTuple):
     """The shortest bottleneck, and the stages of the outermost level."""
 
     seconds: float
@@ -89,7 +199,7 @@ class Programme:
         self._kinds: dict[bytes, int] = {}
         self._seconds: dict[int, Seconds] = {}
 
-    def solution(self) -> Found | None:
+    def solution(self) -> Step | None:
         """The shortest bottleneck of the whole chain and its stages; None where no plan fits the limits."""
         top, last = len(self.at.tiers) - 1, self.at.last
         machines = self.at.tiers[top].machines
@@ -101,7 +211,7 @@ class Programme:
         if not np.isfinite(ends[then]):
             return None
         stand = _Stand(0, then, machines, 0, last)
-        return Found(ends[then], tuple(self._behind_a_cut(tables, stand)))
+        return Step(ends[then], tuple(self._behind_a_cut(tables, stand)))
 
     def tables(self, level: int, copies: int, behind: int, column: int | None, scale: int = 0) -> Tables:
         """Of a level, of which `copies` stand side by side with so many stages behind; `scale`: of more."""
@@ -214,8 +324,8 @@ class Programme:
 
 
 class _Stand(NamedTuple):
-    """Stages of the places `start` to `end` on so many components, at most; `after` the last of them so many
-    stages, and counted behind the next before them, `then`."""
+    """Stages of the cut points `start` to `end` on so many components, at most; `after` the last of them so
+    many stages, and counted behind the next before them, `then`."""
 
     after: int
     then: int

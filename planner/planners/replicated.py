@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..search.space import Space, Team, with_cuts
-from ..setting import Mode, Setting
+from ..pipeline_config import Mode, PipelineConfig
+from ..search.space import ReplicaGroupCosts, Space, with_cuts
 from ..stage_table import Floats
 
 SCHEDULES = ("1f1b", "dapple", "gpipe")
@@ -26,22 +26,22 @@ class Trial:
     size: int
     modes: tuple[Mode, ...]
 
-    def held(self, to_last: int) -> int:
+    def in_flight(self, to_last: int) -> int:
         """Micro-batches in flight on a stage, where so many stages go from it to the last, both counted."""
         return self.micro_batches if self.schedule == "gpipe" else min(self.micro_batches, to_last)
 
-    def setting(self, recomputes: bool) -> Setting:
+    def config(self, recomputes: bool) -> PipelineConfig:
         """For a plan in which some stage recomputes, or none."""
         wanted: tuple[Mode, ...] = ("by_stage", *(("always", "except_last") if recomputes else ("never",)))
         mode = next(mode for mode in (*wanted, *self.modes) if mode in self.modes)
-        return Setting(self.schedule, mode, self.micro_batches, self.size)
+        return PipelineConfig(self.schedule, mode, self.micro_batches, self.size)
 
 
-def trials(settings: Sequence[Setting]) -> list[Trial]:
-    """One for every micro-batch size of the settings, with the first of `SCHEDULES` that they have."""
-    known = {setting.schedule for setting in settings}
+def trials(configs: Sequence[PipelineConfig]) -> list[Trial]:
+    """One for every micro-batch size of the configurations, with the first of `SCHEDULES` that they have."""
+    known = {config.schedule for config in configs}
     schedule = next((name for name in SCHEDULES if name in known), None)
-    own = [setting for setting in settings if setting.schedule == schedule]
+    own = [config for config in configs if config.schedule == schedule]
     sizes = dict.fromkeys((s.micro_batches, s.micro_batch_size) for s in own)
     return [
         Trial(
@@ -67,18 +67,20 @@ class TeamCosts:
     always: Floats
     crossing: Floats
 
-    def work(self, held: int) -> Floats:
+    def work(self, in_flight: int) -> Floats:
         """Forward and backward seconds with so many micro-batches held, inf for stages that do not fit."""
-        again = np.where(held <= self.never, 0.0, np.where(held <= self.always, self.forward, np.inf))
-        made: Floats = self.forward + self.backward + again
+        recompute = np.where(
+            in_flight <= self.never, 0.0, np.where(in_flight <= self.always, self.forward, np.inf)
+        )
+        made: Floats = self.forward + self.backward + recompute
         return made
 
 
-def team_costs(space: Space, team: Team, modes: Sequence[Mode], all_reduce: Floats) -> TeamCosts:
+def team_costs(space: Space, team: ReplicaGroupCosts, modes: Sequence[Mode], all_reduce: Floats) -> TeamCosts:
     """What the modes leave of a team."""
     nothing = np.full(team.forward.shape, -np.inf)
-    never = team.most_held("never") if {"never", "by_stage"} & set(modes) else nothing
-    always = team.most_held("always") if {"always", "except_last", "by_stage"} & set(modes) else nothing
+    never = team.most_in_flight("never") if {"never", "by_stage"} & set(modes) else nothing
+    always = team.most_in_flight("always") if {"always", "except_last", "by_stage"} & set(modes) else nothing
     never, always = (np.where(space.usable, most, -np.inf) for most in (never, always))
     return TeamCosts(team.forward, team.backward, all_reduce, never, always, team.table.crossing)
 
@@ -106,6 +108,6 @@ def thinned(space: Space, blocks: int) -> Space:
     wanted = np.linspace(0, before[-1], blocks + 1)[1:-1]
     kept = np.unique(np.searchsorted(before, wanted).clip(1, table.blocks - 1))
     cut_after = np.zeros(len(space.chain), dtype=np.bool_)
-    cut_after[np.array(table.places)[kept] - 1] = True
+    cut_after[np.array(table.cut_points)[kept] - 1] = True
     cut_after[list(space.limits.must_cut)] = True
     return with_cuts(space, cut_after)

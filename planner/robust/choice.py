@@ -1,9 +1,9 @@
 """The plan with the best 90th percentile of the step over the draws of the layers' seconds.
 
-Compared are plans whose own step is near the fastest one's: the best of each setting and number of stages,
-those of the named planners, and what comes of the best of these by moving a cut by one place, or a device to
-the stage beside, again and again. All are scored on the same draws. It is no search of all plans: nothing is
-proven of the percentile.
+Compared are plans whose own step is near the fastest one's: the best of each configuration and number of
+stages, those of the named planners, and what comes of the best of these by moving a cut by one place, or a
+device to the stage beside, again and again. All are scored on the same draws. It is no search of all plans:
+nothing is proven of the percentile.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...cost_models.errors import UsageError
-from ..candidate import Candidate, Proposal, replicated
-from ..find import Answer, is_small
+from ..candidate import Proposal, ScoredPlan, replicated_pipeline
 from ..infeasible import no_plan_fits
+from ..joint_search import JointSearchResult, is_small
+from ..pipeline_config import PipelineConfig
 from ..plan_file import TIE
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.branch_and_bound import search
 from ..search.budget import WORK_A_SECOND
-from ..search.large import is_large
+from ..search.coarse import is_large
 from ..search.subproblem import Family
-from ..setting import Setting
 from .draws import Draws, draws_of
 from .interval import percentiles
 from .resampled import Resampled, known
@@ -30,7 +30,7 @@ from .resampled import Resampled, known
 NEAR = 0.2
 """Share by which the step of a plan that is compared may be longer than the fastest one's."""
 MOST_BESTS = 64
-"""Of the plans that are the best of their setting and number of stages: the fastest."""
+"""Of the plans that are the best of their configuration and number of stages: the fastest."""
 CLIMBED = 4
 """Plans that are varied at a time: the best so far."""
 ROUNDS = 12
@@ -41,7 +41,7 @@ class Robust:
     """The plan that was chosen, its 90th percentile and that of the fastest plan, and how many plans were
     compared. `is_fastest`: whether it is that plan."""
 
-    plan: Candidate
+    plan: ScoredPlan
     high_seconds: float
     fastest_high_seconds: float
     compared: int
@@ -52,12 +52,12 @@ def check_known(problem: Problem) -> None:
     """Raises UsageError where the profile does not tell how the layers' seconds vary."""
     if not known(problem.space):
         raise UsageError(
-            "--robust: the profile does not tell how the layers' seconds vary (an estimate or an import)",
-            "Measure it on the machine itself (pplan profile MODEL), or leave --robust away.",
+            "`robust`: the profile does not tell how the layers' seconds vary (an estimate or an import)",
+            "Measure it on the machine itself (pplan profile MODEL), or omit `robust`.",
         )
 
 
-def most_robust(problem: Problem, answer: Answer, draws: Draws | None = None) -> Robust:
+def most_robust(problem: Problem, answer: JointSearchResult, draws: Draws | None = None) -> Robust:
     """The choice among plans near the fastest, which the answer holds.
 
     That one itself, unless another is better by more than `TIE`. Raises UsageError as `check_known`.
@@ -68,7 +68,7 @@ def most_robust(problem: Problem, answer: Answer, draws: Draws | None = None) ->
         raise no_plan_fits(problem)
     contest = _Contest(problem, best, draws or draws_of(len(problem.chain)))
     contest.enter([best])
-    contest.enter(plan for plan in answer.by_planner.values() if isinstance(plan, Candidate))
+    contest.enter(plan for plan in answer.by_planner.values() if isinstance(plan, ScoredPlan))
     contest.enter(_bests(problem, best))
     contest.climb()
     return contest.decided()
@@ -79,16 +79,16 @@ class _Contest:
     """The plans that were compared, with the 90th percentile of each."""
 
     problem: Problem
-    fastest: Candidate
+    fastest: ScoredPlan
     draws: Draws
-    scores: dict[Proposal, tuple[Candidate, float]] = field(default_factory=dict)
+    scores: dict[Proposal, tuple[ScoredPlan, float]] = field(default_factory=dict)
     _looked_at: set[Proposal] = field(default_factory=set)
     _varied: set[Proposal] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._resampled = Resampled(self.problem.space, self.draws)
 
-    def enter(self, plans: Iterable[Candidate]) -> None:
+    def enter(self, plans: Iterable[ScoredPlan]) -> None:
         """Scores those that are new and near the fastest."""
         for plan in plans:
             near = plan.step_seconds <= self._longest and self.problem.allows(plan.proposal)
@@ -110,7 +110,7 @@ class _Contest:
                 self._varied.add(plan.proposal)
                 self.enter(self._variations(plan.proposal))
 
-    def _variations(self, proposal: Proposal) -> Iterator[Candidate]:
+    def _variations(self, proposal: Proposal) -> Iterator[ScoredPlan]:
         for other in variations(self.problem, proposal):
             if other not in self._looked_at:
                 self._looked_at.add(other)
@@ -118,7 +118,7 @@ class _Contest:
                 if scored is not None:
                     yield scored
 
-    def _ranked(self) -> list[tuple[Candidate, float]]:
+    def _ranked(self) -> list[tuple[ScoredPlan, float]]:
         """The best first, among equals the fastest, then the one that was entered first."""
         return sorted(self.scores.values(), key=lambda row: (row[1], row[0].step_seconds))
 
@@ -138,37 +138,41 @@ def variations(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
 
 
 def _moved_cuts(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
-    places = [0, *(int(i) + 1 for i in problem.space.chain.cut_after[:-1].nonzero()[0]), len(problem.chain)]
-    at = [places.index(end) for end in proposal.ends]
+    cut_points = [
+        0,
+        *(int(i) + 1 for i in problem.space.chain.cut_after[:-1].nonzero()[0]),
+        len(problem.chain),
+    ]
+    at = [cut_points.index(end) for end in proposal.ends]
     for cut in range(len(at) - 1):
         before, after = (at[cut - 1] if cut else 0), at[cut + 1]
         for moved in (at[cut] - 1, at[cut] + 1):
             if before < moved < after:
-                ends = (*proposal.ends[:cut], places[moved], *proposal.ends[cut + 1 :])
+                ends = (*proposal.ends[:cut], cut_points[moved], *proposal.ends[cut + 1 :])
                 yield replace(proposal, ends=ends)
 
 
 def _moved_devices(proposal: Proposal) -> Iterator[Proposal]:
     """Of devices that stand in their order."""
     own = proposal.replicas
-    if proposal != replicated(proposal.setting, proposal.ends, own):
+    if proposal != replicated_pipeline(proposal.config, proposal.ends, own):
         return
     for stage in range(len(own) - 1):
         for step in (-1, 1):
             counts = list(own)
             counts[stage], counts[stage + 1] = own[stage] + step, own[stage + 1] - step
             if min(counts) > 0:
-                yield replicated(proposal.setting, proposal.ends, counts)
+                yield replicated_pipeline(proposal.config, proposal.ends, counts)
 
 
-def _bests(problem: Problem, best: Candidate) -> list[Candidate]:
-    """The fastest of each setting and number of stages, of those that are near the fastest of all; of
+def _bests(problem: Problem, best: ScoredPlan) -> list[ScoredPlan]:
+    """The fastest of each configuration and number of stages, of those that are near the fastest of all; of
     problems that are too large to be searched again for each, none."""
     if is_large(problem.space, problem.families):
         return []
-    alike: dict[Setting, list[Family]] = {}
+    alike: dict[PipelineConfig, list[Family]] = {}
     for family in problem.families:
-        alike.setdefault(family.setting, []).append(family)
+        alike.setdefault(family.config, []).append(family)
     work = problem.wishes.time_limit * WORK_A_SECOND / max(1, len(alike) * len(problem.stage_counts))
     searches = _Searches(problem, best.step_seconds * (1 + NEAR), work)
     found = [plan for families in alike.values() for plan in searches.by_stages(families)]
@@ -183,7 +187,7 @@ class _Searches:
     limit: float
     work: float
 
-    def by_stages(self, families: Sequence[Family]) -> Iterator[Candidate]:
+    def by_stages(self, families: Sequence[Family]) -> Iterator[ScoredPlan]:
         """The fastest of these families with any number of stages, and those with other numbers: where the
         problem is not small, one stage more or less."""
         counts = self.problem.stage_counts
@@ -198,5 +202,5 @@ class _Searches:
                 if other is not None:
                     yield other
 
-    def _fastest(self, families: Sequence[Family], counts: Iterable[int]) -> Candidate | None:
+    def _fastest(self, families: Sequence[Family], counts: Iterable[int]) -> ScoredPlan | None:
         return search(self.problem.space, families, counts, work=self.work, limit=self.limit).best

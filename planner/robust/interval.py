@@ -8,8 +8,8 @@ import numpy as np
 
 from ...cost_models.timeline import runs_side_by_side
 from ..assembly import Assembly
-from ..candidate import Candidate
-from ..objectives.asynchronous import running
+from ..asynchronous import running
+from ..candidate import ScoredPlan
 from ..scoring import assembly_of
 from ..search.space import Space
 from ..stage_table import Floats
@@ -34,14 +34,14 @@ class Interval:
     high_seconds: float
 
 
-def interval_of(space: Space, plan: Candidate, draws: Draws | None = None) -> Interval | None:
+def interval_of(space: Space, plan: ScoredPlan, draws: Draws | None = None) -> Interval | None:
     """Of the plan's step; None where the profile does not tell the spread of its layers."""
     if not known(space):
         return None
     draws = draws or draws_of(len(space.chain))
-    if plan.setting.schedule in ASYNCHRONOUS:
+    if plan.config.schedule in ASYNCHRONOUS:
         made = running(space, plan.proposal, plan.recompute)
-        return percentiles(steady_steps(Resampled(space, draws).costs(made), plan.setting.micro_batches))
+        return percentiles(steady_steps(Resampled(space, draws).costs(made), plan.config.micro_batches))
     made = assembly_of(space, plan.proposal, plan.recompute)
     own = draws.part(0, _affordable(made, len(draws)))
     return percentiles(Resampled(space, own).steps(made))

@@ -9,11 +9,11 @@ import numpy as np
 
 from ...cost_models.communication import exposed_all_reduces
 from ...cost_models.layer import Chain, LayerCosts
-from ...cost_models.schedules import Place
+from ...cost_models.schedules import StageSlot
 from ...cost_models.simulator.costs import Costs
 from ...cost_models.timeline import step_seconds
 from ..assembly import Assembly, part_seconds
-from ..candidate import Candidate
+from ..candidate import ScoredPlan
 from ..replica_exchange import gradient_bytes
 from ..scoring import assembly_of
 from ..search.space import Space
@@ -43,7 +43,7 @@ class Resampled:
         self.space, self.draws = space, draws
         self._kept: dict[tuple[StageTable, str], Floats] = {}
 
-    def step_seconds(self, plan: Candidate) -> Floats:
+    def step_seconds(self, plan: ScoredPlan) -> Floats:
         """(samples,): the simulated step of each draw."""
         made = assembly_of(self.space, plan.proposal, plan.recompute)
         return self.steps(made)
@@ -79,13 +79,13 @@ class Resampled:
             values[place.device, place.chunk, 0] = np.maximum.reduce(own)
         return values
 
-    def _of_kinds(self, made: Assembly, place: Place, part: int, name: str) -> list[Floats]:
+    def _of_kinds(self, made: Assembly, place: StageSlot, part: int, name: str) -> list[Floats]:
         """(samples,) for each kind of device among the replicas."""
         i, j = made.bounds[part]
         own = []
         for table, scale in made.timed[place.device]:
             running = self._running(table, name)
-            own.append(np.maximum(running[table.places[j]] - running[table.places[i]], 0.0) * scale)
+            own.append(np.maximum(running[table.cut_points[j]] - running[table.cut_points[i]], 0.0) * scale)
             own[-1] += made.exchanged_seconds(part, table, scale, name)
         return own
 
@@ -112,13 +112,13 @@ class Resampled:
                 seconds[place] = nominal.all_reduce[place]
         return seconds if seconds.any() else None
 
-    def _exposed(self, made: Assembly, place: Place, part: int, ranks: Sequence[int]) -> Floats:
+    def _exposed(self, made: Assembly, place: StageSlot, part: int, ranks: Sequence[int]) -> Floats:
         """(samples,): of the kind of device whose backward takes longest, each time."""
         i, j = made.bounds[part]
         gradients = gradient_bytes(made.table(place.device).costs.trainable_bytes, made.number_bytes)
         exposed = []
         for table, scale in made.timed[place.device]:
-            own = slice(table.places[i], table.places[j])
+            own = slice(table.cut_points[i], table.cut_points[j])
             backward = np.diff(self._running(table, "backward"), axis=0).T[:, own] * scale
             exposed.append(exposed_all_reduces(backward, gradients[own], made.topology, ranks, "best"))
         slowest = np.argmax(self._of_kinds(made, place, part, "backward"), axis=0)

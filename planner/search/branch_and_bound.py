@@ -1,6 +1,6 @@
 """The search for the fastest pipeline: cuts, replicas, placement, micro-batches, schedule, recomputation.
 
-Every subproblem (a setting, an order of the devices and a stage count) has a proven bound.
+Every subproblem (a configuration, an order of the devices and a stage count) has a proven bound.
 
 1. It starts from plans that were scored before (of the named planners, say).
 2. A narrow beam of the plans with the lowest bounds gives every subproblem that is still of interest a plan.
@@ -21,11 +21,11 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from ..candidate import Candidate
+from ..candidate import ScoredPlan
 from ..plan_file import TIE
 from .budget import OutOfTime, SearchBudget
+from .device_ranges import DeviceRanges
 from .placements import Placement
-from .runs import Runs
 from .space import Space
 from .subproblem import Chunk, Family, Subproblem
 
@@ -38,7 +38,7 @@ MOST_KEPT = 400_000
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found and proved of its space.
 
     `bound_seconds` holds for every plan of the space; `root_bound_seconds` is the bound before searching.
@@ -46,7 +46,7 @@ class Found:
     space, too (see `planner.universal_bound`), of which `best` is one.
     """
 
-    best: Candidate | None
+    best: ScoredPlan | None
     bound_seconds: float
     root_bound_seconds: float
     exact: bool
@@ -57,10 +57,10 @@ def search(
     space: Space,
     families: Sequence[Family],
     stage_counts: Iterable[int],
-    seeds: Iterable[Candidate] = (),
+    seeds: Iterable[ScoredPlan] = (),
     work: float | None = None,
     limit: float = np.inf,
-) -> Found:
+) -> SearchResult:
     """The fastest plan of these families and stage counts, no slower than the seeds, where there is one
     faster than `limit` seconds.
 
@@ -82,10 +82,10 @@ class _Search:
         limit: float,
     ) -> None:
         self.work, self.limit, self.counts = work, limit, counts
-        self.best: Candidate | None = None
-        runs = {key: Runs(space, *key) for key in dict.fromkeys(map(_runs_key, families))}
+        self.best: ScoredPlan | None = None
+        ranges = {key: DeviceRanges(space, *key) for key in dict.fromkeys(map(_ranges_key, families))}
         self.problems = [
-            Subproblem(space, family, counts, runs[_runs_key(family)], work) for family in families
+            Subproblem(space, family, counts, ranges[_ranges_key(family)], work) for family in families
         ]
 
     @property
@@ -93,7 +93,7 @@ class _Search:
         """Of the best plan so far."""
         return self.limit if self.best is None else self.best.step_seconds
 
-    def run(self, seeds: Iterable[Candidate]) -> Found:
+    def run(self, seeds: Iterable[ScoredPlan]) -> SearchResult:
         """The answer."""
         for seed in seeds:
             self._take(seed)
@@ -108,9 +108,9 @@ class _Search:
         step = np.inf if self.best is None else self.best.step_seconds
         root = min((problem.root for problem in self.problems), default=np.inf)
         exact = proven >= step * (1 - TIE)
-        return Found(self.best, step if exact else proven, min(root, step), exact)
+        return SearchResult(self.best, step if exact else proven, min(root, step), exact)
 
-    def _take(self, found: Candidate | None) -> None:
+    def _take(self, found: ScoredPlan | None) -> None:
         if found is not None and found.step_seconds < self.step:
             self.best = found
 
@@ -161,7 +161,7 @@ class _Search:
         limit = best.step_seconds * (1 + TIE)
         for stages in self.counts:
             for problem in self.problems:
-                is_best = stages == len(best.proposal.ends) and problem.family.setting == best.setting
+                is_best = stages == len(best.proposal.ends) and problem.family.config == best.config
                 if stages > len(best.proposal.ends) or is_best:
                     return
                 if problem.opened(limit) and problem.roots[stages] < limit:
@@ -171,6 +171,6 @@ class _Search:
                         return
 
 
-def _runs_key(family: Family) -> tuple[Placement, tuple[int, ...], bool, int]:
+def _ranges_key(family: Family) -> tuple[Placement, tuple[int, ...], bool, int]:
     """Families of the same runs share them."""
     return family.placement, family.replicas, family.on_all, family.unit

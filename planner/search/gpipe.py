@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..setting import Setting
+from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .one_f_one_b import RoundTripBound
-from .options import Group, Options
 from .partial import Expansion, Known
 from .pipelines import Pipelines
+from .stage_choices import GroupChoices, StageChoices
 
 NAMES = ("forward", "usual", "plain", "cuts", "most_forward", "most_backward", "most_both", "tail")
 
@@ -49,12 +49,12 @@ class _Sums:
 class GPipeBound:
     """The bounds of the module's docstring."""
 
-    def __init__(self, options: Options, limit: float = np.inf) -> None:
-        self.options, self._limit = options, limit
-        self._round_trips = RoundTripBound(options, limit)
-        self._setting = options.setting
-        self._count = options.setting.micro_batches
-        backwards = [group.team.backward[-2, -1] for group in options.groups]
+    def __init__(self, choices: StageChoices, limit: float = np.inf) -> None:
+        self.choices, self._limit = choices, limit
+        self._round_trips = RoundTripBound(choices, limit)
+        self._setting = choices.config
+        self._count = choices.config.micro_batches
+        backwards = [group.team.backward[-2, -1] for group in choices.groups]
         self._last = float(min(backwards, default=0.0))
         """b' of the last stage, at the least."""
         self._rows = [self._after_last()]
@@ -68,8 +68,8 @@ class GPipeBound:
         return float(max(simple, self._total(row).max()))
 
     def rows(self, stages: int) -> _Sums:
-        """(positions + 1, places): the smallest that each can be for the last so many stages, after one that
-        ends there."""
+        """(positions + 1, cut points): the smallest that each can be for the last so many stages, after one
+        that ends there."""
         while len(self._rows) <= stages:
             self._rows.append(self._before(len(self._rows)))
         return self._rows[stages]
@@ -90,7 +90,7 @@ class GPipeBound:
             most_forward=np.maximum(stage.forward, stage.occupancy),
             most_backward=np.maximum(stage.backward, stage.occupancy),
             most_both=np.maximum(stage.forward + stage.backward, 2 * stage.occupancy),
-            tail=stage.tail,
+            tail=stage.exposed_allreduce,
         )
         now = {name: known[name] + getattr(own, name) for name in NAMES[:4]}
         now |= {name: np.maximum(known[name], getattr(own, name)) for name in NAMES[4:7]}
@@ -101,7 +101,7 @@ class GPipeBound:
         # Only what goes on to the stage before takes the link to it.
         passing = np.maximum(most, stage.occupancy)
         followers = self._count - 1
-        reduced = suffix + _times(followers, most) + stage.tail
+        reduced = suffix + _times(followers, most) + stage.exposed_allreduce
         tail = np.maximum(np.maximum(suffix + _times(followers, passing) + back, reduced), ahead.tail)
         whole = _Sums(
             forward=now["forward"] + ahead.forward,
@@ -113,12 +113,12 @@ class GPipeBound:
             most_both=np.maximum(now["most_both"], ahead.most_both),
             tail=tail,
         )
-        bound = np.maximum(self._total(whole), self.options.launches)
-        return bound, now | {"back": own.plain + np.maximum(back, stage.tail)}
+        bound = np.maximum(self._total(whole), self.choices.launches)
+        return bound, now | {"back": own.plain + np.maximum(back, stage.exposed_allreduce)}
 
     def finished(self, plans: Pipelines) -> Floats:
         """(plans,): the bound of whole plans."""
-        return np.maximum(whole_bound(plans), self.options.launches)
+        return np.maximum(whole_bound(plans), self.choices.launches)
 
     def _first(self, plain: Floats, usual: Floats) -> Floats:
         """Seconds of the backward that runs first."""
@@ -128,29 +128,31 @@ class GPipeBound:
         return _total(self._setting, sums, self._last)
 
     def _after_last(self) -> _Sums:
-        nothing = self.options.after_last
+        nothing = self.choices.after_last
         return _Sums(*(nothing for _ in NAMES))
 
     def _before(self, remaining: int) -> _Sums:
-        shape = (self.options.devices + 1, self.options.last_place + 1)
+        shape = (self.choices.devices + 1, self.choices.last_place + 1)
         rows = {name: np.full(shape, np.inf) for name in NAMES}
         # Where round trips leave no plan below the limit there is none.
         reachable = np.isfinite(self._round_trips.rows(remaining - 1)[0])
-        for group in self.options.groups:
-            self.options.space.budget.check()
+        for group in self.choices.groups:
+            self.choices.space.budget.check()
             self._fill(rows, group, reachable, remaining)
-        return _Sums(*(self.options.runs.reached(values) for values in rows.values()))
+        return _Sums(*(self.choices.ranges.reached(values) for values in rows.values()))
 
     def _fill(
-        self, rows: dict[str, Floats], group: Group, reachable: npt.NDArray[np.bool_], remaining: int
+        self, rows: dict[str, Floats], group: GroupChoices, reachable: npt.NDArray[np.bool_], remaining: int
     ) -> None:
         stages = group.before(reachable)
         if stages is None:
             return
         follows, pairs = self.rows(remaining - 1), stages.pair
-        f, b = group.forward[pairs], group.backward(self.options.held(remaining))[0][pairs]
+        f, b = group.forward[pairs], group.backward(self.choices.in_flight(remaining))[0][pairs]
         plain = np.where(np.isinf(b), np.inf, self._first(group.plain[pairs], b))
-        latency, slowness = (values[stages.after] for values in self.options.runs.best_way(group.replicas))
+        latency, slowness = (
+            values[stages.after] for values in self.choices.ranges.best_route(group.replicas)
+        )
         o = slowness * group.sent[pairs]
         c = o + latency * group.inner[pairs]
         ahead = _Sums(*(getattr(follows, name)[stages.after, stages.end] for name in NAMES))
@@ -165,7 +167,7 @@ class GPipeBound:
             "most_backward": most_backward,
             "most_both": np.maximum(np.maximum(f + b, 2 * o), ahead.most_both),
             "tail": np.maximum(
-                suffix + _times(self._count - 1, most_backward) + group.tail[pairs], ahead.tail
+                suffix + _times(self._count - 1, most_backward) + group.exposed_allreduce[pairs], ahead.tail
             ),
         }
         for name, values in own.items():
@@ -174,16 +176,18 @@ class GPipeBound:
 
 def whole_bound(plans: Pipelines) -> Floats:
     """(plans,): the bound of whole plans, but for their launches."""
-    setting, wide = plans.setting, ((0, 0), (0, 1))
+    config, wide = plans.config, ((0, 0), (0, 1))
     f, b = plans.forward, plans.backward
-    plain = plans.plain if setting.recompute == "except_last" else b
+    plain = plans.plain if config.recompute == "except_last" else b
     o, c = np.pad(plans.occupancy, wide), np.pad(plans.occupancy + plans.latency, wide)
     backward = np.maximum(b, o)
     tail, suffix, most = (np.zeros(len(plans)) for _ in range(3))
     for stage in reversed(range(plans.stages)):
         suffix = suffix + plain[:, stage] + c[:, stage]
         most = np.maximum(most, backward[:, stage])
-        tail = np.maximum(tail, suffix + (setting.micro_batches - 1) * most + plans.tail[:, stage])
+        tail = np.maximum(
+            tail, suffix + (config.micro_batches - 1) * most + plans.exposed_allreduce[:, stage]
+        )
     sums = _Sums(
         f.sum(axis=1),
         b.sum(axis=1),
@@ -194,15 +198,15 @@ def whole_bound(plans: Pipelines) -> Floats:
         np.maximum(f + b, 2 * o).max(axis=1),
         tail,
     )
-    return _total(setting, sums, plain[:, -1])
+    return _total(config, sums, plain[:, -1])
 
 
-def _total(setting: Setting, sums: _Sums, last: Floats | float) -> Floats:
+def _total(config: PipelineConfig, sums: _Sums, last: Floats | float) -> Floats:
     """The bound from the sums and the largest of all stages; `last`: b' of the last stage, at the least."""
-    followers = setting.micro_batches - 1
+    followers = config.micro_batches - 1
     forwards = sums.forward + sums.cuts + _times(followers, sums.most_forward)
     paths = [(sums.plain, followers)]
-    if setting.recompute == "except_last":
+    if config.recompute == "except_last":
         paths.append((sums.usual + last, followers - 1))
     bounds = [forwards + sums.tail]
     for seconds, count in paths:

@@ -23,8 +23,8 @@ and so, from the first start to the last end on stage s, the largest of
     f + D + (M - 1) o + b             the link after the stage carries M tensors
 
 For an unfinished plan the terms of the missing stages are minimised by dynamic programming from the last
-stage back, over places, positions in the order of the devices and stages that are left, each by itself: still
-below every completion.
+stage back, over cut points, positions in the order of the devices and stages that are left, each by itself:
+still below every completion.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ import numpy as np
 import numpy.typing as npt
 
 from ..stage_table import Floats
-from .options import Group, Options
 from .partial import Expansion, Known
 from .pipelines import Pipelines
+from .stage_choices import GroupChoices, StageChoices
 
 
 class RoundTripBound:
     """The bounds of the module's docstring, for plans below `limit`: all others may be told to be there, or
     not to be (inf). Of GPipe they hold, too, with all micro-batches held."""
 
-    def __init__(self, options: Options, limit: float = np.inf) -> None:
-        self.options, self._limit = options, limit
+    def __init__(self, choices: StageChoices, limit: float = np.inf) -> None:
+        self.choices, self._limit = choices, limit
         self._rows = [self._after_last()]
 
     def root(self, stages: int) -> float:
         """A bound on every plan of so many stages; inf where there is none."""
         to_last_backward, to_end, _ = self.rows(stages)
-        return float(max(to_last_backward[0, 0], to_end[0, 0], self.options.launches))
+        return float(max(to_last_backward[0, 0], to_end[0, 0], self.choices.launches))
 
     def rows(self, stages: int) -> tuple[Floats, Floats, Floats]:
-        """(positions + 1, places) each, for the last so many stages after one that ends there: seconds from
-        the first F on the first of them to its last B, to the end of the step, and of a round trip."""
+        """(positions + 1, cut points) each, for the last so many stages after one that ends there: seconds
+        from the first F on the first of them to its last B, to the end of the step, and of a round trip."""
         while len(self._rows) <= stages:
             self._rows.append(self._before(len(self._rows)))
         return self._rows[stages]
@@ -67,7 +67,7 @@ class RoundTripBound:
 
     def extend(self, known: Known, stage: Expansion) -> tuple[Floats, Known]:
         """(expansions,): the bound with a further stage, and what is known then."""
-        f, b, e = stage.forward, stage.backward, stage.tail
+        f, b, e = stage.forward, stage.backward, stage.exposed_allreduce
         to_last_backward, to_end, trips = self.rows(stage.remaining - 1)
         at = (stage.end_position, stage.end)
         lag, back = known["lag"] + stage.cut, known["back"] + stage.cut
@@ -78,32 +78,32 @@ class RoundTripBound:
         sure = np.maximum(known["known"], lag + own + np.maximum(back, e))
         bound = np.maximum(sure, lag + np.maximum(inward + back, whole))
         made = {"lag": lag + f, "back": b + np.maximum(back, e), "known": sure}
-        return np.maximum(bound, self.options.launches), made
+        return np.maximum(bound, self.choices.launches), made
 
     def finished(self, plans: Pipelines) -> Floats:
         """(plans,): the bound of whole plans, whose cuts are all known."""
-        return np.maximum(whole_bound(plans), self.options.launches)
+        return np.maximum(whole_bound(plans), self.choices.launches)
 
     def _after_last(self) -> tuple[Floats, Floats, Floats]:
-        nothing = self.options.after_last
+        nothing = self.choices.after_last
         return nothing, nothing, nothing
 
     def _before(self, remaining: int) -> tuple[Floats, Floats, Floats]:
-        shape = (self.options.devices + 1, self.options.last_place + 1)
+        shape = (self.choices.devices + 1, self.choices.last_place + 1)
         rows = tuple(np.full(shape, np.inf) for _ in range(3))
         reachable = np.isfinite(self._rows[-1][0])
         if reachable.any():
-            for group in self.options.groups:
-                self.options.space.budget.check()
+            for group in self.choices.groups:
+                self.choices.space.budget.check()
                 self._fill(rows, group, reachable, remaining)
-        made = [self.options.runs.reached(values) for values in rows]
-        forward, both, work = self.options.prefixes
+        made = [self.choices.ranges.reached(values) for values in rows]
+        forward, both, work = self.choices.prefixes
         least = np.maximum(made[0] + both, made[1] + forward)
         dead = (least >= self._limit) | (work > self._limit)
         return tuple(np.where(dead, np.inf, values) for values in made)  # type: ignore[return-value]
 
     def _fill(
-        self, rows: tuple[Floats, ...], group: Group, reachable: npt.NDArray[np.bool_], remaining: int
+        self, rows: tuple[Floats, ...], group: GroupChoices, reachable: npt.NDArray[np.bool_], remaining: int
     ) -> None:
         """Adds a group's stages before those that are `reachable` from them."""
         stages = group.before(reachable)
@@ -113,35 +113,41 @@ class RoundTripBound:
             values[stages.after, stages.end] for values in self.rows(remaining - 1)
         )
         f, b = group.forward[stages.pair], self._least_backward(group, remaining)[stages.pair]
-        latency, slowness = (values[stages.after] for values in self.options.runs.best_way(group.replicas))
+        latency, slowness = (
+            values[stages.after] for values in self.choices.ranges.best_route(group.replicas)
+        )
         occupancy = slowness * group.sent[stages.pair]
         cut = occupancy + latency * group.inner[stages.pair]
         trip = 2 * cut + trips
         own = self._stage_term(remaining, f, b, occupancy, trip)
         inward = np.maximum(own, f + b + 2 * cut + to_last_backward)
-        whole = np.maximum(inward + group.tail[stages.pair], f + cut + to_end)
-        forward, both, _ = (values[stages.position, stages.start] for values in self.options.prefixes)
+        whole = np.maximum(inward + group.exposed_allreduce[stages.pair], f + cut + to_end)
+        forward, both, _ = (values[stages.position, stages.start] for values in self.choices.prefixes)
         too_slow = (inward + both >= self._limit) | (whole + forward >= self._limit)
         for seconds, values in zip((inward, whole, f + b + trip), rows, strict=True):
             stages.least_into(values, np.where(too_slow, np.inf, seconds))
 
-    def _least_backward(self, group: Group, remaining: int) -> Floats:
+    def _least_backward(self, group: GroupChoices, remaining: int) -> Floats:
         """Of any micro-batch: under except_last the last one's, without what is run again."""
-        b = group.backward(self.options.held(remaining))[0]
-        last_differs = self.options.setting.recompute == "except_last"
+        b = group.backward(self.choices.in_flight(remaining))[0]
+        last_differs = self.choices.config.recompute == "except_last"
         return np.where(np.isinf(b), np.inf, group.plain) if last_differs else b
 
     def _stage_term(self, remaining: int, f: Floats, b: Floats, occupancy: Floats, trip: Floats) -> Floats:
-        count = self.options.setting.micro_batches
-        return stage_term(count, self.options.held(remaining), f, b, occupancy, trip)
+        count = self.choices.config.micro_batches
+        return stage_term(count, self.choices.in_flight(remaining), f, b, occupancy, trip)
 
 
-def stage_term(count: int, held: float, f: Floats, b: Floats, occupancy: Floats, trip: Floats) -> Floats:
-    """From the first start to the last end on a stage that may hold `held` of `count` micro-batches: the
+def stage_term(count: int, in_flight: float, f: Floats, b: Floats, occupancy: Floats, trip: Floats) -> Floats:
+    """From the first start to the last end on a stage that may hold `in_flight` of `count` micro-batches: the
     largest of the module's docstring."""
-    chained = math.ceil(count / held) * (f + b + trip)
-    if count > held:
-        ramped = np.maximum(held * f, f + trip) + (count - held) * (f + b) + np.maximum(held * b, b + trip)
+    chained = math.ceil(count / in_flight) * (f + b + trip)
+    if count > in_flight:
+        ramped = (
+            np.maximum(in_flight * f, f + trip)
+            + (count - in_flight) * (f + b)
+            + np.maximum(in_flight * b, b + trip)
+        )
     else:
         ramped = np.maximum(count * (f + b), np.maximum(count * f + b, f + count * b) + trip)
     link = f + b + trip + (count - 1) * occupancy
@@ -151,10 +157,10 @@ def stage_term(count: int, held: float, f: Floats, b: Floats, occupancy: Floats,
 
 def whole_bound(plans: Pipelines) -> Floats:
     """(plans,): the bound of whole plans, but for their launches."""
-    count, stages = plans.setting.micro_batches, plans.stages
+    count, stages = plans.config.micro_batches, plans.stages
     cut = np.pad(plans.occupancy + plans.latency, ((0, 0), (0, 1)))
     occupancy = np.pad(plans.occupancy, ((0, 0), (0, 1)))
-    f, b, e = plans.forward, plans.backward, plans.tail
+    f, b, e = plans.forward, plans.backward, plans.exposed_allreduce
     trips = np.zeros((stages + 1, len(plans)))
     for stage in reversed(range(stages)):
         follows = 2 * cut[:, stage] + (0.0 if stage == stages - 1 else trips[stage + 1])
@@ -162,8 +168,8 @@ def whole_bound(plans: Pipelines) -> Floats:
     lag, back, bound = (np.zeros(len(plans)) for _ in range(3))
     for stage in range(stages):
         trip = trips[stage] - f[:, stage] - b[:, stage]
-        held = min(count, stages - stage)
-        own = stage_term(count, held, f[:, stage], b[:, stage], occupancy[:, stage], trip)
+        in_flight = min(count, stages - stage)
+        own = stage_term(count, in_flight, f[:, stage], b[:, stage], occupancy[:, stage], trip)
         bound = np.maximum(bound, lag + own + np.maximum(back, e[:, stage]))
         lag = lag + f[:, stage] + cut[:, stage]
         back = b[:, stage] + cut[:, stage] + np.maximum(back, e[:, stage])

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..stage_table import Floats
-from .options import Group, Indices, Options
+from .stage_choices import GroupChoices, Indices, StageChoices
 
 Known = dict[str, Floats]
 """What a bound knows of unfinished plans, by name: one entry a plan."""
@@ -21,8 +21,8 @@ class Expansion:
     `position`. It is the `remaining`-th stage from the end. Seconds as of `Pipelines`; `cut`: of the transfer
     from the stage before; `least_cut`, `least_occupancy`: the least that the one to the next can take."""
 
-    options: Options
-    group: Group
+    choices: StageChoices
+    group: GroupChoices
     group_index: int
     remaining: int
     parent: Indices
@@ -51,16 +51,16 @@ class Expansion:
 
     @cached_property
     def backward(self) -> Floats:
-        return self.group.backward(self.options.held(self.remaining))[0][self.pair]
+        return self.group.backward(self.choices.in_flight(self.remaining))[0][self.pair]
 
     @cached_property
-    def again(self) -> npt.NDArray[np.bool_]:
+    def recompute(self) -> npt.NDArray[np.bool_]:
         """Whether it runs forward again."""
-        return self.group.backward(self.options.held(self.remaining))[1][self.pair]
+        return self.group.backward(self.choices.in_flight(self.remaining))[1][self.pair]
 
     @cached_property
-    def tail(self) -> Floats:
-        return self.group.tail[self.pair]
+    def exposed_allreduce(self) -> Floats:
+        return self.group.exposed_allreduce[self.pair]
 
     @property
     def cut(self) -> Floats:
@@ -68,23 +68,23 @@ class Expansion:
 
     @cached_property
     def least_occupancy(self) -> Floats:
-        _, slowness = self.options.runs.best_way(self.group.replicas)
+        _, slowness = self.choices.ranges.best_route(self.group.replicas)
         made: Floats = slowness[self.end_position] * self.group.sent[self.pair]
         return made
 
     @cached_property
     def least_cut(self) -> Floats:
-        latency, _ = self.options.runs.best_way(self.group.replicas)
+        latency, _ = self.choices.ranges.best_route(self.group.replicas)
         made: Floats = self.least_occupancy + latency[self.end_position] * self.group.inner[self.pair]
         return made
 
 
-COLUMNS = ("forward", "backward", "plain", "tail", "occupancy", "latency")
+COLUMNS = ("forward", "backward", "plain", "exposed_allreduce", "occupancy", "latency")
 
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """Unfinished plans of a setting, side by side: (plans, stages so far) arrays of what was chosen.
+    """Unfinished plans of a configuration, side by side: (plans, stages so far) arrays of what was chosen.
 
     `occupancy` and `latency` stand beside the stage that a transfer goes to (0 for the first).
     """
@@ -95,7 +95,7 @@ class Partial:
     ends: Indices
     begins: Indices
     groups: Indices
-    again: npt.NDArray[np.bool_]
+    recompute: npt.NDArray[np.bool_]
     columns: dict[str, Floats] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ def nothing(known: Known) -> Partial:
         ends=none,
         begins=none,
         groups=none,
-        again=none.astype(np.bool_),
+        recompute=none.astype(np.bool_),
         columns={name: np.zeros((1, 0)) for name in COLUMNS},
     )
 
@@ -132,7 +132,7 @@ def extended(plans: Partial, stage: Expansion, known: Known, kept: Indices) -> P
         ends=more(plans.ends, stage.end),
         begins=more(plans.begins, stage.position),
         groups=more(plans.groups, np.full(len(stage.parent), stage.group_index)),
-        again=np.concatenate([plans.again[parent], stage.again[kept][:, None]], axis=1),
+        recompute=np.concatenate([plans.recompute[parent], stage.recompute[kept][:, None]], axis=1),
         columns={
             name: np.concatenate([plans.columns[name][parent], getattr(stage, name)[kept][:, None]], axis=1)
             for name in COLUMNS
@@ -158,7 +158,7 @@ def joined(parts: list[Partial], chosen: Indices | None = None) -> Partial:
         ends=together([part.ends for part in parts]),  # type: ignore[arg-type]
         begins=together([part.begins for part in parts]),  # type: ignore[arg-type]
         groups=together([part.groups for part in parts]),  # type: ignore[arg-type]
-        again=together([part.again for part in parts]),  # type: ignore[arg-type]
+        recompute=together([part.recompute for part in parts]),  # type: ignore[arg-type]
         columns={
             name: together([part.columns[name] for part in parts])  # type: ignore[misc]
             for name in first.columns

@@ -11,20 +11,20 @@ import numpy.typing as npt
 
 from ...cost_models.memory import Recompute
 from ...cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced, ends_reduced
+from ...cost_models.routes import Ranks
 from ...cost_models.schedules import Program, schedule_named
 from ...cost_models.simulator.costs import Costs, PipelineCosts, transfers_named
-from ...cost_models.simulator.kept import kept_program
+from ...cost_models.simulator.program_cache import cached_program
 from ...cost_models.timeline import computed, step_seconds
-from ...cost_models.ways import Ranks
 from ..candidate import Proposal
+from ..pipeline_config import PipelineConfig
 from ..replica_exchange import bytes_by_layer
-from ..setting import Setting
 from ..stage_table import Floats
-from .space import Space, Team
+from .space import ReplicaGroupCosts, Space
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
+class PipelineRoutes:
     """Where pipelines run: by pipeline, the devices of each stage; (pipelines, stages) each, the bytes that
     the replicas of a stage exchange after the last backward, and before it, see `replica_exchange`."""
 
@@ -33,33 +33,34 @@ class Routes:
     at_end: Floats
     before: Floats
 
-    def some(self, chosen: npt.NDArray[np.int64]) -> Routes:
+    def some(self, chosen: npt.NDArray[np.int64]) -> PipelineRoutes:
         """Of a part of them."""
         devices = [self.devices[row] for row in chosen]
-        return Routes(self.ports, devices, self.at_end[chosen], self.before[chosen])
+        return PipelineRoutes(self.ports, devices, self.at_end[chosen], self.before[chosen])
 
 
 @dataclass(frozen=True, eq=False)
 class Pipelines:
-    """Pipelines of one setting with as many stages: arrays of shape (pipelines, stages), transfers
+    """Pipelines of one configuration with as many stages: arrays of shape (pipelines, stages), transfers
     (pipelines, stages - 1), in seconds.
 
-    `backward` with what is run again; `plain` without (of the last micro-batch under except_last). `tail`: of
-    the all-reduce after the last backward. `forward_launch` and `backward_launch`: on the host, where one
-    process drives all stages. `routes`: for the ports that stages share; None: there are none.
+    `backward` with what is run again; `plain` without (of the last micro-batch under except_last).
+    `exposed_allreduce`: of the all-reduce after the last backward. `forward_launch` and `backward_launch`: on
+    the host, where one process drives all stages. `routes`: for the ports that stages share; None: there are
+    none.
     """
 
-    setting: Setting
+    config: PipelineConfig
     forward: Floats
     backward: Floats
     plain: Floats
-    tail: Floats
+    exposed_allreduce: Floats
     occupancy: Floats
     latency: Floats
     forward_launch: Floats | None = None
     backward_launch: Floats | None = None
     transfers: str = "overlapped"
-    routes: Routes | None = None
+    routes: PipelineRoutes | None = None
 
     def __len__(self) -> int:
         return len(self.forward)
@@ -97,11 +98,11 @@ class Pipelines:
         """`step_seconds` of pipelines whose transfers wait for each other in the same way."""
         costs = replace(self._general(), links=sharings[0].links)
         blocked = self.transfers != "overlapped" and (
-            self.tail.any() or any(s.reduce_loads for s in sharings)
+            self.exposed_allreduce.any() or any(s.reduce_loads for s in sharings)
         )
         ends = None if blocked else computed(self._program, costs)
         if ends is not None:
-            return _reduced(ends, self.tail, sharings)
+            return _reduced(ends, self.exposed_allreduce, sharings)
         # Ports only make steps longer: what is alike without them is a bound.
         steps = self.without_sharing().step_seconds()
         for row in np.argsort(steps, kind="stable").tolist():
@@ -117,9 +118,9 @@ class Pipelines:
         """The same where every transfer and every all-reduce has ports of its own."""
         return replace(self, routes=None)
 
-    def _sharings(self, routes: Routes) -> list[PortSharing]:
+    def _sharings(self, routes: PipelineRoutes) -> list[PortSharing]:
         """What the stages of each share."""
-        count, made = self.setting.micro_batches, []
+        count, made = self.config.micro_batches, []
         rows = zip(
             routes.devices,
             routes.at_end.tolist(),
@@ -129,9 +130,9 @@ class Pipelines:
         )
         for devices, at_end, before, occupancy in rows:
             hops = [
-                Hop(*way, seconds * count)
+                Hop(*route, seconds * count)
                 for cut, seconds in enumerate(occupancy)
-                for way in ((cut, cut + 1), (cut + 1, cut))
+                for route in ((cut, cut + 1), (cut + 1, cut))
             ]
             exchanged = enumerate(zip(devices, at_end, before, strict=True))
             reduced = [
@@ -144,7 +145,7 @@ class Pipelines:
 
     @property
     def _program(self) -> Program:
-        return kept_program(self.setting.schedule, self.stages, self.setting.micro_batches)
+        return cached_program(self.config.schedule, self.stages, self.config.micro_batches)
 
     def _general(self) -> Costs:
         return replace(self.costs().general(), transfers=transfers_named(self.transfers))
@@ -162,62 +163,70 @@ class Pipelines:
             latency=self.latency.T,
             forward_launch=None if forward_launch is None else self._over(forward_launch, forward_launch),
             backward_launch=relaunch,
-            all_reduce=self.tail.T if self.tail.any() else None,
+            all_reduce=self.exposed_allreduce.T if self.exposed_allreduce.any() else None,
         )
 
     @property
     def _again(self) -> npt.NDArray[np.bool_] | bool:
         """Whether a stage runs forward again."""
-        mode = self.setting.recompute
+        mode = self.config.recompute
         return self.backward > self.plain if mode == "by_stage" else mode != "never"
 
     def _over(self, usual: Floats, last: Floats) -> Floats:
         """(stages, micro-batches, pipelines); the last micro-batch differs under except_last."""
-        count = self.setting.micro_batches
+        count = self.config.micro_batches
         values = np.broadcast_to(usual.T[:, None, :], (self.stages, count, len(self)))
-        if self.setting.recompute != "except_last":
+        if self.config.recompute != "except_last":
             return values
         return np.concatenate([values[:, :-1], last.T[:, None, :]], axis=1)
 
 
-def _reduced(computed: Floats, tail: Floats, sharings: Sequence[PortSharing]) -> Floats:
+def _reduced(computed: Floats, exposed_allreduce: Floats, sharings: Sequence[PortSharing]) -> Floats:
     """(pipelines,): the step, where `computed` (stages, pipelines) is when the stages have run their last
     actions."""
-    ends = computed + tail.T
+    ends = computed + exposed_allreduce.T
     for row, own in enumerate(sharings):
         if own.reduce_loads:
-            ends[:, row] = ends_reduced(computed[:, row].tolist(), tail[row].tolist(), own.reduce_loads)
+            ends[:, row] = ends_reduced(
+                computed[:, row].tolist(), exposed_allreduce[row].tolist(), own.reduce_loads
+            )
     latest: Floats = ends.max(axis=0)
     return latest
 
 
-def stage_modes(setting: Setting) -> tuple[Recompute, ...]:
+def stage_modes(config: PipelineConfig) -> tuple[Recompute, ...]:
     """The ways in which a stage may recompute, the cheapest first."""
-    return ("never", "always") if setting.recompute == "by_stage" else (setting.recompute,)
+    return ("never", "always") if config.recompute == "by_stage" else (config.recompute,)
 
 
-def cheapest_mode(team: Team, setting: Setting, i: int, j: int, held: float) -> Recompute | None:
-    """How a stage between two places recomputes so that it fits; None where it does not."""
-    for mode in stage_modes(setting):
-        if held <= team.most_held(mode)[i, j]:
+def cheapest_mode(
+    team: ReplicaGroupCosts, config: PipelineConfig, i: int, j: int, in_flight: float
+) -> Recompute | None:
+    """How a stage between two cut points recomputes so that it fits; None where it does not."""
+    for mode in stage_modes(config):
+        if in_flight <= team.most_in_flight(mode)[i, j]:
             return mode
     return None
 
 
 def modes_of(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
     """By stage, what recomputes in a straight pipeline; None where it does not fit, or a stage may not be."""
-    setting, places = proposal.setting, list(space.table(space.chain.sizes[0]).places)
-    schedule, stages, modes = schedule_named(setting.schedule), len(proposal.ends), []
+    config, cut_points = proposal.config, list(space.table(space.chain.sizes[0]).cut_points)
+    schedule, stages, modes = schedule_named(config.schedule), len(proposal.ends), []
     for stage, ((first, end), devices) in enumerate(zip(proposal.bounds, proposal.devices, strict=True)):
-        if not space.fits_someone(setting.micro_batch_size, len(devices)):
+        if not space.fits_someone(config.micro_batch_size, len(devices)):
             return None
-        if len(devices) > setting.micro_batch_size or first not in places or end not in places:
+        if len(devices) > config.micro_batch_size or first not in cut_points or end not in cut_points:
             return None
-        team, i, j = space.team(setting.micro_batch_size, devices), places.index(first), places.index(end)
+        team, i, j = (
+            space.team(config.micro_batch_size, devices),
+            cut_points.index(first),
+            cut_points.index(end),
+        )
         if not space.usable[i, j]:
             return None
-        held = schedule.in_flight(stage, stages, setting.micro_batches)
-        mode = cheapest_mode(team, setting, i, j, held)
+        in_flight = schedule.in_flight(stage, stages, config.micro_batches)
+        mode = cheapest_mode(team, config, i, j, in_flight)
         if mode is None:
             return None
         modes.append(mode)
@@ -226,43 +235,43 @@ def modes_of(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
 
 def routes_of(
     space: Space,
-    setting: Setting,
+    config: PipelineConfig,
     devices: Sequence[tuple[Ranks, ...]],
     starts: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
-) -> Routes:
-    """Of pipelines whose stages are on these devices, between places (pipelines, stages)."""
+) -> PipelineRoutes:
+    """Of pipelines whose stages are on these devices, between cut points (pipelines, stages)."""
     held, precision = space.table(space.chain.sizes[0]).stage_bytes, space.number_bytes
     trainable = np.asarray(held.trainable)[starts, ends]
     parameters = np.asarray(held.parameters)[starts, ends]
     at_end = space.bytes_at_end(trainable)
     by_layer = bytes_by_layer(trainable, parameters, precision, space.zero)
-    return Routes(space.ports, devices, at_end, by_layer * setting.micro_batches)
+    return PipelineRoutes(space.ports, devices, at_end, by_layer * config.micro_batches)
 
 
 def pipelines_of(
     space: Space, proposals: Sequence[Proposal], modes: Sequence[Sequence[Recompute]]
 ) -> Pipelines:
-    """Straight pipelines of one setting and one number of stages, side by side."""
-    setting, places = proposals[0].setting, list(space.table(space.chain.sizes[0]).places)
+    """Straight pipelines of one configuration and one number of stages, side by side."""
+    config, cut_points = proposals[0].config, list(space.table(space.chain.sizes[0]).cut_points)
     shape = (len(proposals), len(proposals[0].ends))
-    columns = {name: np.zeros(shape) for name in ("forward", "backward", "plain", "tail")}
+    columns = {name: np.zeros(shape) for name in ("forward", "backward", "plain", "exposed_allreduce")}
     launches = {name: np.zeros(shape) for name in ("forward_launch", "backward_launch")}
     occupancy, latency = (np.zeros((shape[0], shape[1] - 1)) for _ in range(2))
     places_of = np.zeros((2, *shape), dtype=np.int64)
     for row, proposal in enumerate(proposals):
-        teams = [space.team(setting.micro_batch_size, devices) for devices in proposal.devices]
+        teams = [space.team(config.micro_batch_size, devices) for devices in proposal.devices]
         for stage, (team, (first, end)) in enumerate(zip(teams, proposal.bounds, strict=True)):
-            at = places.index(first), places.index(end)
-            again = team.forward[at] if modes[row][stage] != "never" else 0.0
+            at = cut_points.index(first), cut_points.index(end)
+            recompute = team.forward[at] if modes[row][stage] != "never" else 0.0
             columns["forward"][row, stage], columns["plain"][row, stage] = team.forward[at], team.backward[at]
-            columns["backward"][row, stage] = team.backward[at] + again
-            columns["tail"][row, stage] = team.tail[at]
+            columns["backward"][row, stage] = team.backward[at] + recompute
+            columns["exposed_allreduce"][row, stage] = team.exposed_allreduce[at]
             places_of[:, row, stage] = at
             for name, values in launches.items():
                 values[row, stage] = getattr(team.table, name)[at]
         for cut, (here, there) in enumerate(pairwise(proposal.devices)):
-            place = places.index(proposal.ends[cut])
+            place = cut_points.index(proposal.ends[cut])
             sent = max(teams[cut].table.crossing[place], teams[cut + 1].table.crossing[place])
             latency[row, cut], pace = space.pace(here, there)
             occupancy[row, cut] = sent * pace
@@ -270,10 +279,10 @@ def pipelines_of(
     if runtime is not None and runtime.one_process:
         columns |= launches
     return Pipelines(
-        setting,
+        config,
         **columns,
         occupancy=occupancy,
         latency=latency,
         transfers="overlapped" if runtime is None else runtime.transfers,
-        routes=routes_of(space, setting, [own.devices for own in proposals], places_of[0], places_of[1]),
+        routes=routes_of(space, config, [own.devices for own in proposals], places_of[0], places_of[1]),
     )

@@ -1,4 +1,4 @@
-"""A bound on all pipelines of a setting whichever devices they take, for problems with many devices.
+"""A bound on all pipelines of a configuration whichever devices they take, for problems with many devices.
 
 The letters are those of `one_f_one_b`, x = f + b. Let s be the stage with the largest x of p stages, w the
 micro-batches that it may hold, A = sum of (x + 2 c) of the stages before it, D as there (2 c of its cut and
@@ -17,11 +17,11 @@ stages together have no more devices than there are, and that is priced: with a 
     min over all pipelines of (sum of the stages' seconds + prices of their devices) - prices of all devices
 
 is no more than the least sum of a pipeline that fits (Everett, Generalized Lagrange multiplier method,
-Operations Research 11(3), 1963), and a dynamic programme from the last stage back finds it: over places and
-stages, without positions, so that 16,384 devices take no longer than 64. A stage on several kinds of devices
-takes the seconds of its slowest kind and so no less than as many devices of that kind, which cost no more, as
-no kind is priced below a slower one (of kinds that were profiled themselves: of its cheapest kind). The bound
-is the least over ranges of x, the weakest of which are halved again and again.
+Operations Research 11(3), 1963), and a dynamic programme from the last stage back finds it: over cut points
+and stages, without positions, so that 16,384 devices take no longer than 64. A stage on several kinds of
+devices takes the seconds of its slowest kind and so no less than as many devices of that kind, which cost no
+more, as no kind is priced below a slower one (of kinds that were profiled themselves: of its cheapest kind).
+The bound is the least over ranges of x, the weakest of which are halved again and again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.schedules import schedule_named
-from ..setting import Setting
+from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .pipelines import stage_modes
 from .relaxed_stages import RelaxedStages
@@ -62,7 +62,7 @@ REDUCED = Weights("reduced", 1.0, reduced=True)
 
 
 class Chosen(NamedTuple):
-    """A stage of the pipeline that attains the least sum: places, and the choice of `RelaxedStages`."""
+    """A stage of the pipeline that attains the least sum: cut points, and the choice of `RelaxedStages`."""
 
     start: int
     end: int
@@ -83,38 +83,38 @@ class Priced:
 
 @dataclass(frozen=True, eq=False)
 class RelaxedProblem:
-    """The pipelines of a setting with 1 to `most_stages` stages."""
+    """The pipelines of a configuration with 1 to `most_stages` stages."""
 
-    setting: Setting
+    config: PipelineConfig
     stages: RelaxedStages
     most_stages: int
     _entries: dict[tuple[float, float], _Entries] = field(default_factory=dict)
 
     @property
-    def places(self) -> int:
+    def cut_points(self) -> int:
         """Of the tables, the last behind all layers."""
-        return len(self.stages.places)
+        return len(self.stages.cut_points)
 
     @property
     def weights(self) -> tuple[Weights, ...]:
         """The sums that bound its steps."""
-        gpipe = self.setting.schedule == "gpipe"
+        gpipe = self.config.schedule == "gpipe"
         return (SINGLE, REDUCED) if gpipe else (DOUBLE, SINGLE, REDUCED)
 
     def coefficient(self, weights: Weights, remaining: int) -> float:
         """Of x of stage s as the `remaining`-th from the end; inf where the sum is no bound."""
-        count = self.setting.micro_batches
-        if self.setting.schedule == "gpipe":
-            return count - 0.5 if self.setting.recompute == "except_last" else float(count)
-        held = min(count, remaining)
+        count = self.config.micro_batches
+        if self.config.schedule == "gpipe":
+            return count - 0.5 if self.config.recompute == "except_last" else float(count)
+        in_flight = min(count, remaining)
         if weights is DOUBLE:
-            return count - held + 1.0 if count > held else np.inf
-        return count - held + 1 + (held - 1) / 2
+            return count - in_flight + 1.0 if count > in_flight else np.inf
+        return count - in_flight + 1 + (in_flight - 1) / 2
 
-    def held(self, remaining: int) -> float:
+    def in_flight(self, remaining: int) -> float:
         """Micro-batches in flight, of a few numbers: no more than there are."""
-        count = schedule_named(self.setting.schedule).in_flight(0, remaining, self.setting.micro_batches)
-        if self.setting.schedule == "gpipe":
+        count = schedule_named(self.config.schedule).in_flight(0, remaining, self.config.micro_batches)
+        if self.config.schedule == "gpipe":
             return count
         step = 1
         while count > EVERY_HELD * step:
@@ -124,25 +124,25 @@ class RelaxedProblem:
     @cached_property
     def depth(self) -> int:
         """Stages that are counted by their number; deeper pipelines are bounded together."""
-        return min(self.most_stages, self.places)
+        return min(self.most_stages, self.cut_points)
 
-    def seconds(self, held: float) -> Floats:
+    def seconds(self, in_flight: float) -> Floats:
         """x of every stage that holds so many micro-batches, by choice and place; inf where it does not
         fit."""
         made = np.full(self.stages.forward.shape, np.inf)
-        for mode in reversed(stage_modes(self.setting)):
-            again = 0.0 if mode == "never" else self.stages.forward
-            own = self.stages.forward + self.stages.backward + again
-            made = np.where(held <= self.stages.room[mode], own, made)
+        for mode in reversed(stage_modes(self.config)):
+            recompute = 0.0 if mode == "never" else self.stages.forward
+            own = self.stages.forward + self.stages.backward + recompute
+            made = np.where(in_flight <= self.stages.room[mode], own, made)
         return made
 
     @cached_property
     def alone(self) -> float:
         """The least step of one stage."""
-        x, count = self.seconds(self.held(1))[:, 0, -1], self.setting.micro_batches
-        once = self.stages.forward[:, 0, -1] if self.setting.recompute == "except_last" else 0.0
+        x, count = self.seconds(self.in_flight(1))[:, 0, -1], self.config.micro_batches
+        once = self.stages.forward[:, 0, -1] if self.config.recompute == "except_last" else 0.0
         with np.errstate(invalid="ignore"):
-            steps = count * x - once + self.stages.tail[:, 0, -1]
+            steps = count * x - once + self.stages.exposed_allreduce[:, 0, -1]
         steps = np.where(np.isfinite(x), steps, np.inf)
         return float(steps.min()) * SAFE
 
@@ -151,33 +151,34 @@ class RelaxedProblem:
         programme = _Programme(self, weights, low, high, prices)
         return Priced(programme.bounds(), programme)
 
-    def entries(self, held: float, high: float) -> _Entries:
+    def entries(self, in_flight: float, high: float) -> _Entries:
         """The stages that hold so many micro-batches and take no longer than `high`."""
-        key = (held, high)
+        key = (in_flight, high)
         if key not in self._entries:
             for old in [old for old in self._entries if old[1] != high]:
                 del self._entries[old]
-            self._entries[key] = _Entries.of(self, held, high)
+            self._entries[key] = _Entries.of(self, in_flight, high)
         return self._entries[key]
 
 
 @dataclass(frozen=True, eq=False)
 class _Entries:
-    """Stages, sorted by their pair of places: `pair` of each, `first` of every pair's, `choice`; seconds."""
+    """Stages, sorted by their pair of cut points: `pair` of each, `first` of every pair's, `choice`;
+    seconds."""
 
     pair: Indices
     first: Indices
     choice: Indices
     x: Floats
     forward: Floats
-    tail: Floats
+    exposed_allreduce: Floats
     cut: Floats
 
     @classmethod
-    def of(cls, problem: RelaxedProblem, held: float, high: float) -> _Entries:
-        stages, places = problem.stages, problem.places
+    def of(cls, problem: RelaxedProblem, in_flight: float, high: float) -> _Entries:
+        stages, cut_points = problem.stages, problem.cut_points
         choices = len(stages.kind)
-        x = problem.seconds(held).reshape(choices, -1).T
+        x = problem.seconds(in_flight).reshape(choices, -1).T
         at = np.flatnonzero(x <= high)
         pair, choice = np.divmod(at, choices)
         first = np.flatnonzero(np.append(True, pair[1:] != pair[:-1])) if len(pair) else pair
@@ -186,8 +187,10 @@ class _Entries:
             made: Floats = values.reshape(choices, -1).T.reshape(-1)[at]
             return made
 
-        cut = stages.cut[choice, pair % places]
-        return cls(pair, first, choice, x.reshape(-1)[at], own(stages.forward), own(stages.tail), cut)
+        cut = stages.cut[choice, pair % cut_points]
+        return cls(
+            pair, first, choice, x.reshape(-1)[at], own(stages.forward), own(stages.exposed_allreduce), cut
+        )
 
 
 class _Programme:
@@ -200,9 +203,9 @@ class _Programme:
         stages = problem.stages
         self.price = prices[stages.kind] * stages.replicas
         self.paid = float(prices @ stages.devices)
-        nothing = np.full(problem.places, np.inf)
+        nothing = np.full(problem.cut_points, np.inf)
         nothing[-1] = 0.0
-        self.after, self.whole = [nothing], [np.full(problem.places, np.inf)]
+        self.after, self.whole = [nothing], [np.full(problem.cut_points, np.inf)]
         self._least: dict[float, tuple[Floats, Floats, Floats]] = {}
 
     def bounds(self) -> Floats:
@@ -236,32 +239,32 @@ class _Programme:
         after, before, busiest = self._tables(self.problem.depth)
         last, whole = self.after[-1], self.whole[-1]
         own = self._busiest_seconds(self.problem.most_stages)
-        for _ in range(self.problem.places):
+        for _ in range(self.problem.cut_points):
             last = np.minimum(last, (after + last[None, :]).min(axis=1))
         whole = np.minimum(whole, (own + busiest + last[None, :]).min(axis=1))
-        for _ in range(self.problem.places):
+        for _ in range(self.problem.cut_points):
             whole = np.minimum(whole, (before + whole[None, :]).min(axis=1))
         return float(whole[0])
 
     def _tables(self, remaining: int) -> tuple[Floats, Floats, Floats]:
-        """(places, places) each: the least of a stage after s, before it, and of s but for x."""
-        held = self.problem.held(remaining)
-        if held not in self._least:
-            entries = self.problem.entries(held, self.high)
+        """(cut points, cut points) each: the least of a stage after s, before it, and of s but for x."""
+        in_flight = self.problem.in_flight(remaining)
+        if in_flight not in self._least:
+            entries = self.problem.entries(in_flight, self.high)
             sums = (self._after(entries), self._before(entries), self._busiest(entries))
-            places = self.problem.places
+            cut_points = self.problem.cut_points
             made = []
             for values in sums:
-                table = np.full(places * places, np.inf)
+                table = np.full(cut_points * cut_points, np.inf)
                 if len(entries.first):
                     table[entries.pair[entries.first]] = np.minimum.reduceat(values, entries.first)
-                made.append(table.reshape(places, places))
-            self._least[held] = made[0], made[1], made[2]
-        return self._least[held]
+                made.append(table.reshape(cut_points, cut_points))
+            self._least[in_flight] = made[0], made[1], made[2]
+        return self._least[in_flight]
 
     def _plain(self, entries: _Entries) -> Floats:
         """x, of the micro-batch without what is run again where there is one."""
-        last_differs = self.problem.setting.recompute == "except_last"
+        last_differs = self.problem.config.recompute == "except_last"
         return entries.x - entries.forward if last_differs else entries.x
 
     def _after(self, entries: _Entries) -> Floats:
@@ -278,7 +281,9 @@ class _Programme:
         return made
 
     def _busiest(self, entries: _Entries) -> Floats:
-        seconds = self.weights.after * 2 * entries.cut + (entries.tail if self.weights.reduced else 0.0)
+        seconds = self.weights.after * 2 * entries.cut + (
+            entries.exposed_allreduce if self.weights.reduced else 0.0
+        )
         made: Floats = seconds + self.price[entries.choice]
         return made
 
@@ -303,8 +308,8 @@ class _Programme:
             place = end
 
     def _choice(self, remaining: int, start: int, end: int, role: str) -> int:
-        entries = self.problem.entries(self.problem.held(remaining), self.high)
-        pair = start * self.problem.places + end
+        entries = self.problem.entries(self.problem.in_flight(remaining), self.high)
+        pair = start * self.problem.cut_points + end
         low, high = np.searchsorted(entries.pair, [pair, pair + 1])
         values = {"after": self._after, "before": self._before, "busiest": self._busiest}[role](entries)
         return int(entries.choice[low + int(values[low:high].argmin())])

@@ -72,8 +72,8 @@ class RelaxedBound:
     def least(self, step: float) -> float:
         """A bound on all pipelines that take less than `step` seconds; else `step`."""
         self.step = step
-        own = dict.fromkeys((family.setting, family.replicas) for family in self.families)
-        first = {key: next(f for f in self.families if (f.setting, f.replicas) == key) for key in own}
+        own = dict.fromkeys((family.config, family.replicas) for family in self.families)
+        first = {key: next(f for f in self.families if (f.config, f.replicas) == key) for key in own}
         for family in first.values():
             self._push(quick_bound(self.space, family), family)
         while self._heap:
@@ -114,16 +114,16 @@ class RelaxedBound:
         self.budget.spend(1e7)
         if stages is None:
             return
-        blocks, devices = len(stages.places) - 1, int(stages.devices.sum())
+        blocks, devices = len(stages.cut_points) - 1, int(stages.devices.sum())
         most = min(devices, self.space.chain.max_stages if not stages.exact else blocks)
         if not self.deeper:
             most = min(most, max(self.counts))
-        problem = RelaxedProblem(family.setting, stages, most)
+        problem = RelaxedProblem(family.config, stages, most)
         if 1 in self.counts:
             self._closed = min(self._closed, max(problem.alone, bound))
         if most == 1:
             return
-        count = family.setting.micro_batches
+        count = family.config.micro_batches
         low, high = bound / count, self._longest(problem)
         if low <= high:
             bounds = np.full(problem.depth, bound)
@@ -138,8 +138,8 @@ class RelaxedBound:
 
     def _longest(self, problem: RelaxedProblem) -> float:
         """Seconds of a micro-batch on the longest stage of a plan that is faster than the best one known."""
-        setting = problem.setting
-        count = setting.micro_batches - (0.5 if setting.recompute == "except_last" else 0.0)
+        config = problem.config
+        count = config.micro_batches - (0.5 if config.recompute == "except_last" else 0.0)
         x = 2 * problem.stages.forward + problem.stages.backward
         longest = float(x[np.isfinite(x)].max(initial=0.0))
         return min(self.step / count, longest)
@@ -169,7 +169,9 @@ class RelaxedBound:
     def _of(self, range_: _Range, weights: Weights, prices: Floats) -> Priced:
         problem = range_.problem
         made = problem.priced(weights, range_.low, range_.high, prices)
-        self.budget.spend(5e5 + 10.0 * problem.stages.forward.size + 4.0 * problem.depth * problem.places**2)
+        self.budget.spend(
+            5e5 + 10.0 * problem.stages.forward.size + 4.0 * problem.depth * problem.cut_points**2
+        )
         return made
 
     def _propose(self, range_: _Range, chosen: Sequence[Chosen]) -> None:

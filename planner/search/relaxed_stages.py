@@ -16,17 +16,17 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from ...cost_models.hardware import Device
 from ...cost_models.layer import MEASURED, LayerCosts
-from ...cost_models.machines.hardware import Device
 from ...cost_models.memory import LedgerOptions
 from ...cost_models.topology import Topology
 from ..stage_table import Floats, StageTable, ledger_options
 from .pipelines import stage_modes
-from .space import Space, Team, share_of, with_cuts
+from .space import ReplicaGroupCosts, Space, divide_batch, with_cuts
 from .subproblem import Family, bounded_counts
 
 MOST_PLACES = 97
-"""Of longer chains stages are counted between as many places, without the layers around their cuts."""
+"""Of longer chains stages are counted between as many cut points, without the layers around their cuts."""
 MOST_SHARES = 48
 SINGLE_SHARES = 24
 """So many stand alone where there are more."""
@@ -38,7 +38,7 @@ class Replicas:
 
     fewest: int
     most: int
-    shares: tuple[int, ...]
+    per_replica_batches: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +47,9 @@ class RelaxedStages:
     of device and numbers of replicas.
 
     `kind`, `replicas` (choices,): which kind, and the fewest devices. Seconds of a micro-batch: `forward`,
-    `backward` without what is run again; `tail`: of the all-reduce that follows; `cut` (choices, places): of
-    the transfer to the next stage, by where it starts. `room`: by mode of recomputation, how many
-    micro-batches may be held. `exact`: whether places are all cuts.
+    `backward` without what is run again; `exposed_allreduce`: of the all-reduce that follows; `cut` (choices,
+    cut points): of the transfer to the next stage, by where it starts. `room`: by mode of recomputation, how
+    many micro-batches may be in flight. `exact`: whether cut points are all cuts.
     """
 
     kinds: tuple[Device, ...]
@@ -58,27 +58,27 @@ class RelaxedStages:
     replicas: npt.NDArray[np.int64]
     forward: Floats
     backward: Floats
-    tail: Floats
+    exposed_allreduce: Floats
     cut: Floats
     room: dict[str, Floats]
-    places: tuple[int, ...]
+    cut_points: tuple[int, ...]
     exact: bool
 
 
 def relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
     """The tables of a family; None where no number of replicas can be costed."""
-    setting, topology = family.setting, space.topology
+    config, topology = family.config, space.topology
     ranks = family.placement.ranks
     counts = list(replica_counts(space, family))
     if not counts:
         return None
-    whole = space.table(counts[0].shares[0])
+    whole = space.table(counts[0].per_replica_batches[0])
     exact = whole.blocks < MOST_PLACES
     own = space if exact else with_cuts(space, _spread_cuts(space))
     kinds = tuple(dict.fromkeys(topology.device(rank) for rank in ranks))
     numbers = [sum(topology.device(rank) == kind for rank in ranks) for kind in kinds]
-    made = [_choice(own, kind, kinds, each, setting.micro_batch_size) for kind in kinds for each in counts]
-    modes = stage_modes(setting)
+    made = [_choice(own, kind, kinds, each, config.micro_batch_size) for kind in kinds for each in counts]
+    modes = stage_modes(config)
     usable = space.usable if exact else np.triu(np.ones_like(made[0].forward, dtype=np.bool_), 1)
 
     def table(name: str) -> Floats:
@@ -94,10 +94,10 @@ def relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
         replicas=np.array([each.fewest for _ in kinds for each in counts]),
         forward=table("forward"),
         backward=table("backward"),
-        tail=table("tail"),
+        exposed_allreduce=table("exposed_allreduce"),
         cut=np.array([_cut_seconds(topology, choice.table) for choice in made]),
-        room={mode: np.array([choice.most_held(mode) for choice in made]) for mode in modes},
-        places=made[0].table.places,
+        room={mode: np.array([choice.most_in_flight(mode) for choice in made]) for mode in modes},
+        cut_points=made[0].table.cut_points,
         exact=exact,
     )
     return stages if exact else _inner(stages)
@@ -105,13 +105,13 @@ def relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
 
 def replica_counts(space: Space, family: Family) -> Iterator[Replicas]:
     """The numbers of replicas that stages may have, those with the same share together."""
-    size, devices = family.setting.micro_batch_size, len(family.placement.ranks)
+    size, devices = family.config.micro_batch_size, len(family.placement.ranks)
     most, counts = min(size, devices), bounded_counts(family)
     after = [count - 1 for count in counts[1:]] + [most]
     each = zip(counts, after if family.any_count else counts, strict=True)
     own = [(low, high) for low, high in each if high <= most and space.fits_someone(size, low)]
     for group in _grouped(own):
-        yield Replicas(group[0][0], group[-1][1], tuple(share_of(size, low) for low, _ in group))
+        yield Replicas(group[0][0], group[-1][1], tuple(divide_batch(size, low) for low, _ in group))
 
 
 def _grouped(own: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
@@ -122,30 +122,36 @@ def _grouped(own: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
     return [own[start:end] for start, end in pairwise(bounds.tolist())]
 
 
-def _choice(space: Space, kind: Device, kinds: Sequence[Device], counts: Replicas, size: int) -> Team:
+def _choice(
+    space: Space, kind: Device, kinds: Sequence[Device], counts: Replicas, size: int
+) -> ReplicaGroupCosts:
     """As a team of that kind; its replicas are the most, of which each needs the least memory."""
-    timed = [_least(space.timed(kind, share).costs for share in counts.shares)]
-    profiled = timed if kind.profile is None else [_least(space.table(s).costs for s in counts.shares)]
-    places = space.table(counts.shares[0]).places
-    seconds, table = StageTable(timed[0], places), StageTable(profiled[0], places)
+    timed = [
+        _least(space.timed(kind, per_replica_batch).costs for per_replica_batch in counts.per_replica_batches)
+    ]
+    profiled = (
+        timed if kind.profile is None else [_least(space.table(s).costs for s in counts.per_replica_batches)]
+    )
+    cut_points = space.table(counts.per_replica_batches[0]).cut_points
+    seconds, table = StageTable(timed[0], cut_points), StageTable(profiled[0], cut_points)
     forward, backward = (own * kind.seconds_scale for own in (seconds.forward, seconds.backward))
     slowest = np.maximum.reduce(
         [
-            space.timed(other, share).backward * other.seconds_scale
+            space.timed(other, per_replica_batch).backward * other.seconds_scale
             for other in kinds
-            for share in counts.shares
+            for per_replica_batch in counts.per_replica_batches
         ]
     )
     exchanged = space.bytes_at_end(np.asarray(table.stage_bytes.trainable))
     sent = exchanged * all_reduce_pace(space.topology, counts.fewest)
-    return Team(
+    return ReplicaGroupCosts(
         table=table,
         replicas=counts.most,
-        share=counts.shares[-1],
+        per_replica_batch=counts.per_replica_batches[-1],
         size=size,
         forward=forward,
         backward=backward,
-        tail=np.maximum(sent - slowest, 0.0),
+        exposed_allreduce=np.maximum(sent - slowest, 0.0),
         limit=_limit(space, kind),
         optimizer=space.optimizer,
         ledger=_ledger(space, kinds, kind),
@@ -209,7 +215,7 @@ def _bandwidth(link: object) -> float:
 
 
 def _cut_seconds(topology: Topology, table: StageTable) -> Floats:
-    """(places,): the transfer of a replica's share, over a port of each level at once, as to receivers on
+    """(cut points,): the transfer of a replica's share, over a port of each level at once, as to receivers on
     its own node and on others. A stage that follows with fewer replicas has a larger share to take."""
     links = [level.link for level in topology.levels]
     bandwidth, latency = sum(map(_bandwidth, links)), min(link.latency_seconds for link in links)
@@ -248,7 +254,7 @@ def _inner(stages: RelaxedStages) -> RelaxedStages:
         stages,
         forward=shifted(stages.forward, 0.0),
         backward=shifted(stages.backward, 0.0),
-        tail=shifted(stages.tail, 0.0),
+        exposed_allreduce=shifted(stages.exposed_allreduce, 0.0),
         cut=np.zeros_like(stages.cut),
         room={mode: shifted(values, inf) for mode, values in stages.room.items()},
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..candidate import Proposal
 from .placements import Placement
 from .relaxed import Chosen, RelaxedProblem
-from .space import Space, share_of
+from .space import Space, divide_batch
 from .subproblem import Family
 
 
@@ -37,20 +37,20 @@ def rounded(
     """The pipeline with its replicas changed until it has devices enough, and leaves none where more help,
     in each of the orders of the devices."""
     tables, stages = problem.stages, list[_Stage]()
-    places = tables.places
+    cut_points = tables.cut_points
     for own in chosen:
         replicas = int(tables.replicas[own.choice])
         at = own.choice, own.start, own.end
         seconds = float(tables.forward[at] + tables.backward[at])
-        stages.append(_Stage(places[own.end], int(tables.kind[own.choice]), replicas, seconds * replicas))
+        stages.append(_Stage(cut_points[own.end], int(tables.kind[own.choice]), replicas, seconds * replicas))
     ends = [stage.end for stage in stages]
     if any(end <= start for start, end in zip([0, *ends], ends, strict=False)):
         return []
     if not all(_fitted(space, family, stages, kind, int(n)) for kind, n in enumerate(tables.devices)):
         return []
-    orders = dict.fromkeys(own.placement for own in families if own.setting == family.setting)
+    orders = dict.fromkeys(own.placement for own in families if own.config == family.config)
     return [
-        Proposal(family.setting, tuple(ends), devices)
+        Proposal(family.config, tuple(ends), devices)
         for order in orders
         if (devices := _devices(space, order, problem, stages))
     ]
@@ -83,11 +83,11 @@ def _below(counts: Sequence[int], count: int) -> int:
 
 def _counts(space: Space, family: Family) -> Iterator[int]:
     """Numbers of replicas that may be, of those with the same share the fewest."""
-    size, seen = family.setting.micro_batch_size, -1
+    size, seen = family.config.micro_batch_size, -1
     counts = range(1, len(family.placement.ranks) + 1) if family.any_count else family.replicas
     for count in counts:
-        if count <= size and share_of(size, count) != seen and space.fits_someone(size, count):
-            seen = share_of(size, count)
+        if count <= size and divide_batch(size, count) != seen and space.fits_someone(size, count):
+            seen = divide_batch(size, count)
             yield count
 
 

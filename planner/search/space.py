@@ -13,30 +13,30 @@ import numpy.typing as npt
 
 from ...cost_models.collectives import alike, all_reduce_seconds
 from ...cost_models.errors import UsageError
+from ...cost_models.hardware import Device
 from ...cost_models.layer import Chain, LayerCosts
-from ...cost_models.machines.hardware import Device
 from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.optimizers import Precision
 from ...cost_models.port_sharing import PortSharings
 from ...cost_models.precision import training_precision
+from ...cost_models.routes import Routes
 from ...cost_models.runtime import Runtime
 from ...cost_models.topology import Topology
-from ...cost_models.ways import Ways
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
 from ..stage_table import Floats, StageTable, ledger_options
 from ..wishes import Limits
+from .allreduce_overlap import Buckets, buckets_of
 from .budget import SearchBudget
-from .exposed import Buckets, buckets_of
 
 MOST_BLOCKS = 220
 """Between allowed cuts: of so many, tables of all stages are made."""
 
 
-_KEPT = ("buckets", "usable", "ways", "ports")
+_KEPT = ("buckets", "usable", "routes", "ports")
 """What is made of a space once, whatever its budget."""
 
 
-def share_of(size: int, replicas: int) -> int:
+def divide_batch(size: int, replicas: int) -> int:
     """Samples of a micro-batch that a replica computes: the largest share, where they are not equal."""
     return -(-size // replicas)
 
@@ -65,7 +65,7 @@ class Space:
     budget: SearchBudget = field(default_factory=SearchBudget)
     """What everything that is done with the space may take."""
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
-    _teams: dict[object, Team] = field(default_factory=dict, init=False)
+    _teams: dict[object, ReplicaGroupCosts] = field(default_factory=dict, init=False)
     _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
 
     def within(self, budget: SearchBudget) -> Space:
@@ -89,7 +89,7 @@ class Space:
     def buckets(self) -> Buckets:
         """The gradient buckets of all stages."""
         table = self.table(self.chain.sizes[0])
-        return buckets_of(self.gradients(self.chain.trainable_bytes), table.places)
+        return buckets_of(self.gradients(self.chain.trainable_bytes), table.cut_points)
 
     @cached_property
     def number_bytes(self) -> Precision:
@@ -112,19 +112,19 @@ class Space:
         usable = table.valid
         if self.runtime is not None and self.runtime.trains_every_stage:
             usable = usable & (np.asarray(table.stage_bytes.trainable) > 0)
-        places = np.array(table.places)
+        cut_points = np.array(table.cut_points)
         for layer in self.limits.must_cut:
-            over = (places <= layer)[:, None] & (places > layer + 1)[None, :]
+            over = (cut_points <= layer)[:, None] & (cut_points > layer + 1)[None, :]
             usable = usable & ~over
         return usable
 
     def may_be(self, stage: int, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> Any:
-        """(pairs,): whether the stage of that number may lie between these places; True where none is
+        """(pairs,): whether the stage of that number may lie between these cut points; True where none is
         pinned."""
         if not self.limits.pins:
             return True
-        places = np.array(self.table(self.chain.sizes[0]).places)
-        first, after = places[start], places[end]
+        cut_points = np.array(self.table(self.chain.sizes[0]).cut_points)
+        first, after = cut_points[start], cut_points[end]
         fits = np.ones(len(first), dtype=np.bool_)
         for layer, own in self.limits.pins:
             fits &= ((first <= layer) & (layer < after)) == (own == stage)
@@ -141,19 +141,19 @@ class Space:
         return self.runtime is not None and self.runtime.one_process
 
     @cached_property
-    def ways(self) -> Ways:
+    def routes(self) -> Routes:
         """The ways from stages to stages."""
-        return Ways(self.topology)
+        return Routes(self.topology)
 
     @cached_property
     def ports(self) -> PortSharings:
         """The ports that stages share."""
-        return PortSharings(self.topology, self.ways)
+        return PortSharings(self.topology, self.routes)
 
     def pace(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[float, float]:
         """Latency from stage to stage, and seconds of each byte that a replica of the smaller one sends or
         receives."""
-        latency, seconds = self.ways.way(senders, receivers)
+        latency, seconds = self.routes.route(senders, receivers)
         return latency, seconds * min(len(senders), len(receivers))
 
     def limit(self, devices: Sequence[int]) -> float:
@@ -163,12 +163,12 @@ class Space:
 
     def fits_someone(self, size: int, replicas: int) -> bool:
         """Whether a replica's share can be costed."""
-        return self.chain.reaches(share_of(size, replicas), past_largest=self.past_largest)
+        return self.chain.reaches(divide_batch(size, replicas), past_largest=self.past_largest)
 
-    def least_work(self, size: int, *, again: bool) -> Floats:
-        """(layers,): seconds of so many samples, forward (twice with `again`) and backward, on the device
+    def least_work(self, size: int, *, recompute: bool) -> Floats:
+        """(layers,): seconds of so many samples, forward (twice with `recompute`) and backward, on the device
         that is fastest for each layer."""
-        return self.least(size, lambda own: (1 + again) * own.forward_seconds + own.backward_seconds)
+        return self.least(size, lambda own: (1 + recompute) * own.forward_seconds + own.backward_seconds)
 
     def least_forward(self, size: int) -> Floats:
         """(layers,): forward seconds of so many samples on the device that is fastest for each layer."""
@@ -183,14 +183,14 @@ class Space:
         """(layers,): such seconds of so many samples on a kind of device."""
         return seconds(self.timed(kind, size).costs) * kind.seconds_scale
 
-    def cheapest_work(self, size: int, counts: Iterable[int], *, again: bool = False) -> Floats | None:
+    def cheapest_work(self, size: int, counts: Iterable[int], *, recompute: bool = False) -> Floats | None:
         """(layers,): `least_work` of a micro-batch on all replicas together, of these numbers of replicas the
         one with which each layer takes least; None where none can be costed."""
         fitting = [n for n in counts if n <= size and self.fits_someone(size, n)]
-        works = [n * self.least_work(share_of(size, n), again=again) for n in fitting]
+        works = [n * self.least_work(divide_batch(size, n), recompute=recompute) for n in fitting]
         return np.minimum.reduce(works) if works else None
 
-    def team(self, size: int, devices: Sequence[int]) -> Team:
+    def team(self, size: int, devices: Sequence[int]) -> ReplicaGroupCosts:
         """What stages cost on these devices, which share micro-batches of `size` samples."""
         devices = tuple(devices)
         run = self._run(devices)
@@ -205,7 +205,7 @@ class Space:
         """What tells devices apart: runs of one length that begin at the same place of a node are the same
         where nodes are."""
         first, count = devices[0], len(devices)
-        if self._single_kind and self.ways.alike and devices == tuple(range(first, first + count)):
+        if self._single_kind and self.routes.alike and devices == tuple(range(first, first + count)):
             return "run", first % self.topology.gpus_per_node, count
         return devices
 
@@ -218,10 +218,10 @@ class Space:
             return self.topology.kinds
         return tuple(dict.fromkeys(self.topology.device(rank) for rank in devices))
 
-    def _team(self, size: int, devices: tuple[int, ...]) -> Team:
+    def _team(self, size: int, devices: tuple[int, ...]) -> ReplicaGroupCosts:
         kinds = self._kinds(devices)
-        share = share_of(size, len(devices))
-        timed = [(self.timed(kind, share), kind.seconds_scale) for kind in kinds]
+        per_replica_batch = divide_batch(size, len(devices))
+        timed = [(self.timed(kind, per_replica_batch), kind.seconds_scale) for kind in kinds]
         exchange = ReplicaExchange(self.topology, devices, self.number_bytes, self.zero)
         if exchange.is_by_layer:
             forwards = [exchange.forward(own, own.costs.forward_seconds * scale) for own, scale in timed]
@@ -230,11 +230,13 @@ class Space:
             forwards = [table.forward * scale for table, scale in timed]
             backward = [table.backward * scale for table, scale in timed]
         forward = np.maximum.reduce(forwards)
-        tail = np.zeros_like(forward)
+        exposed_allreduce = np.zeros_like(forward)
         if len(devices) > 1 and self.zero:
-            tail = exchange.at_end(np.asarray(self.table(share).stage_bytes.trainable))
+            exposed_allreduce = exchange.at_end(
+                np.asarray(self.table(per_replica_batch).stage_bytes.trainable)
+            )
         elif len(devices) > 1:
-            tails = [
+            exposed = [
                 self.buckets.exposed(
                     table.costs.backward_seconds * scale,
                     lambda bytes: all_reduce_seconds(self.topology, devices, bytes, "best"),
@@ -242,16 +244,16 @@ class Space:
                 for table, scale in timed
             ]
             slowest = np.argmax(backward, axis=0)
-            tail = np.take_along_axis(np.array(tails), slowest[None], axis=0)[0]
+            exposed_allreduce = np.take_along_axis(np.array(exposed), slowest[None], axis=0)[0]
         least = min(kinds, key=lambda kind: inf if kind.memory_bytes is None else kind.memory_bytes)
-        return Team(
-            table=self.table(share),
+        return ReplicaGroupCosts(
+            table=self.table(per_replica_batch),
             replicas=len(devices),
-            share=share,
+            per_replica_batch=per_replica_batch,
             size=size,
             forward=forward,
             backward=np.maximum.reduce(backward),
-            tail=tail,
+            exposed_allreduce=exposed_allreduce,
             limit=self.limit(devices),
             optimizer=self.optimizer,
             ledger=ledger_options(least, self.dtype, self.number_bytes, self.zero),
@@ -269,37 +271,40 @@ class Space:
 
 
 @dataclass(frozen=True, eq=False)
-class Team:
+class ReplicaGroupCosts:
     """What all stages cost on so many devices of these kinds, so joined. Tables as of `StageTable`.
 
-    Seconds are those of the slowest replica; `tail`: of the all-reduce that follows the last backward.
+    Seconds are those of the slowest replica; `exposed_allreduce`: of the all-reduce that follows the last
+    backward.
     """
 
     table: StageTable
     replicas: int
-    share: int
+    per_replica_batch: int
     size: int
     forward: Floats
     backward: Floats
-    tail: Floats
+    exposed_allreduce: Floats
     limit: float
     optimizer: str
     ledger: LedgerOptions
     _room: dict[str, Floats] = field(default_factory=dict)
 
     def room(self, recompute: Recompute, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> Floats:
-        """(pairs,): `most_held` of some stages alone."""
+        """(pairs,): `most_in_flight` of some stages alone."""
         if recompute in self._room:
             return self._room[recompute][start, end]
         if self.limit == inf:
             return np.full(len(start), inf)
         one, two = (
-            self.table.memory_of(start, end, held, recompute, self.optimizer, self.replicas, **self.ledger)
-            for held in (1, 2)
+            self.table.memory_of(
+                start, end, in_flight, recompute, self.optimizer, self.replicas, **self.ledger
+            )
+            for in_flight in (1, 2)
         )
         return self._most(one, two)
 
-    def most_held(self, recompute: Recompute) -> Floats:
+    def most_in_flight(self, recompute: Recompute) -> Floats:
         """How many micro-batches each stage has room for, as a fraction; negative where for none. The ledger
         is a line of the micro-batches that are held."""
         if recompute not in self._room:
@@ -320,9 +325,9 @@ class Team:
         room: Floats = most * (1 + 1e-12)
         return room
 
-    def bytes(self, held: float, recompute: Recompute) -> Floats:
+    def bytes(self, in_flight: float, recompute: Recompute) -> Floats:
         """What each stage needs on one replica."""
-        return self.table.memory(held, recompute, self.optimizer, self.replicas, **self.ledger)
+        return self.table.memory(in_flight, recompute, self.optimizer, self.replicas, **self.ledger)
 
 
 def narrowed(space: Space, ends: Sequence[int]) -> Space:

@@ -1,4 +1,5 @@
-"""The plans of one setting on one order of the devices: their bounds, and their extension stage by stage."""
+"""The plans of one configuration on one order of the devices: their bounds, and their extension stage by
+stage."""
 
 from __future__ import annotations
 
@@ -8,19 +9,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...cost_models.memory import Recompute
-from ..candidate import Candidate, Proposal
+from ..candidate import Proposal, ScoredPlan
+from ..pipeline_config import PipelineConfig
 from ..plan_file import TIE
-from ..setting import Setting
 from ..stage_table import Floats
 from .budget import SearchBudget
+from .device_ranges import DeviceRanges
 from .gpipe import GPipeBound
 from .one_f_one_b import RoundTripBound
-from .options import Group, Indices, Options, options_of
 from .partial import Expansion, Known, Partial, extended, joined, nothing
 from .pipelines import Pipelines, routes_of
 from .placements import Placement
-from .runs import Runs
-from .space import Space, share_of
+from .space import Space, divide_batch
+from .stage_choices import GroupChoices, Indices, StageChoices, list_stage_choices
 
 BEAM = 32
 CHUNK = 1_024
@@ -36,10 +37,10 @@ BOUNDS: dict[str, type[RoundTripBound] | type[GPipeBound]] = {"1f1b": RoundTripB
 
 @dataclass(frozen=True)
 class Family:
-    """The pipelines of a setting on an order of the devices, whose stages have these numbers of replicas;
-    `on_all`: only those that leave no device free."""
+    """The pipelines of a configuration on an order of the devices, whose stages have these numbers of
+    replicas; `on_all`: only those that leave no device free."""
 
-    setting: Setting
+    config: PipelineConfig
     placement: Placement
     replicas: tuple[int, ...]
     on_all: bool = False
@@ -68,13 +69,13 @@ class Subproblem:
     """The plans of one family, by number of stages."""
 
     def __init__(
-        self, space: Space, family: Family, counts: Sequence[int], runs: Runs, work: SearchBudget
+        self, space: Space, family: Family, counts: Sequence[int], ranges: DeviceRanges, work: SearchBudget
     ) -> None:
-        self.space, self.family, self.counts, self.runs, self.work = space, family, counts, runs, work
+        self.space, self.family, self.counts, self.ranges, self.work = space, family, counts, ranges, work
         self.quick_bound = quick_bound(space, family)
         self.roots: dict[int, float] = {}
         """By number of stages, the bound before searching, once it was needed."""
-        self._made: tuple[Options, Bound] | None = None
+        self._made: tuple[StageChoices, Bound] | None = None
 
     @property
     def root(self) -> float:
@@ -87,29 +88,29 @@ class Subproblem:
         if self.quick_bound >= limit:
             return False
         if not self.roots:
-            options, bound = self._bound(limit)
+            choices, bound = self._bound(limit)
             roots = dict[int, float]()
             for stages in self.counts:
-                possible = options.groups and stages <= options.most_stages
+                possible = choices.groups and stages <= choices.most_stages
                 # Plans that are slower than this are left out of the options.
                 roots[stages] = min(bound.root(stages) if possible else np.inf, _within(limit))
             self.roots = roots
-            self.work.spend(A_ROOT * len(self.counts) * options.entries)
+            self.work.spend(A_ROOT * len(self.counts) * choices.entries)
         is_open = any(root < limit for root in self.roots.values())
         if not is_open:
             self._made = None
         return is_open
 
-    def _bound(self, limit: float) -> tuple[Options, Bound]:
+    def _bound(self, limit: float) -> tuple[StageChoices, Bound]:
         """The options and the bound for plans below `limit`."""
         if self._made is None:
-            options = options_of(self.space, self.family.setting, self.runs, _within(limit))
-            self._made = options, BOUNDS[self.family.setting.schedule](options, _within(limit))
+            choices = list_stage_choices(self.space, self.family.config, self.ranges, _within(limit))
+            self._made = choices, BOUNDS[self.family.config.schedule](choices, _within(limit))
         return self._made
 
-    def seed(self, limit: float) -> Candidate | None:
+    def seed(self, limit: float) -> ScoredPlan | None:
         """A good plan that is faster than `limit`, where there may be one: the best of a narrow beam."""
-        best: Candidate | None = None
+        best: ScoredPlan | None = None
         if self.opened(limit):
             for stages in sorted(self.counts, key=lambda count: self.roots[count]):
                 if self.roots[stages] >= limit:
@@ -119,7 +120,7 @@ class Subproblem:
                     best, limit = found, found.step_seconds
         return best
 
-    def beam(self, stages: int, limit: float) -> Candidate | None:
+    def beam(self, stages: int, limit: float) -> ScoredPlan | None:
         """The best plan of so many stages that is faster than `limit`, of those that a narrow beam keeps."""
         chunk: Chunk | None = self.start(stages, limit)
         while chunk is not None and chunk.remaining:
@@ -134,15 +135,15 @@ class Subproblem:
     def extended(self, chunk: Chunk, limit: float, width: int = CHUNK) -> list[Chunk]:
         """The plans with every further stage whose bound stays below `limit`, the lowest bounds first; whole
         plans with the bound of whole plans."""
-        options, bound = self._bound(limit)
+        choices, bound = self._bound(limit)
         remaining, parts, bounds = chunk.remaining, [], []
-        for stage in expansions(options, chunk.plans, remaining):
+        for stage in expansions(choices, chunk.plans, remaining):
             self.work.check()
             known: Known = {name: values[stage.parent] for name, values in chunk.plans.known.items()}
             own, now = bound.extend(known, stage)
             self.work.extend(len(own))
             if remaining == 1:
-                done = (stage.end == options.last_place) & (stage.end_position >= options.least_used)
+                done = (stage.end == choices.last_place) & (stage.end_position >= choices.least_used)
                 own = np.where(done, own, np.inf)
             kept = np.flatnonzero(own < limit)
             if len(kept):
@@ -152,29 +153,29 @@ class Subproblem:
             return []
         plans, lowest = joined(parts), np.concatenate(bounds)
         if remaining == 1:
-            lowest = np.maximum(lowest, bound.finished(self._pipelines(options, plans)))
+            lowest = np.maximum(lowest, bound.finished(self._pipelines(choices, plans)))
         return list(_chunks(plans, lowest, chunk.stages, remaining - 1, limit, width))
 
-    def scored(self, chunk: Chunk, limit: float) -> tuple[Candidate | None, Chunk | None]:
+    def scored(self, chunk: Chunk, limit: float) -> tuple[ScoredPlan | None, Chunk | None]:
         """The fastest of the first whole plans of a chunk, where it is faster than `limit`, and the rest."""
-        options, _ = self._bound(limit)
+        choices, _ = self._bound(limit)
         order = np.arange(len(chunk))
         now, later = order[: chunk.batch], order[chunk.batch :]
-        pipelines = self._pipelines(options, joined([chunk.plans], now))
+        pipelines = self._pipelines(choices, joined([chunk.plans], now))
         self.work.check()
         steps = pipelines.step_seconds(limit)
-        self.work.simulate(len(steps), 2 * pipelines.stages * self.family.setting.micro_batches)
+        self.work.simulate(len(steps), 2 * pipelines.stages * self.family.config.micro_batches)
         first = int(steps.argmin())
-        best = self._candidate(options, chunk.plans, first, steps[first]) if steps[first] < limit else None
+        best = self._candidate(choices, chunk.plans, first, steps[first]) if steps[first] < limit else None
         if not len(later):
             return best, None
         batch = min(8 * chunk.batch, BATCH)
         plans = joined([chunk.plans], later)
         return best, Chunk(plans, chunk.bounds[later], chunk.stages, 0, batch)
 
-    def _pipelines(self, options: Options, plans: Partial) -> Pipelines:
+    def _pipelines(self, choices: StageChoices, plans: Partial) -> Pipelines:
         runtime, columns = self.space.runtime, dict(plans.columns)
-        table = options.groups[0].team.table
+        table = choices.groups[0].team.table
         starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
         for name in ("occupancy", "latency"):
             columns[name] = columns[name][:, 1:]
@@ -182,24 +183,25 @@ class Subproblem:
             columns["forward_launch"] = table.forward_launch[starts, plans.ends]
             columns["backward_launch"] = table.backward_launch[starts, plans.ends]
         transfers = "overlapped" if runtime is None else runtime.transfers
-        devices = [self._devices(options, plans, row) for row in range(len(plans))]
-        routes = routes_of(self.space, self.family.setting, devices, starts, plans.ends)
-        return Pipelines(self.family.setting, **columns, transfers=transfers, routes=routes)
+        devices = [self._devices(choices, plans, row) for row in range(len(plans))]
+        routes = routes_of(self.space, self.family.config, devices, starts, plans.ends)
+        return Pipelines(self.family.config, **columns, transfers=transfers, routes=routes)
 
-    def _devices(self, options: Options, plans: Partial, row: int) -> tuple[tuple[int, ...], ...]:
+    def _devices(self, choices: StageChoices, plans: Partial, row: int) -> tuple[tuple[int, ...], ...]:
         """Of the stages of a whole plan."""
-        ranks, groups = self.family.placement.ranks, options.groups
-        runs = zip(plans.begins[row].tolist(), plans.groups[row].tolist(), strict=True)
-        return tuple(ranks[begin : begin + groups[group].replicas] for begin, group in runs)
+        ranks, groups = self.family.placement.ranks, choices.groups
+        ranges = zip(plans.begins[row].tolist(), plans.groups[row].tolist(), strict=True)
+        return tuple(ranks[begin : begin + groups[group].replicas] for begin, group in ranges)
 
-    def _candidate(self, options: Options, plans: Partial, row: int, step: float) -> Candidate:
-        places, mode = options.groups[0].team.table.places, self.family.setting.recompute
+    def _candidate(self, choices: StageChoices, plans: Partial, row: int, step: float) -> ScoredPlan:
+        cut_points, mode = choices.groups[0].team.table.cut_points, self.family.config.recompute
         modes: list[Recompute] = [
-            ("always" if again else "never") if mode == "by_stage" else mode for again in plans.again[row]
+            ("always" if recompute else "never") if mode == "by_stage" else mode
+            for recompute in plans.recompute[row]
         ]
-        ends = tuple(places[end] for end in plans.ends[row])
-        devices = self._devices(options, plans, row)
-        return Candidate(Proposal(self.family.setting, ends, devices), tuple(modes), float(step))
+        ends = tuple(cut_points[end] for end in plans.ends[row])
+        devices = self._devices(choices, plans, row)
+        return ScoredPlan(Proposal(self.family.config, ends, devices), tuple(modes), float(step))
 
 
 def _chunks(
@@ -218,14 +220,14 @@ def _within(limit: float) -> float:
     return limit * (1 + 2 * TIE)
 
 
-def expansions(options: Options, plans: Partial, remaining: int) -> Iterator[Expansion]:
+def expansions(choices: StageChoices, plans: Partial, remaining: int) -> Iterator[Expansion]:
     """Every further stage of the plans, which leaves a device and a block for each that is to follow."""
-    starts = options.runs.starts
+    starts = choices.ranges.starts
     pairs = [(row, begin) for row, end in enumerate(plans.position.tolist()) for begin in starts[end]]
     rows, begins = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     first = plans.ends.shape[1] == 0
-    for index, group in enumerate(options.groups):
-        use = group.at[begins] & (begins + group.replicas + remaining - 1 <= options.devices)
+    for index, group in enumerate(choices.groups):
+        use = group.at[begins] & (begins + group.replicas + remaining - 1 <= choices.devices)
         parent, position = rows[use], begins[use]
         low, high = group.segments[plans.place[parent]], group.segments[plans.place[parent] + 1]
         counts = high - low
@@ -233,27 +235,27 @@ def expansions(options: Options, plans: Partial, remaining: int) -> Iterator[Exp
             continue
         which = np.repeat(np.arange(len(parent)), counts)
         pair = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts) + low[which]
-        inner = group.end[pair] + remaining - 1 <= options.last_place
-        inner &= options.space.may_be(plans.ends.shape[1], group.start[pair], group.end[pair])
+        inner = group.end[pair] + remaining - 1 <= choices.last_place
+        inner &= choices.space.may_be(plans.ends.shape[1], group.start[pair], group.end[pair])
         which, pair = which[inner], pair[inner]
         parent, position = parent[which], position[which]
         latency, occupancy = (
-            (np.zeros(len(pair)),) * 2 if first else _cut(options, plans, group, parent, position)
+            (np.zeros(len(pair)),) * 2 if first else _cut(choices, plans, group, parent, position)
         )
-        yield Expansion(options, group, index, remaining, parent, position, pair, occupancy, latency)
+        yield Expansion(choices, group, index, remaining, parent, position, pair, occupancy, latency)
 
 
 def _cut(
-    options: Options, plans: Partial, group: Group, parent: Indices, position: Indices
+    choices: StageChoices, plans: Partial, group: GroupChoices, parent: Indices, position: Indices
 ) -> tuple[Floats, Floats]:
     """Latency of the transfer from the stage before, and the seconds for which it takes its links: the larger
     part of both sides."""
-    latency, slowness = options.runs.ways(group.replicas)
-    counts = np.array([options.runs.counts.index(own.replicas) for own in options.groups])
-    tables = np.array([own.team.table.crossing for own in options.groups])
+    latency, slowness = choices.ranges.routes(group.replicas)
+    counts = np.array([choices.ranges.counts.index(own.replicas) for own in choices.groups])
+    tables = np.array([own.team.table.crossing for own in choices.groups])
     before, place = plans.groups[parent, -1], plans.place[parent]
     sent = np.maximum(tables[before, place], group.team.table.crossing[place])
-    at = counts[before], plans.position[parent] // options.runs.unit, position // options.runs.unit
+    at = counts[before], plans.position[parent] // choices.ranges.unit, position // choices.ranges.unit
     return latency[at], sent * slowness[at]
 
 
@@ -261,10 +263,10 @@ def quick_bound(space: Space, family: Family) -> float:
     """A bound that needs no tables of stages: the work, as cheap as any number of replicas that is allowed
     makes each layer, shared over all devices by their speed. A replica of a stage does its share of the work
     in no more than a step, so that a device of half the speed does half of it at the most."""
-    setting, devices = family.setting, _fast_devices(space, family)
-    counts, again = bounded_counts(family), setting.recompute == "always"
-    work = space.cheapest_work(setting.micro_batch_size, counts, again=again)
-    return np.inf if work is None else float(setting.micro_batches * work.sum() / devices)
+    config, devices = family.config, _fast_devices(space, family)
+    counts, recompute = bounded_counts(family), config.recompute == "always"
+    work = space.cheapest_work(config.micro_batch_size, counts, recompute=recompute)
+    return np.inf if work is None else float(config.micro_batches * work.sum() / devices)
 
 
 def _fast_devices(space: Space, family: Family) -> float:
@@ -278,12 +280,12 @@ def _fast_devices(space: Space, family: Family) -> float:
 def bounded_counts(family: Family) -> list[int]:
     """The numbers of replicas that a bound holds for: of those with the same share the fewest, which do the
     same with less."""
-    devices, size = len(family.placement.ranks), family.setting.micro_batch_size
+    devices, size = len(family.placement.ranks), family.config.micro_batch_size
     if not family.any_count:
         return [count for count in family.replicas if count <= devices]
     counts, count = [], 1
     while count <= min(size, devices):
         counts.append(count)
-        share = share_of(size, count)
-        count = devices + 1 if share == 1 else (size - 1) // (share - 1) + 1
+        per_replica_batch = divide_batch(size, count)
+        count = devices + 1 if per_replica_batch == 1 else (size - 1) // (per_replica_batch - 1) + 1
     return counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ...cost_models.errors import ExportError
-from ...cost_models.schedules import Place, Program, schedule_named
+from ...cost_models.schedules import Program, StageSlot, schedule_named
 
 OWN_ORDER = "_PipelineScheduleRuntime"
 """The class that runs any lists of actions."""
@@ -65,7 +65,7 @@ def action_rows(program: Program) -> list[str]:
     for device, own in enumerate(program.actions):
         split = {action[1:] for action in own if action.kind == "W"}
         words = [
-            f"{stage_of[Place(device, action.chunk)]}"
+            f"{stage_of[StageSlot(device, action.chunk)]}"
             f"{'I' if action.kind == 'B' and action[1:] in split else action.kind}{action.micro_batch}"
             for action in own
         ]

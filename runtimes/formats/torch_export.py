@@ -102,10 +102,10 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchExport, st
     devices = len(choice.devices) // choice.replicas
     program = build_program(choice.schedule, devices, choice.micro_batches, choice.virtual_stages)
     stages = device_stages(program)
-    if len(choice.balance) != program.places:
+    if len(choice.balance) != program.slots:
         raise ExportError(
             f"the plan has {len(choice.balance)} stages, {choice.schedule} with {choice.virtual_stages} "
-            f"virtual stages on {devices} devices has {program.places}",
+            f"virtual stages on {devices} devices has {program.slots}",
             "Make the plan again with pplan solve.",
         )
     if remark is None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.cli.checking import CheckOptions, model_spec
+from pplan.api.check import CheckOptions, model_spec
 from pplan.cost_models.errors import MachineError
 from pplan.planner.plan_file import Alternative, Plan
 from pplan.profiler.profile_file import Profile
@@ -104,9 +104,9 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
             told.predicted(case.name, case.predicted)
         return found
 
-    monkeypatch.setattr("pplan.cli.checking.run_in_processes", pretend)
-    monkeypatch.setattr("pplan.cli.checking.cores", lambda: 2)
-    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 0)
+    monkeypatch.setattr("pplan.api.check.run_in_processes", pretend)
+    monkeypatch.setattr("pplan.api.check.cores", lambda: 2)
+    monkeypatch.setattr("pplan.api.check.gpus", lambda: 0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return asked
@@ -147,12 +147,12 @@ def test_a_plan_and_the_even_split(
         "(-20.0 %)",
         "2 processes of torch.distributed.pipelining over gloo on some CPU; trained for real, median of 3",
         "even split",
-        "The plan is 1.00 x faster than the even split, measured.",
+        "The plan is as fast as the even split, measured.",
         "The losses of 2 steps are the plain model's (difference 0.0e+00).",
         "1.00 GiB",
     ):
         assert shown in ran.out
-    assert ran.lines[0] == "Using toy.plan.json (newest plan here)"
+    assert ran.lines[0] == "Using toy.plan.json (newest plan in this directory)"
     assert ran.lines[1].startswith("Predicted, plan: ")
     assert ran.lines[-1] == "Wrote toy.check.json"
     found = Check.load(here / "toy.check.json")
@@ -183,8 +183,8 @@ def test_fail_above(
     said: str,
 ) -> None:
     planned()
-    monkeypatch.setattr("pplan.cli.checking.run_in_processes", lambda job, _: pretended(job, plain))
-    monkeypatch.setattr("pplan.cli.checking.cores", lambda: 2)
+    monkeypatch.setattr("pplan.api.check.run_in_processes", lambda job, _: pretended(job, plain))
+    monkeypatch.setattr("pplan.api.check.cores", lambda: 2)
     ran = run("check", "toy.plan.json", "--fail-above", above, "--json")
     assert ran.status == status
     assert ran.err == (said and f"{said}\n")
@@ -254,11 +254,11 @@ def test_gpus_are_taken_where_there_are_enough(
     run: Run, planned: Callable[..., Plan], jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned()
-    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 2)
+    monkeypatch.setattr("pplan.api.check.gpus", lambda: 2)
     assert run("check", "toy.plan.json").status == 0
     assert run("check", "toy.plan.json", "--device", "cpu").status == 0
     assert [job.device for job in jobs] == ["cuda", "cpu"]
-    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 1)
+    monkeypatch.setattr("pplan.api.check.gpus", lambda: 1)
     ran = run("check", "toy.plan.json", "--device", "cuda")
     assert ran.lines[0] == "pplan: check: the plan takes 2 devices, here are 1 CUDA device and 2 cores"
 
@@ -357,13 +357,13 @@ def test_gpus_for_one_process(
 ) -> None:
     """A GPU for each stage; the host's launches are part of the prediction, nothing is summed up."""
     planned(schedule="gpipe")
-    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 2)
+    monkeypatch.setattr("pplan.api.check.gpus", lambda: 2)
     ran = run("check", "--runtime", "torchgpipe", "--no-even")
     document = jobs[0].runtime_cases[0].document
     assert isinstance(document, TorchgpipeExport)
     assert (jobs[0].device, document.devices) == ("cuda", ["cuda:0", "cuda:1"])
     assert "one after another" not in ran.out
-    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 1)
+    monkeypatch.setattr("pplan.api.check.gpus", lambda: 1)
     ran = run("check", "--runtime", "torchgpipe", "--device", "cuda")
     assert ran.lines[-2] == "pplan: check: the plan takes 2 devices, here are 1 CUDA device and 2 cores"
 
@@ -372,7 +372,7 @@ def test_deepspeed(
     run: Run, planned: Callable[..., Plan], jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned()
-    monkeypatch.setattr("pplan.cli.check_runtimes.find_spec", lambda _: object())
+    monkeypatch.setattr("pplan.api.check_runtimes.find_spec", lambda _: object())
     ran = run("check", "--runtime", "deepspeed")
     assert ran.status == 0
     (job,) = jobs
@@ -391,7 +391,7 @@ def test_a_missing_package(
     runtime: str,
 ) -> None:
     planned()
-    monkeypatch.setattr("pplan.cli.check_runtimes.find_spec", lambda _: None)
+    monkeypatch.setattr("pplan.api.check_runtimes.find_spec", lambda _: None)
     ran = run("check", "toy.plan.json", "--runtime", runtime)
     assert (ran.status, ran.out, jobs) == (2, "", [])
     assert ran.lines == [
@@ -407,8 +407,8 @@ def test_a_process_that_fails(
         raise MachineError("check: rank 1 died while step 2 (plan): exit status 7", "It printed nothing.")
 
     planned()
-    monkeypatch.setattr("pplan.cli.checking.run_in_processes", fail)
-    monkeypatch.setattr("pplan.cli.checking.cores", lambda: 2)
+    monkeypatch.setattr("pplan.api.check.run_in_processes", fail)
+    monkeypatch.setattr("pplan.api.check.cores", lambda: 2)
     ran = run("check", "toy.plan.json")
     assert (ran.status, ran.out) == (2, "")
     assert ran.lines == [
@@ -467,6 +467,7 @@ def small(here: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(here)}
 
 
+@pytest.mark.slow
 def test_two_processes_of_torchrun(here: Path, small: dict[str, str]) -> None:
     """Each is a process of the check; the first prints and writes."""
     (here / "run_pplan.py").write_text("import sys; from pplan.cli.app import main; sys.exit(main())")
@@ -495,6 +496,7 @@ def test_two_processes_of_torchrun(here: Path, small: dict[str, str]) -> None:
     assert median(found.of_plan.step_seconds) > 0
 
 
+@pytest.mark.slow
 def test_a_port_that_is_in_use(here: Path, small: dict[str, str]) -> None:
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as taken:
         taken.bind(("", 0))

@@ -13,7 +13,7 @@ import pytest
 import pplan
 from pplan.cli.explain_tables import answer_lines, described, print_explanation
 from pplan.planner.explanation.explain import Explanation
-from pplan.planner.explanation.outline import Outline
+from pplan.planner.explanation.plan_summary import PlanSummary
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
@@ -176,7 +176,7 @@ def test_no_figure_is_cut_at_any_width(explanation: Explanation, width: int, ter
 def test_the_answer_says_what_is_better(explanation: Explanation) -> None:
     better = explanation.model_copy(update={"better": explanation.second_best.plan})
     assert answer_lines(better)[-1] == (
-        "It is not the best for its wishes: 3 stages of 5-4-3 layers, 16 x 4, 1f1b takes 655 ms, "
+        "It is not the best for its options: 3 stages of 5-4-3 layers, 16 x 4, 1f1b takes 655 ms, "
         "0.8 % slower."
     )
     limits = explanation.limits.model_copy(update={"without_memory_limit": None})
@@ -194,10 +194,11 @@ def planned(here: Path, profile: Profile) -> Plan:
     return plan
 
 
+@pytest.mark.slow
 def test_explains_the_newest_plan(run: Run, planned: Plan) -> None:
     ran = run("explain", "--json")
     assert ran.status == 0, ran.err
-    assert ran.lines == ["Using toy.plan.json (newest plan here)"]
+    assert ran.lines == ["Using toy.plan.json (newest plan in this directory)"]
     made = json.loads(ran.out)
     assert made["plan"]["step_seconds"] == pytest.approx(planned.prediction.step_seconds)
     assert made["plan"]["balance"] == planned.balance
@@ -205,7 +206,7 @@ def test_explains_the_newest_plan(run: Run, planned: Plan) -> None:
     assert Explanation.model_validate(made) == pplan.explain("toy.plan.json", "toy.profile.json")
     shown = run("explain", "toy.plan.json")
     assert shown.out.startswith("A step of toy takes ")
-    assert "How far the answer holds" in shown.out
+    assert "Sensitivity" in shown.out
     assert shown.lines == []
 
 
@@ -257,4 +258,4 @@ def test_python_arguments_are_checked(planned: Plan, profile: Profile) -> None:
 def test_virtual_stages_in_words() -> None:
     made = outline(0.5, [3, 4, 2, 3], virtual_stages=2, schedule="interleaved")
     words = "2 stages of 3-4-2-3 layers, 2 virtual stages each, 16 x 4, interleaved"
-    assert described(Outline(**made)) == words
+    assert described(PlanSummary(**made)) == words

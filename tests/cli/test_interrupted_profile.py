@@ -41,6 +41,8 @@ def make():
 """
 STOP_AFTER = 13
 """Passes: three rounds of three at size 1, and at size 2 one round and a pass."""
+LIMIT = 120
+"""Seconds in which a child stops, or ends: far more than it needs."""
 MAIN = "import sys; from pplan.cli.app import main; sys.exit(main())"
 PROFILE = ("profile", "zoo:make", "--device", "cpu", "--micro-batch-sizes", "1,2", "--budget", "1s")
 
@@ -61,25 +63,39 @@ def stopped(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.Popen[str]
         stderr=subprocess.PIPE,
         text=True,
     )
+    end = time.monotonic() + LIMIT
     while not (zoo / "stopped").exists():
         if child.poll() is not None:
             pytest.fail(f"ended early: {child.communicate()[1]}")
+        if time.monotonic() > end:
+            child.kill()
+            pytest.fail(f"did not begin: {child.communicate()[1]}")
         time.sleep(0.01)
     monkeypatch.delenv("STOP_AFTER")
     return child
 
 
+def ended(child: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it printed; one that does not end is killed."""
+    try:
+        return child.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.communicate()
+
+
 def resumed(zoo: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", MAIN, *PROFILE, "--resume"]
-    return subprocess.run(command, cwd=zoo, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=zoo, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
+@pytest.mark.slow
 def test_killed_in_a_pass_it_goes_on_behind_the_pass_before(
     zoo: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = stopped(zoo, monkeypatch)
     child.kill()
-    child.communicate()
+    ended(child)
     assert child.returncode == -signal.SIGKILL
     assert not (zoo / "zoo_make.profile.json").exists()
     ran = resumed(zoo)
@@ -92,10 +108,11 @@ def test_killed_in_a_pass_it_goes_on_behind_the_pass_before(
     assert [file.suffix for file in own_cache.iterdir()] == [".json"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_writes_what_there_is(zoo: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = stopped(zoo, monkeypatch)
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate()
+    out, err = ended(child)
     assert child.returncode == 130, err
     assert err.splitlines()[-1] == "pplan: interrupted"
     (file,) = zoo.glob("*.profile.json")

@@ -131,7 +131,7 @@ def test_frontier_is_printed_and_stored_beside_the_plan(run: Run, toy: Path) -> 
     del toy
     ran = run("solve", "--gpus", "3", "--mini-batch", "16", *MACHINE, "--frontier")
     assert ran.status == 0, ran.err
-    assert "Step time against the most that a GPU holds" in ran.out
+    assert "Step time vs. peak memory of a GPU" in ran.out
     assert ran.lines[-2:] == ["Wrote toy.plan.json", "Wrote toy.frontier.json"]
     found, plan = Frontier.load("toy.frontier.json"), Plan.load("toy.plan.json")
     assert len(found.points) > 1
@@ -212,7 +212,7 @@ def test_throughput_says_how_late_gradients_are(run: Run, toy: Path) -> None:
         ("--points 3", "--points 3: is of --frontier"),
         ("--sweep planner=even,evne", "Did you mean even?"),
         ("--sweep runtime=torch,touch", "unknown runtime 'touch'"),
-        ("--sweep schedule=gpipe,f1b1", "--schedule 'f1b1': not known"),
+        ("--sweep schedule=gpipe,f1b1", "--schedule f1b1: not known"),
         ("--sweep gpus=1,2 --frontier", "one or the other"),
         ("--sweep gpus=1,2 -o x.json", "a sweep writes no plan"),
         ("--frontier --objective memory", "step time against memory"),

@@ -80,7 +80,7 @@ def test_where_it_is_said_the_first_line_under_the_answer_says_so(
 def test_seconds_of_is_for_processors_alone(profile: Profile, of_a_processor: Profile) -> None:
     with pytest.raises(pplan.UsageError, match="not those of a processor but of Toy GPU"):
         pplan.solve(profile, gpus=2, seconds_of="cpu")
-    with pytest.raises(pplan.UsageError, match="--seconds-of tpu: not known"):
+    with pytest.raises(pplan.UsageError, match="seconds_of='tpu': not known"):
         pplan.solve(of_a_processor, gpus=2, seconds_of="tpu")
 
 

@@ -46,6 +46,7 @@ def test_pairs_stay_in_order_and_spaces_are_trimmed() -> None:
     assert parse_settings(()) == {}
 
 
+@pytest.mark.slow
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
 def test_what_python_writes_is_read_back(value: object) -> None:
     assert parse_settings([f"key={value!r}"]) == {"key": value}

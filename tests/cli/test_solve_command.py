@@ -30,7 +30,7 @@ def asked(here: Path, profile: Profile, plan: Plan, monkeypatch: pytest.MonkeyPa
         seen.update(wishes, profile=profile)
         return plan.model_copy(update={"made_by": type(plan.made_by)()})
 
-    monkeypatch.setattr(pplan, "solve", solve)
+    monkeypatch.setattr("pplan.api.solve.solve", solve)
     return seen
 
 
@@ -116,7 +116,7 @@ def test_writes_the_plan_with_its_origin(
     ran = run("solve", "--gpus", "8")
     assert asked
     assert ran.out.startswith("A pipeline of 3 stages over 6 GPUs is the fastest: ")
-    assert ran.lines == ["Using toy.profile.json (newest profile here)", "Wrote toy.plan.json"]
+    assert ran.lines == ["Using toy.profile.json (newest profile in this directory)", "Wrote toy.plan.json"]
     made_by = Plan.load(here / "toy.plan.json").made_by
     assert made_by.command == "pplan solve --gpus 8"
     assert (made_by.torch, made_by.cuda) == (profile.made_by.torch, profile.made_by.cuda)
@@ -158,7 +158,7 @@ def test_default_output_is_replaced_but_not_a_named_one(run: Run, here: Path, as
         ("--gpus 2 --mini-batch 0", "--mini-batch 0: must be at least 1"),
         ("--gpus 2 --micro-batches some", "--micro-batches some: is neither a whole number nor auto"),
         ("--gpus 2 --micro-batches 0", "--micro-batches 0: must be at least 1"),
-        ("--gpus 2 --schedule 1f2b", "--schedule '1f2b': not known"),
+        ("--gpus 2 --schedule 1f2b", "--schedule 1f2b: not known"),
         ("--gpus 2 --recompute sometimes", "--recompute sometimes: is not one of never, always, except-last"),
         (
             "--gpus 2 --optimizer lion",

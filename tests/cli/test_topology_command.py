@@ -158,6 +158,7 @@ def test_control_characters_of_a_file_do_not_steer_the_terminal(run: Run, here: 
     assert "\x1b" not in run("topology", "show", "evil.toml", "--json").out
 
 
+@pytest.mark.slow
 def test_solve_takes_a_machine_by_its_name(run: Run, here: Path, profile: Profile) -> None:
     profile.save(here / "toy.profile.json", force=False)
     assert run("solve", "--topology", "dgx-a100").status == 0

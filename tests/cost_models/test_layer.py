@@ -58,7 +58,7 @@ def test_straight_lines(size: float, expected: list[float]) -> None:
 def test_past_the_largest_only_when_asked() -> None:
     with pytest.raises(UsageError, match=r"size 32 lies outside the measured sizes \(2, 4, 16\)") as caught:
         MEASURED.at(32)
-    assert "--micro-batch-sizes 2,4,16,32" in caught.value.hint
+    assert "micro_batch_sizes='2,4,16,32'" in caught.value.hint
     costs = MEASURED.at(32, past_largest=True)
     assert costs.forward_seconds.tolist() == pytest.approx([68, 5])
     assert costs.outside == "micro-batch size 32 is past the largest measured (16): extrapolated"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.collectives import all_reduce_loads, all_reduce_seconds, is_even
-from pplan.cost_models.machines.hardware import Device, Group, Level, Link, Port
+from pplan.cost_models.hardware import Device, Group, Level, Link, Port
 from pplan.cost_models.port_sharing import Hop, PortSharings, Reduced, end_on_ports, ends_reduced
+from pplan.cost_models.routes import Routes
 from pplan.cost_models.topology import Topology
-from pplan.cost_models.ways import Ways
 
 GPU = Device("gpu", None)
 
@@ -45,9 +45,9 @@ def test_stages_of_a_node_send_through_its_card_or_inside() -> None:
 
 def test_a_transfer_waits_for_the_port_that_it_takes_longest() -> None:
     """Of devices 2 to 4, three parts each: 4 is in the second node with its receivers."""
-    ways = Ways(nodes(8, 4, 4))
+    routes = Routes(nodes(8, 4, 4))
     senders, receivers = (2, 3, 4), (5, 6, 7)
-    assert ways.loads(senders, receivers) == pytest.approx(
+    assert routes.loads(senders, receivers) == pytest.approx(
         {
             Port(1, "out", 0): 2 / 3 / 5,
             Port(1, "in", 1): 2 / 3 / 5,
@@ -55,7 +55,7 @@ def test_a_transfer_waits_for_the_port_that_it_takes_longest() -> None:
             Port(0, "in", 7): 1 / 3 / 20,
         }
     )
-    assert ways.exit_port(senders, receivers) == Port(1, "out", 0)
+    assert routes.exit_port(senders, receivers) == Port(1, "out", 0)
 
 
 def test_what_an_all_reduce_sends_through_each_port() -> None:
@@ -128,10 +128,10 @@ def test_the_loads_are_those_of_all_bytes(seed: int) -> None:
         for port in topology.ports(a, b):
             each = 1 / samples / topology.link(a, b).bandwidth_bytes_per_second
             taken[port] = taken.get(port, 0.0) + each
-    made = Ways(topology).loads(senders, receivers)
+    made = Routes(topology).loads(senders, receivers)
     assert made == pytest.approx(taken)
     leaving = {port: load for port, load in taken.items() if port.direction == "out"}
-    own = Ways(topology).exit_port(senders, receivers)
+    own = Routes(topology).exit_port(senders, receivers)
     assert taken[own] == pytest.approx(max(leaving.values()))
     for first, second in pairwise(sorted(port for port in leaving if leaving[port] >= taken[own] - 1e-12)):
         assert own <= first < second

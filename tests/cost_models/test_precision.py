@@ -37,15 +37,15 @@ def test_the_bytes_of_a_parameter(
 @pytest.mark.parametrize(
     ("dtype", "amp", "asked", "says"),
     [
-        ("float32", None, {"precision": "mixed"}, "--precision mixed: the profile was measured in float32"),
-        ("float32", None, {"precision": "bf16"}, "--precision bf16: the profile was measured in float32"),
+        ("float32", None, {"precision": "mixed"}, "precision='mixed': the profile was measured in float32"),
+        ("float32", None, {"precision": "bf16"}, "precision='bf16': the profile was measured in float32"),
         ("float32", "bf16", {"precision": "fp32"}, "measured under autocast to bf16"),
         ("bfloat16", None, {"precision": "fp32"}, "measured in bfloat16"),
         ("float16", None, {"precision": "bf16"}, "float16 loses small gradients"),
-        ("bfloat16", None, {"gradient_dtype": "fp16"}, "--gradient-dtype fp16: the gradients of bf16"),
-        ("bfloat16", None, {"precision": "bf16", "gradient_dtype": "fp32"}, "--gradient-dtype fp32"),
+        ("bfloat16", None, {"gradient_dtype": "fp16"}, "gradient_dtype='fp16': the gradients of bf16"),
+        ("bfloat16", None, {"precision": "bf16", "gradient_dtype": "fp32"}, "gradient_dtype='fp32'"),
         ("float32", "bf16", {"gradient_dtype": "bf16"}, "float32 weights under autocast are fp32"),
-        ("bfloat16", None, {"precision": "mixt"}, "--precision 'mixt': not known"),
+        ("bfloat16", None, {"precision": "mixt"}, "precision='mixt': not known"),
         ("int8", None, {}, "dtype 'int8' is unknown"),
     ],
 )

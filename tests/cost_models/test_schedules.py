@@ -10,7 +10,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.runtime import RUNTIMES
-from pplan.cost_models.schedules import SCHEDULES, Action, Place, Program, schedule_named
+from pplan.cost_models.schedules import SCHEDULES, Action, Program, StageSlot, schedule_named
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import Timeline, simulate
 
@@ -63,7 +63,7 @@ def test_unknown_schedule_names_the_known() -> None:
 def test_says_what_it_is(name: str) -> None:
     schedule = schedule_named(name)
     assert schedule.source
-    assert all((schedule.needs, schedule.bubble, schedule.held))
+    assert all((schedule.needs, schedule.bubble, schedule.in_flight_formula))
     file = {"1f1b": "one_f_one_b"}.get(name, name.replace("-", "_"))
     told = importlib.import_module(f"pplan.cost_models.schedules.{file}").__doc__
     assert told
@@ -73,14 +73,14 @@ def test_says_what_it_is(name: str) -> None:
 
 def check(program: Program, micro_batches: int) -> None:
     """Every place of a micro-batch's pipe has one F, then one B, then at most one W; none is elsewhere."""
-    seen: Counter[tuple[Place, int]] = Counter()
+    seen: Counter[tuple[StageSlot, int]] = Counter()
     for device, own in enumerate(program.actions):
         at = {action: position for position, action in enumerate(own)}
         assert len(at) == len(own)
         for kind, m, chunk in own:
-            assert Place(device, chunk) in program.pipes[program.pipe_of[m]]
+            assert StageSlot(device, chunk) in program.pipes[program.pipe_of[m]]
             if kind == "F":
-                seen[Place(device, chunk), m] += 1
+                seen[StageSlot(device, chunk), m] += 1
             else:
                 assert at[Action("F", m, chunk)] < at[Action("B", m, chunk)] <= at[Action(kind, m, chunk)]
         kinds = Counter(action.kind for action in own)

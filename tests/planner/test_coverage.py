@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import DefectError
+from pplan.cost_models.hardware import Level
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.machines.hardware import Level
 from pplan.cost_models.topology import Device, Group, Link, Topology
-from pplan.planner import find as finding
-from pplan.planner.candidate import Candidate, Proposal
+from pplan.planner import joint_search as finding
+from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.coverage import as_searched, is_searched
-from pplan.planner.find import find, joint_search, planned_by, searched, with_bound
+from pplan.planner.joint_search import find, joint_search, planned_by, searched, with_bound
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solved import solve_for
+from pplan.planner.pipeline_config import SEARCHED
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
-from pplan.planner.search.branch_and_bound import Found
-from pplan.planner.setting import SEARCHED
+from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.solve import solve
 from pplan.planner.wishes import Wishes
 
@@ -153,13 +153,13 @@ class TestAPlannersOtherPlacement:
     ) -> None:
         problem = self.made(seed, make_chain)
         space, dapple = searched(problem), planned_by(PLANNERS["dapple"], problem)
-        assert isinstance(dapple, Candidate)
+        assert isinstance(dapple, ScoredPlan)
         assert space.exact
         assert dapple.step_seconds < 0.98 * space.bound_seconds
         for small in (1_000, 0):  # also where costly planners are asked after the search
             monkeypatch.setattr(finding, "SMALL", small)
             answer = find(problem)
-            assert isinstance(answer.by_planner["dapple"], Candidate)
+            assert isinstance(answer.by_planner["dapple"], ScoredPlan)
             assert answer.best is not None
             assert answer.best.step_seconds <= dapple.step_seconds * (1 + 1e-9)
             assert answer.found.universal
@@ -174,6 +174,7 @@ class TestAPlannersOtherPlacement:
         assert named.bound_seconds < 0.999 * named.best.step_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_no_other_assignment_of_the_devices_is_faster(seed: int, make_chain: MakeChain) -> None:
     """Of four devices of two kinds, every one, for the cuts and replicas of the answer."""
@@ -188,7 +189,7 @@ def test_no_other_assignment_of_the_devices_is_faster(seed: int, make_chain: Mak
     for order in permutations(range(4), sum(replicas)):
         ranks = iter(order)
         devices = tuple(tuple(next(ranks) for _ in range(count)) for count in replicas)
-        others.append(Proposal(best.setting, best.proposal.ends, devices))
+        others.append(Proposal(best.config, best.proposal.ends, devices))
     other = fastest(problem.space, others)
     assert other is not None
     assert best.step_seconds <= other.step_seconds * (1 + 1e-9)
@@ -211,7 +212,7 @@ def test_no_assignment_of_devices_of_as_many_kinds_is_faster(
     for order in permutations(range(devices), sum(best.proposal.replicas)):
         ranks = iter(order)
         own = tuple(tuple(next(ranks) for _ in range(count)) for count in best.proposal.replicas)
-        others.append(Proposal(best.setting, best.proposal.ends, own))
+        others.append(Proposal(best.config, best.proposal.ends, own))
     other = fastest(problem.space, others)
     assert other is not None
     assert best.step_seconds <= other.step_seconds * (1 + 1e-9)
@@ -229,13 +230,13 @@ def test_objectives_say_which_plans_they_speak_of(name: str, make_chain: MakeCha
 
 def test_devices_that_are_alike_are_searched(make_chain: MakeChain) -> None:
     problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), Wishes(mini_batch=4))
-    setting = problem.settings[0]
-    shuffled = Proposal(setting, (2, 4, 6), ((2,), (1, 3), (0,)))
+    config = problem.configs[0]
+    shuffled = Proposal(config, (2, 4, 6), ((2,), (1, 3), (0,)))
     assert not is_searched(problem, shuffled)
     assert as_searched(problem, shuffled).devices == ((1,), (2, 3), (0,))
-    between = Proposal(setting, (2, 4, 6), ((2,), (0,), (1, 3)))
+    between = Proposal(config, (2, 4, 6), ((2,), (0,), (1, 3)))
     assert as_searched(problem, between) == between
-    assert not is_searched(problem, replace(shuffled, setting=replace(setting, schedule="zb-h1")))
+    assert not is_searched(problem, replace(shuffled, config=replace(config, schedule="zb-h1")))
 
 
 def test_no_bound_is_lowered_to_a_step(make_chain: MakeChain) -> None:
@@ -243,7 +244,7 @@ def test_no_bound_is_lowered_to_a_step(make_chain: MakeChain) -> None:
     problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), Wishes(mini_batch=4))
     found = searched(problem)
     assert found.best is not None
-    wrong = Found(found.best, 2 * found.bound_seconds, found.bound_seconds, exact=True)
+    wrong = SearchResult(found.best, 2 * found.bound_seconds, found.bound_seconds, exact=True)
     with pytest.raises(DefectError, match="is below its bound"):
         with_bound(problem, found.best, wrong)
 

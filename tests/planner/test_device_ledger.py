@@ -66,7 +66,7 @@ def test_the_context_counts_against_the_limit(chain: Chain) -> None:
     with pytest.raises(InfeasibleError, match=r"needs .*, context 426\.00 MiB\); .* are missing") as caught:
         _solved(chain, _machine("RTX 4090", needed), **PIPELINE)
     # What the error says would fit does, and a percent less does not.
-    said = float(caught.value.hint.split("--memory ")[1].split("GiB")[0]) * 2**30
+    said = float(caught.value.hint.split("memory='")[1].split("GiB")[0]) * 2**30
     plan = _solved(chain, _machine("RTX 4090", int(said)), **PIPELINE)
     assert max(stage.memory_bytes for stage in plan.stages) <= said
     with pytest.raises(InfeasibleError):
@@ -112,9 +112,9 @@ def test_adamw_in_mixed_precision_takes_16_bytes_a_parameter(chain: Chain) -> No
     for gradient_dtype, each in (("auto", 16), ("fp32", 18)):
         plan = _solved(big, _machine("toy", limit), "bfloat16", **wishes, gradient_dtype=gradient_dtype)
         names = ("weights", "gradients", "master_weights", "optimizer")
-        held = sum(stage.memory[name] for stage in plan.stages for name in names)
+        in_flight = sum(stage.memory[name] for stage in plan.stages for name in names)
         buffers = float(big.buffer_bytes.sum())
-        assert held - buffers == pytest.approx(each * count, rel=1e-9)
+        assert in_flight - buffers == pytest.approx(each * count, rel=1e-9)
         assert (plan.precision, plan.zero) == ("mixed", 0)
         read = Plan.parse(plan.to_json(), "toy.plan.json")
         found = simulate_plan(read, big, _machine("toy", limit))

@@ -12,8 +12,8 @@ import pytest
 from pplan.cost_models.errors import InfeasibleError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.find import find
 from pplan.planner.infeasible import no_plan_fits
+from pplan.planner.joint_search import find
 from pplan.planner.problem import Problem
 from pplan.planner.wishes import Wishes
 
@@ -27,23 +27,22 @@ def refused(problem: Problem) -> InfeasibleError:
 
 
 def changed(problem: Problem, words: str) -> Problem:
-    """The problem with what a hint says, read as a command line."""
+    """The problem with what a hint says, read as fields."""
     wishes, topology = problem.wishes, problem.topology
-    for option, value in re.findall(r"(--[a-z-]+) (\S+)", words.split("(")[0]):
-        if option == "--gpus":
+    for field, value in re.findall(r"([a-z_]+)='?([^ ']+)", words.split("(")[0]):
+        if field == "gpus":
             topology = topology.with_gpus(int(value))
-        elif option == "--memory":
+        elif field == "memory":
             size = int(float(value.removesuffix("GiB")) * 2**30)
             groups = tuple(
                 group._replace(device=replace(group.device, memory_bytes=size)) for group in topology.groups
             )
             topology, wishes = replace(topology, groups=groups), replace(wishes, memory_limit=None)
         else:
-            name = option[2:].replace("-", "_")
             known: dict[str, Any] = {"mini_batch": int, "micro_batches": lambda _: None}
-            wishes = replace(wishes, **{name: known.get(name, str)(value)})
+            wishes = replace(wishes, **{field: known.get(field, str)(value)})
     made = Problem(problem.chain, topology, wishes)
-    return made.freest if "leave --micro-batches" in words else made
+    return made.freest if "leave `micro_batches`" in words else made
 
 
 WISHES: list[dict[str, Any]] = [
@@ -61,6 +60,7 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wishes", WISHES, ids=lambda wishes: "-".join(wishes) or "free")
 def test_every_change_that_is_named_fits(
     wishes: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology
@@ -91,17 +91,17 @@ def test_wishes_that_leave_no_plan_whatever_the_memory(
     pinned = Wishes(mini_batch=8, pins=(("layer3", 7),))
     for wishes in (pinned, Wishes(mini_batch=8, cut_after=("layer1", "layer2", "layer3"))):
         error = refused(Problem(chain, make_topology(2), wishes))
-        assert error.what == "no plan is left by these wishes, whatever the memory"
-        assert error.hint == f"Leave out {'--pin' if wishes.pins else '--cut-after'}."
+        assert error.what == "no plan is allowed by these options, whatever the memory"
+        assert error.hint == f"Leave out {'`pins`' if wishes.pins else '`cut_after`'}."
 
 
 def test_a_planner_that_makes_none(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain = make_chain(3, 8, cuts=1.1)
     error = refused(Problem(chain, make_topology(2), Wishes(mini_batch=8, planner="megatron")))
-    assert error.what == "--planner megatron: the names of the layers tell no transformer blocks"
-    assert error.hint.startswith("Without --planner there is one: ")
+    assert error.what == "planner='megatron': no transformer blocks recognised"
+    assert error.hint.startswith("Without `planner` there is one: ")
     error = refused(Problem(chain, make_topology(4, memory=500), Wishes(mini_batch=8, planner="one-gpu")))
-    assert error.what == "--planner one-gpu: does not fit"
+    assert error.what == "planner='one-gpu': does not fit"
     error = refused(Problem(chain, make_topology(2, memory=100), Wishes(mini_batch=8, planner="one-gpu")))
     assert error.what.startswith("no plan fits into 100 B a GPU: at the least, stage ")
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.machines.hardware import Device, Link
 from pplan.cost_models.topology import Topology, two_level_topology
 from pplan.planner.mini_batch import default_of
 from pplan.planner.objectives.objective import Objective
@@ -71,14 +71,14 @@ def test_with_one_measured_size_it_is_the_nearest_that_is_made_of_it(
     by_hand = [size * gpus * count for count in range(1, 1000)]  # which all devices can share, too
     nearest = min(by_hand, key=lambda batch: (abs(batch - 32 * gpus), batch))
     assert made.mini_batch == nearest == expected
-    assert made.settings
+    assert made.configs
 
 
 @pytest.mark.parametrize(("count", "gpus", "expected"), [(7, 4, 126), (3, 8, 255), (100, 1, 100)])
 def test_it_divides_into_the_micro_batches_that_are_wished(count: int, gpus: int, expected: int) -> None:
     made = problem((1, 2, 4, 8), gpus, Wishes(micro_batches=count))
     assert made.mini_batch == expected
-    assert {setting.micro_batches for setting in made.settings} == {count}
+    assert {config.micro_batches for config in made.configs} == {count}
 
 
 def test_a_given_one_stays() -> None:

@@ -104,9 +104,9 @@ def test_every_schedule_that_is_solved_has_a_name_in_the_file() -> None:
 
 def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     def apply(content: dict[str, Any]) -> None:
-        *way, last = (int(part) if part.isdigit() else part for part in path.split("."))
+        *route, last = (int(part) if part.isdigit() else part for part in path.split("."))
         place: Any = content
-        for part in way:
+        for part in route:
             place = place[part]
         place[last] = value
 

@@ -11,15 +11,15 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.schedules import SCHEDULES, schedule_named
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Candidate, Proposal, replicated
-from pplan.planner.find import find
+from pplan.planner.candidate import Proposal, ScoredPlan, replicated_pipeline
+from pplan.planner.joint_search import find
+from pplan.planner.pipeline_config import SEARCHED, PipelineConfig
 from pplan.planner.plan_file import Plan, ProfileReference
-from pplan.planner.planned import planned_stages
+from pplan.planner.plan_stages import planned_stages
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import busiest_seconds, fastest
-from pplan.planner.search.branch_and_bound import Found
+from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.search.space import Space
-from pplan.planner.setting import SEARCHED, Setting
 from pplan.planner.simulated import simulate_plan
 from pplan.planner.solve import bare_plan
 from pplan.planner.wishes import ASYNCHRONOUS, Wishes
@@ -49,6 +49,7 @@ def is_what_it_says(plan: Plan, chain: Chain, topology: Topology) -> None:
         assert own.limit_bytes is None or own.bytes <= own.limit_bytes + len(own.terms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_schedule(schedule: str, seed: int, make_chain: MakeChain, make_topology: MakeTopology) -> None:
@@ -82,14 +83,14 @@ def test_replicas_and_stages_that_recompute(
     seen = [plan for plan in any_plans(problem, rng) if plan is not None]
     assert len(seen) > 4
     for plan in seen:
-        found = Found(plan, 0.1, 0.1, exact=False)
+        found = SearchResult(plan, 0.1, 0.1, exact=False)
         made = bare_plan(problem, plan, found, model="toy", profile=REFERENCE)
         is_what_it_says(made, chain, topology)
     assert any(max(plan.proposal.replicas) > 1 for plan in seen)
     assert any(len(set(plan.recompute)) > 1 for plan in seen) or seed % 2
 
 
-def any_plans(problem: Problem, rng: np.random.Generator) -> Iterator[Candidate | None]:
+def any_plans(problem: Problem, rng: np.random.Generator) -> Iterator[ScoredPlan | None]:
     for _ in range(80):
         stages = int(rng.integers(1, 5))
         ends = (*sorted(rng.choice(np.arange(1, 9), stages - 1, replace=False).tolist()), 9)
@@ -97,8 +98,8 @@ def any_plans(problem: Problem, rng: np.random.Generator) -> Iterator[Candidate 
         size = int(rng.choice([1, 2, 4]))
         schedule = str(rng.choice(SEARCHED))
         if sum(replicas) <= 6:
-            setting = Setting(schedule, "by_stage", 8 // size, size)
-            yield fastest(problem.space, [replicated(setting, ends, replicas)])
+            config = PipelineConfig(schedule, "by_stage", 8 // size, size)
+            yield fastest(problem.space, [replicated_pipeline(config, ends, replicas)])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -108,17 +109,17 @@ def test_ledgers_are_those_that_the_search_takes(
     """What a planned stage needs is what its team's table says, at the micro-batches that it holds."""
     space = Space(make_chain(4, 8, cuts=1.1), make_topology(5), optimizer)
     for schedule in SEARCHED:
-        setting = Setting(schedule, "by_stage", 4, 4)
-        proposal = Proposal(setting, (2, 5, 8), ((0,), (1, 2), (3, 4)))
+        config = PipelineConfig(schedule, "by_stage", 4, 4)
+        proposal = Proposal(config, (2, 5, 8), ((0,), (1, 2), (3, 4)))
         plan = fastest(space, [proposal])
         assert plan is not None
         for mode in ("never", "always"):
             stages = planned_stages(space, replace(plan, recompute=(mode,) * 3))
             for index, (stage, (first, end)) in enumerate(zip(stages, proposal.bounds, strict=True)):
                 team = space.team(4, proposal.devices[index])
-                at = team.table.places.index(first), team.table.places.index(end)
-                held = schedule_named(schedule).in_flight(index, 3, 4)
-                needed = float(team.bytes(held, mode)[at])
+                at = team.table.cut_points.index(first), team.table.cut_points.index(end)
+                in_flight = schedule_named(schedule).in_flight(index, 3, 4)
+                needed = float(team.bytes(in_flight, mode)[at])
                 assert stage.memory_bytes == pytest.approx(needed, abs=len(stage.memory))
                 assert stage.forward_seconds == pytest.approx(float(team.forward[at]))
 

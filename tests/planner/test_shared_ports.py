@@ -15,12 +15,12 @@ from pplan.cost_models.timeline import simulate
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.assembly import Assembly
 from pplan.planner.candidate import Proposal
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
+from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assembly_of
 from pplan.planner.search.pipelines import pipelines_of
 from pplan.planner.search.space import Space
-from pplan.planner.setting import Setting
 from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
@@ -37,18 +37,18 @@ def random_proposals(
     rng: np.random.Generator, topology: Topology, chain: Chain, count: int
 ) -> list[Proposal]:
     """Straight pipelines of as many stages on any devices."""
-    places = [*(np.flatnonzero(chain.cut_after) + 1).tolist()]
-    stages = int(rng.integers(2, min(5, len(places) + 2)))
-    setting = Setting(str(rng.choice(["1f1b", "gpipe"])), "never", int(rng.choice([1, 3, 6])), 4)
+    cut_points = [*(np.flatnonzero(chain.cut_after) + 1).tolist()]
+    stages = int(rng.integers(2, min(5, len(cut_points) + 2)))
+    config = PipelineConfig(str(rng.choice(["1f1b", "gpipe"])), "never", int(rng.choice([1, 3, 6])), 4)
     made = []
     for _ in range(count):
-        ends = (*sorted(rng.choice(places, stages - 1, replace=False).tolist()), len(chain))
+        ends = (*sorted(rng.choice(cut_points, stages - 1, replace=False).tolist()), len(chain))
         order, devices, first = rng.permutation(topology.gpus).tolist(), [], 0
         for left in reversed(range(stages)):
             replicas = int(rng.integers(1, min(4, topology.gpus - first - left) + 1))
             devices.append(tuple(sorted(order[first : first + replicas])))
             first += replicas
-        made.append(Proposal(setting, ends, tuple(devices)))
+        made.append(Proposal(config, ends, tuple(devices)))
     return made
 
 
@@ -68,9 +68,9 @@ def bytes_through_ports(made: Assembly) -> float:
         sent = max(float(made.table(own).crossing[place]) for own in (cut, cut + 1))
         whole = sent * min(len(senders), len(receivers))
         parts = len(senders) * len(receivers)
-        for way in ((senders, receivers), (receivers, senders)):
+        for route in ((senders, receivers), (receivers, senders)):
             for part in range(parts):
-                a, b = way[0][part * len(way[0]) // parts], way[1][part * len(way[1]) // parts]
+                a, b = route[0][part * len(route[0]) // parts], route[1][part * len(route[1]) // parts]
                 seconds = whole / parts / topology.link(a, b).bandwidth_bytes_per_second
                 for port in topology.ports(a, b):
                     taken[port.level, port.direction, port.owner] += seconds * made.program.micro_batches
@@ -131,7 +131,7 @@ def test_the_step_holds_what_a_nodes_port_must_carry(make_chain: MakeChain) -> N
     space = Space(chain=chain, topology=topology, optimizer="sgd")
     devices = tuple((stage, stage + 8) for stage in range(8))
     ends = tuple(2 * stage + 2 for stage in range(8))
-    made = assembly_of(space, Proposal(Setting("1f1b", "never", 8, 2), ends, devices), ["never"] * 8)
+    made = assembly_of(space, Proposal(PipelineConfig("1f1b", "never", 8, 2), ends, devices), ["never"] * 8)
     card = float(chain.trainable_bytes.sum()) / 20.0
     step = simulate(made.program, made.costs()).step_seconds
     assert step >= card

@@ -119,8 +119,8 @@ def test_other_stages_are_cut_by_the_exact_balance(
     counts = balance(costs.forward_seconds + costs.backward_seconds, 6, cut_after=chain.cut_after)
     assert [last - first + 1 for ((first, last),) in found.layers] == counts
     assert any("cut anew" in note and ", ".join(map(str, counts)) in note for note in found.notes)
-    again = simulate_plan(plan, chain, make_topology(4), Overrides(stages=4))
-    assert again.timeline.step_seconds == plan.prediction.step_seconds
+    recompute = simulate_plan(plan, chain, make_topology(4), Overrides(stages=4))
+    assert recompute.timeline.step_seconds == plan.prediction.step_seconds
 
 
 def test_virtual_stages_go_round_the_devices(chain: Chain, plan: Plan, make_topology: MakeTopology) -> None:
@@ -230,7 +230,7 @@ def test_the_counter_peaks_at_the_ledger(chain: Chain, plan: Plan, make_topology
     ("overrides", "what", "hint"),
     [
         (Overrides(stages=13), "stages 13: the allowed cuts make at most", "fewer stages"),
-        (Overrides(micro_batches=5), "micro-batches 5: a mini-batch of 16", "1, 2, 4, 8, 16"),
+        (Overrides(micro_batches=5), "micro-batches 5: a global batch of 16", "1, 2, 4, 8, 16"),
         (Overrides(micro_batches=2**15), "micro-batches 32768", "fewer"),
         (Overrides(schedule="chimera", stages=3), "stages 3: chimera", "2 or 4"),
         (Overrides(schedule="interleaved", micro_batches=2), "micro-batches 2: interleaved", "4"),

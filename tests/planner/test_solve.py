@@ -15,14 +15,14 @@ from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.alternatives import alternatives_of
-from pplan.planner.candidate import Candidate, straight
-from pplan.planner.find import Answer, planned_by
+from pplan.planner.candidate import ScoredPlan, linear_pipeline
+from pplan.planner.joint_search import JointSearchResult, planned_by
+from pplan.planner.pipeline_config import SEARCHED
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
-from pplan.planner.search.branch_and_bound import Found
-from pplan.planner.setting import SEARCHED
+from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.solve import solve
 from pplan.planner.wishes import Wishes
 
@@ -113,9 +113,11 @@ def test_alternatives_where_an_interleaved_plan_is_the_best(
     chain, topology = make_chain(2, 8, cuts=1.1), make_topology(2)
     own = problem(chain, topology, mini_batch=8, schedule="interleaved")
     best = planned_by(PLANNERS["interleaved"], own)
-    assert isinstance(best, Candidate)
-    found = Found(best, best.step_seconds, best.step_seconds, exact=True)
-    made = alternatives_of(problem(chain, topology, mini_batch=8), Answer(found, {"interleaved": best}))
+    assert isinstance(best, ScoredPlan)
+    found = SearchResult(best, best.step_seconds, best.step_seconds, exact=True)
+    made = alternatives_of(
+        problem(chain, topology, mini_batch=8), JointSearchResult(found, {"interleaved": best})
+    )
     assert {"deepspeed", "torch"} <= {name for other in made for name in other.runtimes}
     *searched, proposed = made
     assert {other.schedule for other in searched} <= set(SEARCHED)
@@ -190,43 +192,44 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
         assert "of 2 (layer" in caught.value.what
         assert "are missing" in caught.value.what
         assert caught.value.exit_status == 3
-        for way in caught.value.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
-            option, value = way.split()[:2]
-            seen.add(option)
-            if option == "--gpus":
-                assert way.split()[2:] == ["--mini-batch", "16"]
+        for route in caught.value.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
+            field, _, value = route.split()[0].partition("=")
+            value = value.strip("'")
+            seen.add(field)
+            if field == "gpus":
+                assert route.split()[1:] == ["mini_batch=16"]
                 assert solved(chain, make_topology(int(value), memory=memory), **fixed, optimizer="adam")
-            elif option == "--optimizer":
+            elif field == "optimizer":
                 assert solved(chain, make_topology(2, memory=memory), **fixed, optimizer=value)
-            elif option == "--memory":
+            elif field == "memory":
                 enough = math.ceil(float(value.removesuffix("GiB")) * 2**30)
                 assert solved(chain, make_topology(2, memory=enough), **fixed, optimizer="adam")
             else:
                 assert solved(chain, make_topology(2, memory=memory), mini_batch=16, optimizer="adam")
-    assert seen >= {"--gpus", "--memory", "--optimizer"}
+    assert seen >= {"gpus", "memory", "optimizer"}
 
 
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
-        ({"mini_batch": 0}, "--mini-batch 0: must be at least 1"),
-        ({"mini_batch": 64, "micro_batches": 0}, "--micro-batches 0: must be at least 1"),
-        ({"mini_batch": 64, "micro_batches": 5}, "--micro-batches 5: a mini-batch of 64 does not divide"),
+        ({"mini_batch": 0}, "mini_batch=0: must be at least 1"),
+        ({"mini_batch": 64, "micro_batches": 0}, "micro_batches=0: must be at least 1"),
+        ({"mini_batch": 64, "micro_batches": 5}, "micro_batches=5: a global batch of 64 does not divide"),
         ({"mini_batch": 10**20}, "in at most 16384 micro-batches"),
         ({"mini_batch": 10**20, "micro_batches": 7}, "does not divide into so many"),
         (
             {"mini_batch": 2**20, "micro_batches": 2**20},
-            "--micro-batches 1048576: at most 16384 are simulated",
+            "micro_batches=1048576: at most 16384 are simulated",
         ),
-        ({"schedule": "pipedream"}, "--schedule pipedream: it is asynchronous"),
-        ({"recompute": "sometimes"}, "--recompute 'sometimes': not known"),
-        ({"optimizer": "lion"}, "--optimizer 'lion': not known"),
+        ({"schedule": "pipedream"}, "schedule='pipedream': it is asynchronous"),
+        ({"recompute": "sometimes"}, "recompute='sometimes': not known"),
+        ({"optimizer": "lion"}, "optimizer='lion': not known"),
         ({"runtime": "gpipe"}, "unknown runtime 'gpipe'"),
-        ({"recompute": "except_last", "schedule": "1f1b"}, "--recompute except-last with --schedule 1f1b"),
-        ({"runtime": "torchgpipe", "schedule": "1f1b"}, "--runtime torchgpipe does not run --schedule 1f1b"),
+        ({"recompute": "except_last", "schedule": "1f1b"}, "recompute='except_last' with schedule='1f1b'"),
+        ({"runtime": "torchgpipe", "schedule": "1f1b"}, "runtime='torchgpipe' does not run schedule='1f1b'"),
         (
             {"runtime": "deepspeed", "recompute": "except_last"},
-            "does not run --schedule auto, --recompute except-last",
+            "does not run schedule='auto', recompute='except_last'",
         ),
         ({"recompute": "except_last", "mini_batch": 4, "micro_batches": 1}, "there is no such plan"),
     ],
@@ -241,14 +244,14 @@ def test_impossible_wishes(
 
 
 def test_more_gpus_than_layers(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    with pytest.raises(UsageError, match="--gpus 6: the model has 5 layers"):
+    with pytest.raises(UsageError, match="gpus=6: the model has 5 layers"):
         solved(make_chain(1, 5), make_topology(6), runtime="torchgpipe")
     assert sum(solved(make_chain(1, 5, traffic=0.0), make_topology(6)).replicas) <= 6
 
 
 def test_a_mini_batch_that_nothing_divides(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     with pytest.raises(
-        UsageError, match="--mini-batch 12: no micro-batch size that the profile reaches makes it"
+        UsageError, match="mini_batch=12: no micro-batch size that the profile reaches makes it"
     ):
         solved(make_chain(1, 5, sizes=(8,)), make_topology(2), mini_batch=12)
 
@@ -293,9 +296,9 @@ def test_deepspeed_trains_every_stage(make_chain: MakeChain, make_topology: Make
     even = next(base for base in fixed.baselines if base.name == "even")
     assert even.detail.split()[0] != "8"
     without = problem(chain, make_topology(8), mini_batch=8, runtime="deepspeed")
-    setting = without.settings[-1]
-    assert fastest(without.space, [straight(setting, range(1, 9))]) is None
-    assert fastest(without.space, [straight(setting, range(2, 9, 2))]) is not None
+    config = without.configs[-1]
+    assert fastest(without.space, [linear_pipeline(config, range(1, 9))]) is None
+    assert fastest(without.space, [linear_pipeline(config, range(2, 9, 2))]) is not None
 
 
 @pytest.mark.parametrize("wishes", [{"micro_batches": 8}, {"micro_batches": 16}, {"recompute": "always"}])
@@ -304,11 +307,11 @@ def test_wishes_do_not_cripple_what_the_plan_is_compared_with(
 ) -> None:
     chain, topology = with_parameters(make_chain(1, 6), 0.001), make_topology(4)
     free = {base.name: base.step_seconds for base in solved(chain, topology, mini_batch=16).baselines}
-    held = {
+    in_flight = {
         base.name: base.step_seconds for base in solved(chain, topology, mini_batch=16, **wishes).baselines
     }
     for name in ("one-gpu", "data-parallel"):
-        assert held[name] == free[name] is not None
+        assert in_flight[name] == free[name] is not None
 
 
 def test_extrapolation_is_said_of_every_row(make_chain: MakeChain, make_topology: MakeTopology) -> None:

@@ -26,7 +26,7 @@ def test_workspace_of_every_stage(seed: int, scale: float, make_chain: MakeChain
     table = StageTable.of(chain, 2)
     costs = chain.at(2)
     for i, j in combinations(range(table.blocks + 1), 2):
-        layers = slice(table.places[i], table.places[j])
+        layers = slice(table.cut_points[i], table.cut_points[j])
         expected = stage_workspace(costs.saved_bytes[layers].tolist(), costs.workspace_bytes[layers].tolist())
         assert np.broadcast_to(table.stage_bytes.workspace, table.valid.shape)[i, j] == pytest.approx(
             expected, abs=1e-9
@@ -74,7 +74,7 @@ def test_the_bytes_of_every_stage_are_those_of_its_layers(seed: int, make_chain:
     chain = make_chain(seed, 10, cuts=[1.0, 0.5][seed % 2])
     table = StageTable.of(chain, 2)
     for i, j in combinations(range(table.blocks + 1), 2):
-        expected = stage_bytes(chain.at(2), table.places[i], table.places[j] - 1)
+        expected = stage_bytes(chain.at(2), table.cut_points[i], table.cut_points[j] - 1)
         found = table.bytes_of(i, j, zero=3)
         for name, amount in vars(expected).items():
             assert vars(found)[name] == (None if amount is None else pytest.approx(amount)), name
@@ -92,7 +92,7 @@ def test_memory_of_every_stage_is_its_ledger(zero: int, make_chain: MakeChain) -
     }
     needs = table.memory(3, "always", "adamw-8bit", 4, **options)
     for i, j in combinations(range(table.blocks + 1), 2):
-        layers = stage_bytes(table.costs, table.places[i], table.places[j] - 1)
+        layers = stage_bytes(table.costs, table.cut_points[i], table.cut_points[j] - 1)
         terms = ledger(layers, in_flight=3, recompute="always", optimizer="adamw-8bit", replicas=4, **options)
         assert needs[i, j] == pytest.approx(total(terms))
         found = table.stage_ledger(i, j, 3, "always", "adamw-8bit", 4, **options)

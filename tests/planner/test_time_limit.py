@@ -11,7 +11,7 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
 from pplan.cost_models.topology import MOST_DEVICES, Device, Link, Topology, two_level_topology
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
 from pplan.planner.objectives.throughput import throughput
 from pplan.planner.plan_file import ProfileReference
 from pplan.planner.problem import Problem
@@ -66,6 +66,7 @@ def problem_of(devices: int, clock: Reading | None = None) -> Problem:
     return Problem(chain_of(6), topology_of(devices), wishes, budget=budget)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [1, 3, 30, 300, 1_000])
 def test_whenever_the_time_is_over_there_is_a_plan_and_a_bound_that_holds(each: int) -> None:
     whole = find(problem_of(8)).found
@@ -79,6 +80,7 @@ def test_whenever_the_time_is_over_there_is_a_plan_and_a_bound_that_holds(each: 
     assert found.bound_seconds <= found.best.step_seconds
 
 
+@pytest.mark.slow
 def test_a_plan_for_very_many_devices_needs_no_time_at_all() -> None:
     clock = Reading(1)
     problem = problem_of(16_384, clock)
@@ -91,6 +93,7 @@ def test_a_plan_for_very_many_devices_needs_no_time_at_all() -> None:
     assert plan.prediction.lower_bound_seconds <= plan.prediction.step_seconds
 
 
+@pytest.mark.slow
 def test_where_counted_work_ends_the_search_nothing_is_said_of_time_and_answers_are_the_same() -> None:
     made = [find(problem_of(72), planners=("data-parallel",)) for _ in range(2)]
     assert made[0].found == made[1].found
@@ -99,7 +102,7 @@ def test_where_counted_work_ends_the_search_nothing_is_said_of_time_and_answers_
 
 def test_more_devices_than_are_planned_for_are_refused() -> None:
     profiled = ProfiledDevice("cuda", "gpu", 2**30)
-    with pytest.raises(UsageError, match=f"--gpus 1000000000: at most {MOST_DEVICES} devices"):
+    with pytest.raises(UsageError, match=f"gpus=1000000000: at most {MOST_DEVICES} devices"):
         make_topology(gpus=10**9, profiled=profiled)
     with pytest.raises(UsageError, match=f"at most {MOST_DEVICES}"):
         topology_of(MOST_DEVICES + 1)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
+from pplan.cost_models.hardware import Level
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.machines.hardware import Level
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.schedules import SCHEDULES, Program
 from pplan.cost_models.timeline import step_seconds
@@ -65,21 +65,21 @@ def random_problem(seed: int, schedule: str, make_chain: MakeChain) -> Problem |
 
 def every_step(problem: Problem) -> Iterator[float]:
     """Of all plans, on any devices."""
-    layers, setting = len(problem.chain), problem.settings[0]
-    schedule = SCHEDULES[setting.schedule]
+    layers, config = len(problem.chain), problem.configs[0]
+    schedule = SCHEDULES[config.schedule]
     parts = schedule.default_virtual_stages
     for stages in range(1, min(problem.gpus, layers // parts) + 1):
         try:
-            program = schedule.program(stages, setting.micro_batches, parts)
+            program = schedule.program(stages, config.micro_batches, parts)
         except UsageError:
             continue
-        own = replace(setting, virtual_stages=parts)
+        own = replace(config, virtual_stages=parts)
         for devices, inner in product(
             _devices(problem.gpus, program), combinations(range(1, layers), stages * parts - 1)
         ):
             proposal = Proposal(own, (*inner, layers), devices)
             if possible(problem.space, proposal):
-                mode: Recompute = "always" if setting.recompute == "always" else "never"
+                mode: Recompute = "always" if config.recompute == "always" else "never"
                 made = assembly_of(problem.space, proposal, [mode] * len(devices))
                 yield float(step_seconds(made.program, made.costs())[0])
 
@@ -95,6 +95,7 @@ def _devices(gpus: int, program: Program) -> Iterator[tuple[tuple[int, ...], ...
                     yield tuple(own[place.device] for place in program.pipes[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_no_plan_is_below_it(schedule: str, make_chain: MakeChain) -> None:
     bounded = 0

@@ -15,13 +15,13 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.optimizers import Precision
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
+from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import ReplicaExchange
 from pplan.planner.scoring import assembly_of, fastest
-from pplan.planner.search.branch_and_bound import Found
-from pplan.planner.setting import Setting
+from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.simulated import simulate_plan
 from pplan.planner.solve import bare_plan
 from pplan.planner.stage_table import StageTable
@@ -47,7 +47,7 @@ def proposals(seed: int, chain: Chain, count: int) -> list[Proposal]:
         ranks = iter(range(6))
         devices = tuple(tuple(next(ranks) for _ in range(rng.integers(1, 3))) for _ in ends)
         schedule = str(rng.choice(["1f1b", "gpipe", "zb-h1"]))
-        made.append(Proposal(Setting(schedule, "by_stage", 4, 2), ends, devices))
+        made.append(Proposal(PipelineConfig(schedule, "by_stage", 4, 2), ends, devices))
     return made
 
 
@@ -66,7 +66,7 @@ def test_the_searched_step_is_the_simulated_one(
         if best is None:
             continue
         scored += 1
-        found = Found(best, best.step_seconds, best.step_seconds, exact=False)
+        found = SearchResult(best, best.step_seconds, best.step_seconds, exact=False)
         plan = bare_plan(problem, best, found, model="toy", profile=REFERENCE)
         assert (plan.precision, plan.gradient_dtype, plan.zero) == ("mixed", "fp32", zero)
         read = Plan.parse(plan.to_json(), "toy.plan.json")
@@ -89,8 +89,8 @@ def test_no_plan_is_faster_than_the_one_that_is_found(
     answer = find(problem)
     assert answer.best is not None
     everything = [
-        Proposal(setting, ends, devices)
-        for setting in problem.settings
+        Proposal(config, ends, devices)
+        for config in problem.configs
         for ends in all_ends(len(chain), 3)
         for devices in all_runs(len(ends), 3)
     ]
@@ -134,7 +134,7 @@ def test_forward_and_backward_wait_for_the_network(
         for size in costs.trainable_bytes
     ]
     for i, j in zip(*np.nonzero(table.valid), strict=True):
-        own = range(table.places[i], table.places[j])
+        own = range(table.cut_points[i], table.cut_points[j])
         seconds = gather[own[0]]
         for layer in own:
             fetched = gather[layer + 1] if layer != own[-1] else 0.0
@@ -151,7 +151,7 @@ def test_forward_and_backward_wait_for_the_network(
 def test_states_shrink_and_the_network_pays(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """Each stage of ZeRO needs less memory; the first adds two collectives to the work."""
     chain, topology = make_chain(5, 6, cuts=1.1), make_topology(2, latency=0.01)
-    proposal = Proposal(Setting("1f1b", "never", 4, 2), (6,), ((0, 1),))
+    proposal = Proposal(PipelineConfig("1f1b", "never", 4, 2), (6,), ((0, 1),))
     needs, steps = [], []
     for zero in range(4):
         space = Problem(chain, topology, wished(zero, mini_batch=8), "bfloat16").space
@@ -175,7 +175,7 @@ def test_states_shrink_and_the_network_pays(make_chain: MakeChain, make_topology
 
 def test_one_replica_spreads_nothing(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain, topology = make_chain(5, 6, cuts=1.1), make_topology(2)
-    proposal = Proposal(Setting("1f1b", "never", 4, 2), (3, 6), ((0,), (1,)))
+    proposal = Proposal(PipelineConfig("1f1b", "never", 4, 2), (3, 6), ((0,), (1,)))
     made = [
         fastest(Problem(chain, topology, wished(zero, mini_batch=8), "bfloat16").space, [proposal])
         for zero in range(4)

@@ -145,6 +145,7 @@ def vgg() -> nn.Module:
     return nn.Sequential(features, nn.Flatten(), nn.Linear(512, 16), nn.ReLU(True), nn.Linear(16, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build", [vgg, torchvision.models.resnet18, torchvision.models.densenet121, torchvision.models.mnasnet0_5]
 )

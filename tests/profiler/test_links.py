@@ -84,6 +84,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.slow
 def test_two_processes_of_one_machine(tmp_path: Path) -> None:
     ((status, out, err),) = ended(
         torchrun(tmp_path, ["--standalone", "--nproc-per-node=2"], ["--json", "-o", "own.toml"])
@@ -106,6 +107,7 @@ def test_two_processes_of_one_machine(tmp_path: Path) -> None:
     assert read.latency == pytest.approx((found["fitted"]["inside"]["latency_seconds"],), rel=1e-2)
 
 
+@pytest.mark.slow
 def test_two_nodes(tmp_path: Path) -> None:
     """Two torchruns, as on two machines: node 0 has two processes, node 1 has one."""
     meeting = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
@@ -122,6 +124,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     assert len(read.bandwidth) == 2
 
 
+@pytest.mark.slow
 def test_a_process_that_never_comes(tmp_path: Path) -> None:
     ((status, out, err),) = ended(process(tmp_path, PPLAN, rank=0, port=0))
     assert (status, out) == (2, "")
@@ -132,6 +135,7 @@ def test_a_process_that_never_comes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_process_that_is_gone(tmp_path: Path) -> None:
     port = free_port()
     first, second = ended(process(tmp_path, PPLAN, 0, port), process(tmp_path, DIES, 1, port))

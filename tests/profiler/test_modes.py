@@ -67,6 +67,7 @@ for setting in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="asks for processes that are copies of each other")
 def test_the_process_flags_are_put_back_exactly() -> None:
     # In processes of their own: torch cannot go back to how it was before one of these was set.

@@ -48,6 +48,7 @@ def outcome(module: nn.Module, weights: Sequence[Tensor], given: Tensor) -> tupl
     return output, torch.autograd.grad(output.square().sum(), weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_same_outputs_and_gradients_bit_for_bit(model: nn.Module, training: bool) -> None:
     model.train(training)
@@ -236,6 +237,7 @@ GRAPHS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["block", "fine"])
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_graphs_of_many_kinds_stay_what_they_are(graph: str, granularity: str) -> None:
@@ -263,6 +265,7 @@ def test_graphs_of_many_kinds_stay_what_they_are(graph: str, granularity: str) -
             assert torch.equal(ours, own) or (training and torch.allclose(ours, own, rtol=1e-9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_checkpoints_of_fine_layers_move_both_ways(graph: str) -> None:
     make, make_input = GRAPHS[graph]
@@ -275,6 +278,7 @@ def test_checkpoints_of_fine_layers_move_both_ways(graph: str) -> None:
     assert all(torch.equal(theirs[ours], own[name]) for name, ours in names.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_what_is_handed_on_is_what_the_profile_counts(graph: str) -> None:
     make, make_input = GRAPHS[graph]

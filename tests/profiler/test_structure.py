@@ -124,6 +124,7 @@ def test_a_vgg(dtype: torch.dtype, small_vgg: Callable[[], nn.Module]) -> None:
     assert on_meta == on_cpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models(name: str, dtype: torch.dtype) -> None:
@@ -132,6 +133,7 @@ def test_models(name: str, dtype: torch.dtype) -> None:
     assert on_meta == on_cpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "convnext"])
 @pytest.mark.parametrize("training", [True, False])
 def test_in_channels_last_and_in_evaluation(name: str, training: bool) -> None:
@@ -163,6 +165,7 @@ def test_a_block_of_attention(padded: bool, dropout: float) -> None:
     assert on_meta == on_cpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_torchs_own_encoder(dropout: float) -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout, batch_first=True)
@@ -170,6 +173,7 @@ def test_torchs_own_encoder(dropout: float) -> None:
     assert on_meta == on_cpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_language_models(name: str, dtype: torch.dtype) -> None:

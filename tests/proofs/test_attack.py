@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from attack.problems import KINDS
+from attack.registry import BOUNDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_plan_contradicts_what_is_proven(kind: str, bounded_run: Any) -> None:
     results = bounded_run.by_kind[kind]
@@ -17,6 +19,7 @@ def test_no_plan_contradicts_what_is_proven(kind: str, bounded_run: Any) -> None
     assert sum(result.plans for result in results) > 100
 
 
+@pytest.mark.slow
 def test_every_check_is_made(bounded_run: Any) -> None:
     made = Counter[str]()
     for results in bounded_run.by_kind.values():
@@ -28,3 +31,9 @@ def test_every_check_is_made(bounded_run: Any) -> None:
         *("frontier's bound", "frontier's point", "frontier complete"),
         *("what-if", "second best", "other stages", "memory forbids"),
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOUNDS)
+def test_it_reaches_every_bound(name: str, bounded_run: Any) -> None:
+    assert name in bounded_run.reached

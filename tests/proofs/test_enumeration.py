@@ -43,8 +43,8 @@ def test_no_step_is_below_the_least_seconds(seed: int, kind: str, schedule: str)
     looked_at = 0
     sizes = every.rules.sizes[:3]
     programs = (own for size in sizes for own in every._programs(schedule, problem.mini_batch // size, size))
-    for setting, program in programs:
-        for index, (proposal, modes, least) in enumerate(every._plans(setting, program)):
+    for config, program in programs:
+        for index, (proposal, modes, least) in enumerate(every._plans(config, program)):
             if index % 7 == 0 and looked_at < 150:
                 made = assembly_of(problem.space, proposal, modes)
                 step = float(step_seconds(made.program, made.costs())[0])

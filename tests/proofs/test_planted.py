@@ -82,6 +82,7 @@ def test_errors_that_nothing_fits() -> None:
     assert found(PLAIN, refuses) == {"nothing fits": len(PLAIN)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["least memory", "cost"])
 def test_objectives(kind: str) -> None:
     cases = [case_of(seed, kind) for seed in range(2, 5)]

@@ -27,6 +27,7 @@ def test_fewer_than_thirty_lines(name: str) -> None:
     assert 0 < len((EXAMPLES / name).read_text().splitlines()) < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["torchgpipe", "fairscale"])
 def test_the_script_trains(make_plan: MakePlan, tmp_path: Path, runtime: str) -> None:
     """On 32 x 32 pixels, on the CPU. FairScale's must also come to its end."""

@@ -277,6 +277,7 @@ class Residual(torchvision.models.ResNet):  # type: ignore[misc]
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("make", [Unet, Encoder, Residual])
 def test_cuts_that_several_tensors_cross(
@@ -420,17 +421,28 @@ def test_a_first_layer_that_works_in_place(make_plan: MakePlan, runtime: str, re
 
 @pytest.fixture(scope="module")
 def vgg11() -> tuple[nn.Sequential, dict[str, Tensor], tuple[Tensor, Tensor], Training]:
-    """torchvision's VGG-11 as the profiler cuts it, its first weights, a batch, and its plain training."""
+    """torchvision's VGG-11 as the profiler cuts it, its first weights, a batch, and its plain training.
+
+    Its hidden linear layers are narrow: they are 120 of its 129 million parameters.
+    """
     from torchvision.models import vgg11
 
     torch.manual_seed(3)
-    model = vgg11(num_classes=10, dropout=0.0)
+    with torch.device("meta"):
+        model: nn.Module = vgg11(dropout=0.0)
+        for name, shape in {"0": (512 * 7 * 7, 32), "3": (32, 32), "6": (32, 10)}.items():
+            setattr(model.classifier, name, nn.Linear(*shape))
+    model = model.to_empty(device="cpu")
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.reset_parameters()
     batch = torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
     layers = sequential(model, batch[0][:1])
     start = {name: value.clone() for name, value in layers.state_dict().items()}
     return layers, start, batch, train(model, list(model.parameters()), batch)
 
 
+@pytest.mark.slow
 def test_torchvisions_vgg11(
     make_plan: MakePlan,
     tmp_path: Path,

@@ -139,6 +139,7 @@ def plain_losses() -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_script_trains_and_goes_on(outputs: dict[str, list[str]], runtime: str) -> None:
     """The second layer, which overwrites what the first hands it, begins the second stage."""

@@ -172,6 +172,7 @@ def run_processes(folder: Path) -> None:
     assert statuses == [0] * RANKS, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_training_is_the_plain_models(results: Results, case: Case) -> None:
     ranks = results[case.name]
@@ -207,6 +208,7 @@ def check_losses(case: Case, ranks: list[dict[str, Any]]) -> None:
             assert losses == pytest.approx(plain[replica :: case.replicas], abs=1e-9)
 
 
+@pytest.mark.slow
 def test_batch_norm_counts_every_micro_batch_once(results: Results) -> None:
     """Its buffers were compared, on the first step too."""
     counted = [name for rank in results["looped-bfs"] for name in rank["buffers"]]

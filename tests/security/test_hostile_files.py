@@ -303,6 +303,7 @@ def test_every_verb_is_tried() -> None:
     assert {verb for verb, commands in COMMANDS.items() if not commands} == READS_NOTHING
 
 
+@pytest.mark.slow
 def test_nothing_is_run_and_nothing_written_elsewhere(tried: list[Ran]) -> None:
     for ran in tried:
         assert ran.seen == [], f"{ran.seen}\n{ran}"
@@ -310,6 +311,7 @@ def test_nothing_is_run_and_nothing_written_elsewhere(tried: list[Ran]) -> None:
         assert not list(ran.folder.parent.glob("owned")), str(ran)
 
 
+@pytest.mark.slow
 def test_all_end_in_two_lines_of_ours(tried: list[Ran]) -> None:
     for ran in tried:
         told = (0, 2, 3, 4) if ran.arguments[0] == "verify" else (0, 2, 3)
@@ -321,6 +323,7 @@ def test_all_end_in_two_lines_of_ours(tried: list[Ran]) -> None:
             assert ran.status == 2 or ran.arguments[1] == "2,2", str(ran)
 
 
+@pytest.mark.slow
 def test_what_builds_the_model_refuses_it(tried: list[Ran]) -> None:
     for ran in tried:
         a_script_names_no_loss = "loss" in ran.about and ran.arguments[0] == "export"
@@ -376,6 +379,7 @@ def test_what_the_user_named_is_no_part_of_a_jobs_file() -> None:
     assert "by_user" not in json.loads(Job.model_construct(model=spec).model_dump_json())["model"]
 
 
+@pytest.mark.slow
 def test_the_name_is_told_escaped_with_what_to_type(tried: list[Ran]) -> None:
     said = {ran.about: ran.err for ran in tried if ran.arguments == BUILDS[0]}
     assert "the profile names the model 'os:system': a file's word runs no code" in said["a command"]
@@ -386,6 +390,7 @@ def test_the_name_is_told_escaped_with_what_to_type(tried: list[Ran]) -> None:
     assert "--loss evil:loss" in said["a loss"]
 
 
+@pytest.mark.slow
 def test_no_terminal_is_steered(tried: list[Ran]) -> None:
     for ran in tried:
         for text in (ran.out, ran.err):
@@ -393,6 +398,7 @@ def test_no_terminal_is_steered(tried: list[Ran]) -> None:
             assert not steering, f"{steering}\n{ran}"
 
 
+@pytest.mark.slow
 def test_scripts_hold_no_code_of_a_file(tried: list[Ran]) -> None:
     scripts = [path for ran in tried for path in ran.folder.glob("train.py")]
     assert scripts

@@ -31,6 +31,7 @@ latency = "50us"
 OWN_LAUNCHES = SLOW_FIRST.replace("speed = 0.25", 'profile = "own.profile.json"')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_on_the_devices_from_rank_0_on(
     seed: int, make_profile: Callable[..., Any], solve_files: Callable[..., Any]

@@ -100,6 +100,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_number_that_matters(
     name: str, make_profile: Callable[..., Any], solve_files: Callable[..., Any]
@@ -119,6 +120,7 @@ def test_each_number_that_matters(
     assert unseen == [], repr(unseen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("was", "is_now"),
     [
@@ -140,6 +142,7 @@ def test_the_machine(
     assert not solved.verified(changed(solved.plan, ("machine",), machine.replace(was, is_now))).agrees
 
 
+@pytest.mark.slow
 def test_the_profile(make_profile: Callable[..., Any], solve_files: Callable[..., Any]) -> None:
     """Every figure of every layer, with the hash mended."""
     import hashlib

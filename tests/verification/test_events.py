@@ -74,7 +74,7 @@ def test_against_the_simulator(schedule: str, blocking: bool) -> None:
     program = schedule_named(schedule).program(4, 8, parts)
     shape = (program.devices, program.chunks, 1)
     forward, backward, weight = (rng.random(shape) for _ in range(3))
-    cuts = (len(program.pipes), program.places - 1)
+    cuts = (len(program.pipes), program.slots - 1)
     occupancy, latency = 0.3 * rng.random(cuts), 0.1 * rng.random(cuts)
     costs = Costs(
         forward=forward,

@@ -51,6 +51,7 @@ def spoilt(text: str, rng: random.Random) -> str:
     return json.dumps(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("file", ["plan", "profile"])
 def test_spoilt_values(file: str, seed: int, solved: Any) -> None:

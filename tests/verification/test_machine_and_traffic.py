@@ -10,8 +10,8 @@ from pplan.cost_models.collectives import all_reduce_seconds as modelled
 from pplan.cost_models.communication import exposed_all_reduce_seconds
 from pplan.cost_models.machines.presets import PRESETS, context_of
 from pplan.cost_models.machines.topology_text import to_toml
+from pplan.cost_models.routes import Routes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.cost_models.ways import Ways
 from pplan.verification.machine import Kind, Machine, machine_of
 from pplan.verification.traffic import all_reduce_seconds, exposed_seconds, sum_loads, way
 
@@ -59,13 +59,13 @@ def test_a_transfer_by_hand() -> None:
 
 
 def test_transfers_against_the_cost_models() -> None:
-    rng, machine, ways = random.Random(0), read(SERVERS), Ways(SERVERS)
+    rng, machine, routes = random.Random(0), read(SERVERS), Routes(SERVERS)
     for _ in range(200):
         ranks = rng.sample(range(16), rng.randint(2, 9))
         cut = rng.randint(1, len(ranks) - 1)
         senders, receivers = tuple(ranks[:cut]), tuple(ranks[cut:])
         own = way(machine, senders, receivers)
-        assert (own.latency, own.pace) == pytest.approx(ways.way(senders, receivers), rel=1e-12)
+        assert (own.latency, own.pace) == pytest.approx(routes.route(senders, receivers), rel=1e-12)
 
 
 def test_sums_against_the_cost_models() -> None:

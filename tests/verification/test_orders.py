@@ -64,7 +64,7 @@ def test_the_same_as_the_programs(name: str) -> None:
         assert [[tuple(place) for place in pipe] for pipe in program.pipes] == order.routes
         assert list(program.pipe_of) == order.route_of
         assert [program.share(entry) for entry in range(program.micro_batches)] == order.shares
-        assert most_in_flight(order) == pytest.approx([max(program.held(d)) for d in range(p)])
+        assert most_in_flight(order) == pytest.approx([max(program.in_flight(d)) for d in range(p)])
         check_order(order)
         ran += 1
     assert ran > 5

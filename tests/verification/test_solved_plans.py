@@ -88,6 +88,7 @@ CASES |= {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_agrees(name: str, make_profile: Callable[..., Any], solve_files: Callable[..., Any]) -> None:
     of_profile, options = CASES[name]

@@ -92,7 +92,7 @@ def test_a_machine_is_found_however_it_is_spelled(name: str, machine: str) -> No
 def test_an_unknown_name_gets_the_nearest_and_all(name: str, nearest: str) -> None:
     assert find_machine(name) is None
     refused = unknown_machine(name)
-    assert refused.what.startswith(f"--topology {name}: ")
+    assert refused.what.startswith(f"topology={name!r}: ")
     assert f"Did you mean {nearest}?" in refused.hint
     assert all(machine in refused.hint for machine in MACHINES)
 
@@ -100,5 +100,5 @@ def test_an_unknown_name_gets_the_nearest_and_all(name: str, nearest: str) -> No
 def test_a_gpu_is_no_machine() -> None:
     refused = unknown_machine("A100-80GB", "topology")
     assert refused.what == "topology A100-80GB: is a GPU, not a machine"
-    assert "--gpu a100-80gb" in refused.hint
+    assert "gpu='a100-80gb'" in refused.hint
     assert "Did you mean" not in unknown_machine("quantum!").hint

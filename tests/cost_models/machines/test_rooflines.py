@@ -34,10 +34,10 @@ def test_published_figures() -> None:
 
 
 def test_what_there_is_no_figure_of() -> None:
-    with pytest.raises(UsageError, match="analytic:h1:") as refused:
+    with pytest.raises(UsageError, match="analytic:h1':") as refused:
         find_roofline("h1")
     assert "h100" in refused.value.hint
-    with pytest.raises(UsageError, match="analytic:a10g: there are no figures"):
+    with pytest.raises(UsageError, match="analytic:a10g': there are no figures"):
         find_roofline("a10g")
     with pytest.raises(UsageError, match="bfloat16"):
         find_roofline("v100-16gb").peak("bfloat16")

@@ -114,7 +114,7 @@ OUTER = '[[level]]\nname = "hall"\nbandwidth = "1GB/s"\n'
         (LEVEL + OUTER + 'shared = "yes"', "level 2: shared: ", "[[level]]"),
         (LEVEL + LEVEL, "level node: there are two of that name", "own name"),
         (OUTER + LEVEL, "level hall: has no size and another level around it", "outermost"),
-        ("gpus = 5\n" + LEVEL, "--gpus 5: the levels hold 4 devices", "outermost"),
+        ("gpus = 5\n" + LEVEL, "gpus=5: the levels hold 4 devices", "outermost"),
     ],
 )
 def test_a_bad_file_says_where_and_what(tmp_path: Path, text: str, what: str, hint: str) -> None:

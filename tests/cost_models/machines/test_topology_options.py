@@ -103,7 +103,7 @@ def test_options_replace_single_parts() -> None:
 @pytest.mark.parametrize("option", ["bandwidth", "latency"])
 @pytest.mark.parametrize("values", [[], [1.0, 2.0, 3.0]])
 def test_there_are_two_levels(option: str, values: list[float]) -> None:
-    with pytest.raises(UsageError, match=f"--{option}: {len(values)} values"):
+    with pytest.raises(UsageError, match=f"`{option}`: {len(values)} values"):
         make_topology(
             gpus=2,
             profiled=CPU,
@@ -112,7 +112,7 @@ def test_there_are_two_levels(option: str, values: list[float]) -> None:
         )
 
 
-@pytest.mark.parametrize(("option", "counts"), [("--gpus ", (0, 4)), ("--gpus-per-node ", (4, -1))])
+@pytest.mark.parametrize(("option", "counts"), [("gpus=", (0, 4)), ("gpus_per_node=", (4, -1))])
 def test_counts_are_at_least_one(option: str, counts: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match=option):
         make_topology(gpus=counts[0], gpus_per_node=counts[1], profiled=CPU)
@@ -166,7 +166,7 @@ def test_kinds_and_levels_of_a_file(tmp_path: Path) -> None:
     )
     assert described_topology(path) == Topology((Group(new, 4), Group(old, 4)), levels)
     assert make_topology(gpus=6, file=path, profiled=CPU).groups == ((new, 4), (old, 2))
-    with pytest.raises(UsageError, match="--gpus 9: the topology has 8 devices, of 2 kinds"):
+    with pytest.raises(UsageError, match="gpus=9: the topology has 8 devices, of 2 kinds"):
         make_topology(gpus=9, file=path, profiled=CPU)
 
 
@@ -185,16 +185,16 @@ def test_options_on_top_of_levels(tmp_path: Path) -> None:
     assert topology.gpus_per_node == 8
     assert [level.size for level in topology.levels] == [2, 4, None]
     assert topology.levels[2].devices_per_port == 8, "what a node shares is shared by the whole node still"
-    with pytest.raises(UsageError, match="--gpus-per-node 3: a node has members of 2 devices"):
+    with pytest.raises(UsageError, match="gpus_per_node=3: a node has members of 2 devices"):
         make_topology(gpus=8, gpus_per_node=3, file=write(tmp_path, MIXED), profiled=CPU)
 
 
 def test_one_level_has_no_between(tmp_path: Path) -> None:
     path = write(tmp_path, '[[level]]\nname = "box"\nsize = 4\nbandwidth = "1GB/s"\n')
     assert links(make_topology(gpus=4, bandwidth=[2e9], file=path, profiled=A100)) == [Link(2e9, 0.0)]
-    with pytest.raises(UsageError, match="--bandwidth: 2 values, the topology has one level"):
+    with pytest.raises(UsageError, match="`bandwidth`: 2 values, the topology has one level"):
         make_topology(gpus=4, bandwidth=[2e9, 1e9], file=path, profiled=A100)
-    with pytest.raises(UsageError, match="--gpus 5: the levels hold 4 devices"):
+    with pytest.raises(UsageError, match="gpus=5: the levels hold 4 devices"):
         make_topology(gpus=5, file=path, profiled=A100)
 
 

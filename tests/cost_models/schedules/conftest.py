@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pplan.cost_models.schedules import Action, Place, Program
+from pplan.cost_models.schedules import Action, Program, StageSlot
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import simulate
 
-Result = tuple[str, Place, int]
+Result = tuple[str, StageSlot, int]
 """A kind, the place and the micro-batch that it is of."""
 
 
@@ -48,7 +48,7 @@ def _needs(program: Program, device: int, action: Action) -> Iterator[Result]:
     """What must be there first: a forward from upstream, its own forward, a gradient from downstream."""
     kind, m, chunk = action
     pipe = program.pipes[program.pipe_of[m]]
-    at = pipe.index(Place(device, chunk))
+    at = pipe.index(StageSlot(device, chunk))
     if kind == "F":
         yield from ((kind, place, m) for place in pipe[at - 1 : at] if at)
     else:
@@ -94,7 +94,7 @@ def _play(
         for action in group:
             ran.append((action, now, now := now + seconds(device, action)))
         for kind, m, chunk in group:
-            done[kind, Place(device, chunk), m] = now
+            done[kind, StageSlot(device, chunk), m] = now
         return True
 
     while any([step(device) for device in range(program.devices)]):  # noqa: C419 - every device, every time

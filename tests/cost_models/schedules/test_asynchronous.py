@@ -136,9 +136,9 @@ def test_steady_state_has_no_bubble(name: str, stages: int, forward: int, backwa
 def test_in_flight(stages: int, micro_batches: int) -> None:
     for name in ("pipedream", "pipedream-2bw", "xpipe"):
         program = schedule_named(name).program(stages, micro_batches)
-        assert [max(program.held(i)) for i in range(stages)] == [stages - i for i in range(stages)]
+        assert [max(program.in_flight(i)) for i in range(stages)] == [stages - i for i in range(stages)]
     program = wpipe.program(stages, micro_batches)
-    assert [max(program.held(i)) for i in range(stages)] == [
+    assert [max(program.in_flight(i)) for i in range(stages)] == [
         (stages + (stages - i)) / 2 for i in range(stages)
     ]
 

@@ -45,7 +45,7 @@ def test_halves_count_half(stages: int, micro_batches: int) -> None:
     program = autopipe.program(stages, micro_batches)
     assert program.shares == (0.5, 0.5, *[1.0] * (micro_batches - 1))
     for i in range(stages):
-        assert max(program.held(i)) == min(micro_batches, stages - i)
+        assert max(program.in_flight(i)) == min(micro_batches, stages - i)
 
 
 def test_slices_that_cannot_be() -> None:

@@ -38,7 +38,7 @@ def test_advance_goes_from_1f1b_to_all_forwards_first(
     stages: int, each: int, advance: int, play: Any
 ) -> None:
     program = avgpipe.program(stages, 2 * each, advance=advance)
-    assert [max(program.held(i)) for i in range(stages)] == [
+    assert [max(program.in_flight(i)) for i in range(stages)] == [
         2 * min(each, stages - i + advance) for i in range(stages)
     ]
     play(program, 1, 2, 0, 0.5)

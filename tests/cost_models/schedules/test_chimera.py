@@ -51,7 +51,7 @@ def test_concatenated_units_of_equal_passes_leave_no_further_hole(stages: int, u
 @pytest.mark.parametrize("units", [1, 3])
 def test_in_flight(stages: int, units: int) -> None:
     program = chimera.program(stages, units * stages)
-    most = [max(program.held(device)) for device in range(stages)]
+    most = [max(program.in_flight(device)) for device in range(stages)]
     half = stages // 2
     assert most == [*range(half + 1, stages + 1), *range(stages, half, -1)]
     assert schedule_named("chimera").copies == 2

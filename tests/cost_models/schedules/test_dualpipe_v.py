@@ -66,7 +66,7 @@ def test_bubble(
 def test_in_flight(stages: int, micro_batches: int) -> None:
     """2p + 1 chunks on p devices: the report's PP + 1 of PP = 2p stages."""
     program = dualpipe_v.program(stages, micro_batches)
-    most = [max(program.held(device)) for device in range(stages)]
+    most = [max(program.in_flight(device)) for device in range(stages)]
     assert most == [min(micro_batches, (2 * stages + 1) / 2)] * stages
 
 

@@ -71,8 +71,8 @@ def test_in_flight(stages: int, micro_batches: int, v: int) -> None:
     one, other = (program(stages, micro_batches, v) for program in (interleaved.program, looped_bfs.program))
     for i in range(stages):
         most = min(v * micro_batches, 2 * (stages - i - 1) + (v - 1) * stages + 1) / v
-        assert max(one.held(i)) == pytest.approx(most)
-        assert max(other.held(i)) == micro_batches
+        assert max(one.in_flight(i)) == pytest.approx(most)
+        assert max(other.in_flight(i)) == micro_batches
 
 
 def test_rounds_of_other_sizes() -> None:

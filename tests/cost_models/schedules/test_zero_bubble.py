@@ -97,7 +97,7 @@ def test_zb_v_has_no_bubble_where_all_take_the_same(stages: int, extra: int, pla
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 8, 16])
 def test_in_flight(stages: int, micro_batches: int) -> None:
     def most(program: Any) -> list[float]:
-        return [max(program.held(device)) for device in range(stages)]
+        return [max(program.in_flight(device)) for device in range(stages)]
 
     assert most(zb_h1.program(stages, micro_batches)) == [min(micro_batches, stages)] * stages
     assert most(zb_h2.program(stages, micro_batches)) == [min(micro_batches, 2 * stages - 1)] * stages

@@ -10,7 +10,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.schedules import schedule_named
-from pplan.cost_models.schedules.action import Action, straight
+from pplan.cost_models.schedules.action import Action, linear_program
 from pplan.cost_models.simulator.costs import Costs, recompute_shares, stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
 
@@ -60,7 +60,7 @@ def test_wrong_arguments_are_refused(changed: dict[str, Any], message: str) -> N
 
 
 def test_weight_gradients_need_their_seconds() -> None:
-    program = straight([[Action("F", 0), Action("B", 0), Action("W", 0)]])
+    program = linear_program([[Action("F", 0), Action("B", 0), Action("W", 0)]])
     with pytest.raises(UsageError, match="weight is None, and the program has W's"):
         simulate(program, stage_costs(program, 1.0, 1.0))
     assert simulate(program, stage_costs(program, 1.0, 1.0, 4.0)).step_seconds == 6
@@ -95,7 +95,7 @@ def test_both_directions_of_chimera_have_the_same_stages() -> None:
 def test_parts_of_a_micro_batch_cost_parts() -> None:
     """Two halves: half the seconds of computing and of the link, the whole latency."""
     actions = [[Action(kind, m) for kind, m in (("F", 0), ("F", 1), ("B", 0), ("B", 1))]] * 2  # type: ignore[arg-type]
-    program = replace(straight(actions), shares=(0.5, 0.5))
+    program = replace(linear_program(actions), shares=(0.5, 0.5))
     costs = replace(
         stage_costs(program, 2.0, 2.0, transfer_latency=0.25), forward_occupancy=np.full((1, 1), 3.0)
     )

@@ -10,11 +10,11 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.schedules import schedule_named
-from pplan.cost_models.schedules.action import Action, Place, Program, straight
+from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
 from pplan.cost_models.simulator.dependencies import order_of
 
 F0, B0, W0, F1, B1 = Action("F", 0), Action("B", 0), Action("W", 0), Action("F", 1), Action("B", 1)
-LOOP = (tuple(Place(device, chunk) for chunk in range(2) for device in range(2)),)
+LOOP = (tuple(StageSlot(device, chunk) for chunk in range(2) for device in range(2)),)
 """Two devices of two chunks."""
 
 
@@ -62,24 +62,27 @@ def test_an_order_is_kept_as_long_as_its_program() -> None:
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (straight([]), "no stages"),
-        (straight([[], []]), "0 micro-batches"),
-        (straight([[F0, B0], [F0]]), "stage 1: B0 is missing, and B0 of stage 0 waits for it\n"),
-        (straight([[B0], [F0, B0]]), "stage 0: F0 is missing, and F0 of stage 1 waits for it\n"),
-        (straight([[B0], [B0]]), "stage 0: F0 is missing, and B0 of stage 0 waits for it\n"),
-        (straight([[F0, W0]]), "stage 0: B0 is missing, and W0 of stage 0 waits for it\n"),
-        (straight([[F1, B1]]), "stage 0: F0 is missing\n"),
-        (straight([[F0, F0, B0]]), "stage 0 runs F0 twice"),
-        (straight([[F0, B0, W0, W0]]), "stage 0 runs W0 twice"),
-        (straight([[F0, B0, Action("X", 0)]]), "X0 of stage 0: there is no such action"),  # type: ignore[arg-type]
-        (straight([[F0, B0, Action("F", -1)]]), "F-1 of stage 0: there is no such action"),
-        (straight([[F0, B0, Action("F", 0, 1)]]), "F0.1 of stage 0: there is no such action"),
+        (linear_program([]), "no stages"),
+        (linear_program([[], []]), "0 micro-batches"),
+        (linear_program([[F0, B0], [F0]]), "stage 1: B0 is missing, and B0 of stage 0 waits for it\n"),
+        (linear_program([[B0], [F0, B0]]), "stage 0: F0 is missing, and F0 of stage 1 waits for it\n"),
+        (linear_program([[B0], [B0]]), "stage 0: F0 is missing, and B0 of stage 0 waits for it\n"),
+        (linear_program([[F0, W0]]), "stage 0: B0 is missing, and W0 of stage 0 waits for it\n"),
+        (linear_program([[F1, B1]]), "stage 0: F0 is missing\n"),
+        (linear_program([[F0, F0, B0]]), "stage 0 runs F0 twice"),
+        (linear_program([[F0, B0, W0, W0]]), "stage 0 runs W0 twice"),
+        (linear_program([[F0, B0, Action("X", 0)]]), "X0 of stage 0: there is no such action"),  # type: ignore[arg-type]
+        (linear_program([[F0, B0, Action("F", -1)]]), "F-1 of stage 0: there is no such action"),
+        (linear_program([[F0, B0, Action("F", 0, 1)]]), "F0.1 of stage 0: there is no such action"),
         (looped("F0 F0.1 B0.1 B0", "F0 F0.1 B0"), "stage 1: B0.1 is missing"),
         (replace(looped("F0", "F0"), pipes=(LOOP[0][:2],)), None),
         (replace(looped("F0", "F0"), pipes=(LOOP[0], LOOP[0][:2])), "pipes of \\[4, 2\\] places"),
-        (replace(looped("F0", "F0"), pipes=((Place(2),),)), "pipe 0 goes through stage 2 chunk 0"),
-        (replace(looped("F0", "F0"), pipes=((Place(0), Place(0)),)), "stage 0 chunk 0 is part 0 and part 1"),
-        (replace(looped("F0", "F0"), pipes=((Place(0),),)), "F0 of stage 1 stands where its micro-batch"),
+        (replace(looped("F0", "F0"), pipes=((StageSlot(2),),)), "pipe 0 goes through stage 2 chunk 0"),
+        (
+            replace(looped("F0", "F0"), pipes=((StageSlot(0), StageSlot(0)),)),
+            "stage 0 chunk 0 is part 0 and part 1",
+        ),
+        (replace(looped("F0", "F0"), pipes=((StageSlot(0),),)), "F0 of stage 1 stands where its micro-batch"),
         (replace(looped("F0", "F0"), pipe_of=(1,)), "micro-batches of pipe 1"),
         (replace(looped("F0", "F0"), shares=(0.5, 0.5)), "2 shares for 1 micro-batches"),
     ],
@@ -92,15 +95,15 @@ def test_impossible_programs_are_refused(program: Program, message: str | None) 
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (straight([[B0, F0]]), "other: stage 0 waits at B0 for F0 of stage 0\n"),
-        (straight([[F0, W0, B0]]), "other: stage 0 waits at W0 for B0 of stage 0\n"),
+        (linear_program([[B0, F0]]), "other: stage 0 waits at B0 for F0 of stage 0\n"),
+        (linear_program([[F0, W0, B0]]), "other: stage 0 waits at W0 for B0 of stage 0\n"),
         (
-            straight([[F0, B0, F1, B1], [F1, B1, F0, B0]]),
+            linear_program([[F0, B0, F1, B1], [F1, B1, F0, B0]]),
             "other: stage 0 waits at B0 for B0 of stage 1; stage 1 waits at F1 for F1 of stage 0\n",
         ),
         # Stage 0 waits too, but is not part of the circle.
         (
-            straight([[F0, B0, F1, B1], [F0, F1, B0, B1], [F1, F0, B0, B1]]),
+            linear_program([[F0, B0, F1, B1], [F0, F1, B0, B1], [F1, F0, B0, B1]]),
             "other: stage 0 waits at B0 for B0 of stage 1; stage 1 waits at F1 for F1 of stage 0\n",
         ),
         (

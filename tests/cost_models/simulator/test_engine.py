@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import MachineError, UsageError
-from pplan.cost_models.schedules.action import Action, Place, Program, straight
+from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
 from pplan.cost_models.simulator import accelerated
 from pplan.cost_models.simulator.costs import TRANSFERS, Costs, Transfers
 from pplan.cost_models.simulator.dependencies import order_of
@@ -53,8 +53,8 @@ def random_program(rng: np.random.Generator) -> Program:
     )
 
 
-def random_pipe(rng: np.random.Generator, devices: int, places: int, first_chunk: int) -> list[Place]:
-    return [Place(int(rng.integers(devices)), first_chunk + p) for p in range(places)]
+def random_pipe(rng: np.random.Generator, devices: int, places: int, first_chunk: int) -> list[StageSlot]:
+    return [StageSlot(int(rng.integers(devices)), first_chunk + p) for p in range(places)]
 
 
 def needs(node: Node, places: int) -> list[Node]:
@@ -70,7 +70,7 @@ def random_costs(
     rng: np.random.Generator, program: Program, *, launches: bool = False, links: int = 0
 ) -> Costs:
     by_action = (program.devices, program.chunks, program.micro_batches)
-    by_cut = (len(program.pipes), program.places - 1)
+    by_cut = (len(program.pipes), program.slots - 1)
     hosts: dict[str, Any] = {
         f"{name}_launch": rng.random(by_action) for name in ("forward", "backward", "weight")
     }
@@ -103,7 +103,9 @@ class Described:
         self.device = {node: device for device, own in enumerate(self.lists) for node in own}
 
     def _position(self, device: int, action: Action) -> int:
-        return self.program.pipes[self.program.pipe_of[action.micro_batch]].index(Place(device, action.chunk))
+        return self.program.pipes[self.program.pipe_of[action.micro_batch]].index(
+            StageSlot(device, action.chunk)
+        )
 
     def _chunk(self, node: Node) -> tuple[int, int, int]:
         place = self.program.pipes[self.program.pipe_of[node[1]]][node[2]]
@@ -172,7 +174,7 @@ def longest_path(program: Program, costs: Costs) -> dict[Node, float]:
         for index, node in enumerate(own):
             after((node, "end"), (node, "start"), words.seconds(node))
             after((node, "start"), "begin" if index == 0 else (own[index - 1], "end"))
-            for needed in needs(node, program.places):
+            for needed in needs(node, program.slots):
                 if words.device[needed] == words.device[node]:
                     after((node, "start"), (needed, "end"))
             target = words.target(node)
@@ -241,7 +243,7 @@ def stepped(program: Program, costs: Costs) -> dict[Node, float]:
         node = own[index]
         sent = index == 0 or words.target(own[index - 1]) is None or own[index - 1] in arrived
         here = all(
-            (n in ended) if words.device[n] == device else (n in arrived) for n in needs(node, program.places)
+            (n in ended) if words.device[n] == device else (n in arrived) for n in needs(node, program.slots)
         )
         return here and (sent or not sending)
 
@@ -301,6 +303,7 @@ def test_agrees_with_the_longest_path(seed: int, transfers: Transfers, launches:
     equal_ends(simulate(program, costs, "python"), longest_path(program, costs))
 
 
+@pytest.mark.slow
 @given(seeds, st.sampled_from(TRANSFERS), st.integers(0, 3))
 @settings(max_examples=250, deadline=None)
 def test_agrees_with_a_stepped_clock(seed: int, transfers: Transfers, links: int) -> None:
@@ -353,12 +356,12 @@ def test_what_every_timeline_keeps(seed: int, launches: bool, transfers: Transfe
             assert starts[after] >= ends[before]
         for node in own:
             assert ends[node] - starts[node] >= words.seconds(node) * (1 - 1e-9) - 1e-12
-            for needed in needs(node, program.places):
+            for needed in needs(node, program.slots):
                 away = words.target(needed) == node
                 taken = sum(words.transfer(needed)) if away else 0.0
                 assert starts[node] >= ends[needed] + taken - 1e-9
     for m in range(program.micro_batches):
-        path = [(kind, m, p) for kind in "FB" for p in range(program.places)]
+        path = [(kind, m, p) for kind in "FB" for p in range(program.slots)]
         taken = sum(words.seconds(n) + (sum(words.transfer(n)) if words.target(n) else 0.0) for n in path)
         assert timeline.step_seconds >= taken * (1 - 1e-9)
 
@@ -448,7 +451,7 @@ def test_numba_changes_no_bit(transfers: Transfers, launches: bool, links: int) 
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = straight([[Action("F", 0), Action("B", 0)]])
+    program = linear_program([[Action("F", 0), Action("B", 0)]])
     costs = Costs(forward=np.ones((1, 1, 1)), backward=np.ones((1, 1, 1)))
     accelerated.compiled.cache_clear()
     monkeypatch.setattr(accelerated, "available", lambda: False)
@@ -466,7 +469,7 @@ def test_memory_is_linear_in_the_actions(run: Callable[..., Any]) -> None:
 
     def peak(micro_batches: int) -> int:
         own = [Action(kind, m) for kind in ("F", "B") for m in range(micro_batches)]
-        program = straight([own] * 4)
+        program = linear_program([own] * 4)
         costs = Costs(forward=np.ones((4, 1, micro_batches)), backward=np.ones((4, 1, micro_batches)))
         order_of(program)
         tracemalloc.start()

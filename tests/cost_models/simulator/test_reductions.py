@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.schedules import schedule_named
-from pplan.cost_models.schedules.action import Action, Place, Program, straight
+from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
 from pplan.cost_models.simulator.costs import Costs, recompute_shares, stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
 
@@ -65,7 +65,7 @@ def test_gradients_appear_after_the_forward_that_is_run_again() -> None:
 def test_chunks_of_a_device_take_turns(seconds: float, expected: list[tuple[float, float]]) -> None:
     """One device, two chunks: B0.1 ends at 3, B0 at 4."""
     own = (Action("F", 0), Action("F", 0, 1), Action("B", 0, 1), Action("B", 0))
-    program = Program((own,), ((Place(0), Place(0, 1)),), (0,))
+    program = Program((own,), ((StageSlot(0), StageSlot(0, 1)),), (0,))
     costs = replace(stage_costs(program, 2.0, 2.0), all_reduce=np.array([[2.0, seconds]]))
     assert [(start, end) for _, start, end in spans(program, costs)] == expected
     assert [r.part for r in simulate(program, costs).reductions] == [1, 0]
@@ -73,7 +73,7 @@ def test_chunks_of_a_device_take_turns(seconds: float, expected: list[tuple[floa
 
 def test_weight_gradients_come_first() -> None:
     """F to 1, B to 2, W to 3: nothing is reduced before its W."""
-    program = straight([[Action("F", 0), Action("B", 0), Action("W", 0)]])
+    program = linear_program([[Action("F", 0), Action("B", 0), Action("W", 0)]])
     costs = replace(stage_costs(program, 1.0, 1.0, 1.0), all_reduce=np.ones((1, 1)))
     assert spans(program, costs) == [((0,), 3, 4)]
 
@@ -83,7 +83,7 @@ def test_copies_of_a_part_wait_for_each_other() -> None:
 
     Device 0 runs F0, F1', B1', B0 (a prime for the other direction's first or last part), each 1 s.
     """
-    there, back = (Place(0), Place(1)), (Place(1, 1), Place(0, 1))
+    there, back = (StageSlot(0), StageSlot(1)), (StageSlot(1, 1), StageSlot(0, 1))
     program = Program(
         (
             (Action("F", 0), Action("F", 1, 1), Action("B", 1, 1), Action("B", 0)),

@@ -9,7 +9,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.schedules import SCHEDULES, schedule_named
-from pplan.cost_models.schedules.action import Action, Place, Program, straight
+from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
 from pplan.cost_models.simulator.costs import TRANSFERS, Transfers, stage_costs
 from pplan.cost_models.timeline import StageTime, Transfer, simulate
 
@@ -71,14 +71,14 @@ def test_the_parts_make_the_step(name: str, transfers: Transfers) -> None:
 
 
 def test_a_stage_without_actions_fills_all_the_time() -> None:
-    program = Program(((Action("F", 0), Action("B", 0)), ()), ((Place(0),),), (0,))
+    program = Program(((Action("F", 0), Action("B", 0)), ()), ((StageSlot(0),),), (0,))
     timeline = simulate(program, stage_costs(program, 1.0, 1.0))
     assert timeline.stage_times[1] == StageTime(0, 0, 2, 0, 0, 0)
     assert timeline.peak_in_flight == (1, 0)
     assert timeline.bubble == 0.5
 
 
-SPLIT = straight(
+SPLIT = linear_program(
     [[Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1), Action("W", 0), Action("W", 1)]]
 )
 
@@ -92,7 +92,7 @@ def test_activations_live_to_the_weight_gradient() -> None:
 
 def test_chunks_hold_their_part_or_their_own_bytes() -> None:
     own = (Action("F", 0), Action("F", 0, 1), Action("B", 0, 1), Action("B", 0))
-    program = Program((own,), ((Place(0), Place(0, 1)),), (0,))
+    program = Program((own,), ((StageSlot(0), StageSlot(0, 1)),), (0,))
     timeline = simulate(program, stage_costs(program, 2.0, 2.0))
     assert timeline.memory_over_time(0, 0, 10) == [(0, 0), (0, 5), (1, 10), (3, 5), (4, 0)]
     assert timeline.memory_over_time(0, 0, [7, 1]) == [(0, 0), (0, 7), (1, 8), (3, 7), (4, 0)]

@@ -10,8 +10,8 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.explanation.explain import Explanation, explain
-from pplan.planner.explanation.question import Question, question_of
-from pplan.planner.find import find
+from pplan.planner.explanation.explain_context import ExplainContext, context_of
+from pplan.planner.joint_search import find
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.problem import Problem
 from pplan.planner.solve import bare_plan
@@ -27,8 +27,8 @@ class Solved:
     topology: Topology
 
     @property
-    def question(self) -> Question:
-        return question_of(self.plan, self.chain, self.topology)
+    def question(self) -> ExplainContext:
+        return context_of(self.plan, self.chain, self.topology)
 
     def explained(self, **more: object) -> Explanation:
         return explain(self.plan, self.chain, self.topology, **more)  # type: ignore[arg-type]

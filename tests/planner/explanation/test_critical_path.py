@@ -121,7 +121,7 @@ def random_costs(program: Program, rng: np.random.Generator, transfers: str, hos
         program.devices,
         program.chunks,
         len(program.pipes),
-        program.places - 1,
+        program.slots - 1,
     )
 
     def some(*shape: int) -> Array:

@@ -14,17 +14,17 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Candidate, Proposal
-from pplan.planner.explanation.again import (
+from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.explanation.resolve import (
     MANY,
     solved_again,
     with_bandwidth,
     with_slower_layers,
     with_topology,
 )
-from pplan.planner.explanation.reach import WORTH, Reach, reaches_of
-from pplan.planner.explanation.rivals import rivals_of
-from pplan.planner.find import find
+from pplan.planner.explanation.runner_up import runners_up
+from pplan.planner.explanation.sensitivity import WORTH, Sensitivity, sensitivities
+from pplan.planner.joint_search import find
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 
@@ -47,11 +47,11 @@ def every_plan(problem: Problem) -> Iterator[Proposal]:
             for bounds in combinations(range(1, problem.gpus + 1), stages):
                 edges = (0, *bounds)
                 devices = tuple(tuple(range(a, b)) for a, b in zip(edges, bounds, strict=False))
-                for setting in problem.settings:
-                    yield Proposal(setting, (*cuts, len(problem.chain)), devices)
+                for config in problem.configs:
+                    yield Proposal(config, (*cuts, len(problem.chain)), devices)
 
 
-def shape(plan: Candidate) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def shape(plan: ScoredPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return plan.proposal.ends, plan.proposal.replicas
 
 
@@ -71,7 +71,7 @@ def test_the_second_best_is_that_of_brute_force(
         if shape(plan) != shape(present) and plan.step_seconds > present.step_seconds * (1 + 1e-8)
     ]
     stages = [plan.step_seconds for plan in scored if len(plan.proposal.ends) != len(present.proposal.ends)]
-    found = rivals_of(question, [present], busiest=0)
+    found = runners_up(question, [present], busiest=0)
     for rival, truth in ((found.second_best, others), (found.other_stages, stages)):
         assert rival.plan is not None
         assert rival.plan.step_seconds == pytest.approx(min(truth))
@@ -96,7 +96,7 @@ def test_a_plan_that_is_as_fast_is_told_apart(
     made = solved(chain, make_topology(2), mini_batch=8)
     assert len(made.plan.balance) == 2
     question = made.question
-    found = rivals_of(question, [question.present], busiest=0)
+    found = runners_up(question, [question.present], busiest=0)
     assert found.as_fast is not None
     assert found.as_fast.step_seconds == pytest.approx(question.present.step_seconds, rel=1e-8)
     assert found.as_fast.proposal.ends != question.present.proposal.ends
@@ -119,7 +119,7 @@ def scanned(question: Any, varied: Callable[[float], Problem], end: float) -> fl
     return None
 
 
-def agrees(reach: Reach, question: Any, varied: Callable[[float], Problem]) -> int:
+def agrees(reach: Sensitivity, question: Any, varied: Callable[[float], Problem]) -> int:
     """Whether both turns are where a scan finds them; how many there are."""
     turns = ((reach.below, reach.least), (reach.above, reach.most))
     for turn, end in turns:
@@ -131,6 +131,7 @@ def agrees(reach: Reach, question: Any, varied: Callable[[float], Problem]) -> i
     return sum(turn is not None for turn, _ in turns)
 
 
+@pytest.mark.slow
 def test_how_far_it_holds_is_what_a_scan_finds(
     make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
 ) -> None:
@@ -140,7 +141,7 @@ def test_how_far_it_holds_is_what_a_scan_finds(
         question = solved(chain, make_topology(2), mini_batch=4).question
         problem = question.problem
         busiest = question.timeline.busy_seconds.index(max(question.timeline.busy_seconds))
-        links, layers = reaches_of(question, [question.present], busiest)
+        links, layers = sensitivities(question, [question.present], busiest)
         assert links.what == "bandwidth of all links"
         seen += agrees(
             links,
@@ -166,6 +167,7 @@ def test_links_between_nodes_are_varied_alone(make_topology: MakeTopology) -> No
     assert everywhere.link(0, 1).bandwidth_bytes_per_second == 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_change_for_the_better_is_never_worse(
     seed: int, make_chain: MakeChain, make_topology: MakeTopology, solved: Solve

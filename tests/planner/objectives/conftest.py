@@ -14,9 +14,9 @@ from pplan.cost_models.memory import Recompute
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.planner.candidate import Proposal
+from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assembly_of
-from pplan.planner.setting import Setting
 from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
@@ -66,16 +66,16 @@ def plans(problem: Problem) -> Iterator[tuple[Proposal, float, float]]:
     """Every plan that flushes and fits, its simulated step and the most that a device holds."""
     for schedule, size in product(("1f1b", "gpipe"), (1, 2, 4)):
         for ends, devices in shapes(problem, size):
-            ways: list[tuple[Recompute, ...]] = list(product(MODES, repeat=len(ends)))
+            routes: list[tuple[Recompute, ...]] = list(product(MODES, repeat=len(ends)))
             if schedule == "gpipe" and size < 4:
-                ways.append(tuple([EXCEPT_LAST] * len(ends)))
-            for modes in ways:
+                routes.append(tuple([EXCEPT_LAST] * len(ends)))
+            for modes in routes:
                 mode = "except_last" if "except_last" in modes else "by_stage"
-                proposal = Proposal(Setting(schedule, mode, 4 // size, size), ends, devices)  # type: ignore[arg-type]
+                proposal = Proposal(PipelineConfig(schedule, mode, 4 // size, size), ends, devices)  # type: ignore[arg-type]
                 made = assembly_of(problem.space, proposal, modes)
-                held = [sum(made.ledger(device).values()) for device in range(made.program.devices)]
-                if max(held) <= problem.space.limit(range(problem.gpus)):
-                    yield proposal, float(step_seconds(made.program, made.costs())[0]), max(held)
+                in_flight = [sum(made.ledger(device).values()) for device in range(made.program.devices)]
+                if max(in_flight) <= problem.space.limit(range(problem.gpus)):
+                    yield proposal, float(step_seconds(made.program, made.costs())[0]), max(in_flight)
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_the_mini_batch_is_that_of_all_devices(make_problem: MakeProblem) -> Non
     problem = make_problem(1, 3, 3, mini_batch=None)
     outcome = least_cost(problem, {"": 1.0})
     assert outcome.best is not None
-    assert outcome.best.setting.mini_batch == problem.mini_batch == 96
+    assert outcome.best.config.mini_batch == problem.mini_batch == 96
 
 
 def test_use_all_leaves_no_device_free(make_problem: MakeProblem) -> None:
@@ -111,7 +111,7 @@ def test_prices_as_they_are_written(text: str, prices: dict[str, float]) -> None
 
 @pytest.mark.parametrize("text", ["", "cheap", "=2", "A100=2,A100=3", "1,2", "A100=two"])
 def test_prices_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError, match="--price"):
+    with pytest.raises(UsageError, match="price"):
         prices_of(text)
 
 
@@ -126,7 +126,7 @@ def test_every_kind_has_a_price(make_problem: MakeProblem) -> None:
     assert price_by_kind({"a100": 2.0, "": 1.0}, topology) == {"big A100": 2.0, "toy": 1.0}
     with pytest.raises(UsageError, match="no price of toy"):
         price_by_kind({"A100": 2.0}, topology)
-    with pytest.raises(UsageError, match="T4=1: is of no device here"):
+    with pytest.raises(UsageError, match="T4=1': is of no device here"):
         price_by_kind({"": 2.0, "T4": 1.0}, topology)
 
 
@@ -147,7 +147,7 @@ def test_objectives_as_they_are_written(text: str, name: str, slack: float) -> N
         ("memory:much", None, "percent"),
         ("throughput:5%", None, "takes no share"),
         ("cost", None, "is missing"),
-        ("step-time", {"": 1.0}, "--price with --objective step-time"),
+        ("step-time", {"": 1.0}, "`price` with objective='step-time'"),
     ],
 )
 def test_objectives_that_cannot_be(text: str, prices: dict[str, float] | None, word: str) -> None:

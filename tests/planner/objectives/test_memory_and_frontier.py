@@ -14,7 +14,7 @@ from pplan.planner.objectives.frontier import frontier_of
 from pplan.planner.objectives.frontier_file import Frontier
 from pplan.planner.objectives.memory import least_memory
 from pplan.planner.objectives.objective import Objective
-from pplan.planner.objectives.outcome import peak_bytes
+from pplan.planner.objectives.objective_result import peak_bytes
 from pplan.planner.objectives.solved import solve_for
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.problem import Problem
@@ -24,6 +24,7 @@ EveryPlan = Callable[[Problem], list[tuple[Proposal, float, float]]]
 PROFILE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_least_memory_of_all_plans_that_are_fast_enough(
     seed: int, make_problem: MakeProblem, every_plan: EveryPlan
@@ -34,7 +35,7 @@ def test_least_memory_of_all_plans_that_are_fast_enough(
     fastest = min(step for _, step, _ in every)
     for slack in (0.0, 0.1, 0.5):
         outcome, within = least_memory(problem, slack), fastest * (1 + slack) * (1 + 1e-9)
-        least = min(held for _, step, held in every if step <= within)
+        least = min(in_flight for _, step, in_flight in every if step <= within)
         assert outcome.best is not None
         assert outcome.aim is not None
         assert outcome.best.step_seconds <= within
@@ -48,14 +49,15 @@ def test_least_memory_of_all_plans_that_are_fast_enough(
 def pareto(every: list[tuple[Proposal, float, float]]) -> list[tuple[float, float]]:
     """Step and memory of the plans of which none is as good in both and better in one."""
     kept: list[tuple[float, float]] = []
-    for _, step, held in sorted(every, key=lambda row: (row[1] * (1 - 1e-12), row[2])):
-        if not kept or held < kept[-1][1] - 1.5:
+    for _, step, in_flight in sorted(every, key=lambda row: (row[1] * (1 - 1e-12), row[2])):
+        if not kept or in_flight < kept[-1][1] - 1.5:
             if kept and step <= kept[-1][0] * (1 + 1e-9):
                 kept.pop()
-            kept.append((step, held))
+            kept.append((step, in_flight))
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_the_frontier_is_that_of_all_plans(
     seed: int, make_problem: MakeProblem, every_plan: EveryPlan
@@ -64,7 +66,9 @@ def test_the_frontier_is_that_of_all_plans(
     wanted = pareto(every_plan(problem))
     made = frontier_of(problem, model="toy", profile=PROFILE, points=1000, memory_step=0.0)
     assert [point.step_seconds for point in made.points] == pytest.approx([step for step, _ in wanted])
-    assert [point.memory_bytes for point in made.points] == pytest.approx([held for _, held in wanted], abs=2)
+    assert [point.memory_bytes for point in made.points] == pytest.approx(
+        [in_flight for _, in_flight in wanted], abs=2
+    )
     assert all(point.exact for point in made.points)
     assert made.complete
     for point in made.points:
@@ -85,9 +89,9 @@ def test_few_points_are_the_first_of_many(make_problem: MakeProblem) -> None:
 
 def test_memory_steps_are_kept(make_problem: MakeProblem) -> None:
     made = frontier_of(make_problem(3, 4, 3), model="toy", profile=PROFILE, memory_step=0.2)
-    held = [point.memory_bytes for point in made.points]
-    assert len(held) > 1
-    assert all(after <= before * 0.8 + 1 for before, after in pairwise(held))
+    in_flight = [point.memory_bytes for point in made.points]
+    assert len(in_flight) > 1
+    assert all(after <= before * 0.8 + 1 for before, after in pairwise(in_flight))
 
 
 def test_a_frontier_is_read_back_and_is_no_plan(make_problem: MakeProblem, tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.simulator.steady import steady_state
+from pplan.planner.asynchronous import running, steady_seconds
 from pplan.planner.candidate import Proposal
-from pplan.planner.objectives.asynchronous import running, steady_seconds
 from pplan.planner.objectives.steady_search import pace
 from pplan.planner.objectives.throughput import fastest_asynchronous, throughput
+from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
-from pplan.planner.setting import Setting
 
 MakeProblem = Callable[..., Problem]
 Shapes = Callable[[Problem, int], list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]]
@@ -31,19 +31,20 @@ def asynchronous(problem: Problem, shapes: Shapes) -> Iterator[tuple[Proposal, t
             if len(ends) < 2 or 1 < count < len(ends):
                 continue
             schedule = "pipedream" if count == 1 else "pipedream-2bw"
-            proposal = Proposal(Setting(schedule, "by_stage", count, size), ends, devices)
+            proposal = Proposal(PipelineConfig(schedule, "by_stage", count, size), ends, devices)
             for modes in product(MODES, repeat=len(ends)):
                 made = running(problem.space, proposal, modes)
-                held = [sum(made.ledger(device).values()) for device in range(len(ends))]
-                if max(held) <= problem.space.limit(range(problem.gpus)):
+                in_flight = [sum(made.ledger(device).values()) for device in range(len(ends))]
+                if max(in_flight) <= problem.space.limit(range(problem.gpus)):
                     yield proposal, modes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(15))
 def test_best_of_all_asynchronous_plans(seed: int, make_problem: MakeProblem, every_shape: Shapes) -> None:
     problem = make_problem(seed, 2 + seed % 4, 2 + seed % 3, memory=[None, 1500, 900, 600][seed % 4])
     paces = [
-        (pace(problem.space, proposal, modes) * proposal.setting.micro_batches, proposal, modes)
+        (pace(problem.space, proposal, modes) * proposal.config.micro_batches, proposal, modes)
         for proposal, modes in asynchronous(problem, every_shape)
     ]
     best, bound = fastest_asynchronous(problem, inf)
@@ -72,6 +73,7 @@ def test_most_of_these_plans_wait_for_no_port(make_problem: MakeProblem) -> None
     assert reached >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_the_formula_is_the_simulators_steady_state(
     seed: int, make_problem: MakeProblem, every_shape: Shapes
@@ -80,7 +82,7 @@ def test_the_formula_is_the_simulators_steady_state(
     rows = list(asynchronous(problem, every_shape))[:: 12 + seed]
     assert len(rows) > 5
     for proposal, modes in rows:
-        count = proposal.setting.micro_batches
+        count = proposal.config.micro_batches
         simulated = steady_seconds(problem.space, proposal, modes)
         formula = pace(problem.space, proposal, modes) * count
         assert simulated >= formula * (1 - 1e-5), proposal
@@ -93,7 +95,7 @@ def test_the_formula_is_the_simulators_steady_state(
 def test_memory_counts_weight_versions(make_problem: MakeProblem) -> None:
     """Three equal stages: PipeDream keeps 3, 2 and 1 versions; what is held falls from stage to stage."""
     problem = make_problem(1, 3, 3)
-    proposal = Proposal(Setting("pipedream", "never", 1, 4), (1, 2, 3), ((0,), (1,), (2,)))
+    proposal = Proposal(PipelineConfig("pipedream", "never", 1, 4), (1, 2, 3), ((0,), (1,), (2,)))
     made = running(problem.space, proposal, ("never",) * 3)
     ledgers = [made.ledger(device) for device in range(3)]
     for stage, ledger in enumerate(ledgers):
@@ -112,7 +114,7 @@ def test_throughput_is_the_best_of_both_kinds(
     outcome = throughput(problem)
     flushed = min(step for _, step, _ in every_plan(problem))
     late = min(
-        pace(problem.space, proposal, modes) * proposal.setting.micro_batches
+        pace(problem.space, proposal, modes) * proposal.config.micro_batches
         for proposal, modes in asynchronous(problem, every_shape)
     )
     assert outcome.best is not None
@@ -147,7 +149,7 @@ def test_pins_and_cuts_hold(make_problem: MakeProblem, every_shape: Shapes) -> N
     assert best.proposal.bounds[0][1] == names.index(cut) + 1
     assert len(best.proposal.ends) == 2
     allowed = [
-        pace(problem.space, proposal, modes) * proposal.setting.micro_batches
+        pace(problem.space, proposal, modes) * proposal.config.micro_batches
         for proposal, modes in asynchronous(free, every_shape)
         if len(proposal.ends) == 2 and proposal.ends[0] == names.index(cut) + 1
     ]

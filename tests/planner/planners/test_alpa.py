@@ -22,19 +22,19 @@ MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 
 
-def stage_seconds(space: Space, trial: Trial, a: int, b: int, replicas: int, held: int) -> float:
+def stage_seconds(space: Space, trial: Trial, a: int, b: int, replicas: int, in_flight: int) -> float:
     """A stage's micro-batch with its part of the all-reduce; inf where it does not fit."""
     layers = space.chain.at(-(-trial.size // replicas))
     f, w = float(layers.forward_seconds[a:b].sum()), float(layers.backward_seconds[a:b].sum())
     gradients = float(layers.trainable_bytes[a:b].sum())
     reduced = float(all_reduce_seconds(space.topology, range(replicas), gradients, "best"))
     held_bytes = stage_bytes(layers, a, b - 1)
-    for mode, again in (("never", 0.0), ("always", f)):
+    for mode, recompute in (("never", 0.0), ("always", f)):
         terms = ledger(
-            held_bytes, in_flight=held, recompute=mode, optimizer=space.optimizer, replicas=replicas
+            held_bytes, in_flight=in_flight, recompute=mode, optimizer=space.optimizer, replicas=replicas
         )
         if space.memory_limit is None or total(terms) <= space.memory_limit:
-            return f + w + again + reduced / trial.micro_batches
+            return f + w + recompute + reduced / trial.micro_batches
     return np.inf
 
 
@@ -76,7 +76,7 @@ def case(seed: int, make_chain: MakeChain, make_topology: MakeTopology) -> tuple
 
 def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """Every t_max tried finds the cheapest plan and agrees where nothing fits; in steps it misses little."""
-    infeasible = several = replicated = recomputing = 0
+    infeasible = several = replicated_pipeline = recomputing = 0
     for seed in range(150):
         space, trial, gpus = case(seed, make_chain, make_topology)
         expected, found = least(space, trial, gpus), plan(space, trial, gpus, steps=None)
@@ -87,17 +87,17 @@ def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None
             infeasible += 1
             continue
         assert found.cost_seconds == pytest.approx(expected, rel=1e-9)
-        places = space.table(space.chain.sizes[0]).places
-        ends = tuple(places[end] for end in found.ends)
+        cut_points = space.table(space.chain.sizes[0]).cut_points
+        ends = tuple(cut_points[end] for end in found.ends)
         assert cost(space, trial, ends, found.replicas) == pytest.approx(expected, rel=1e-9)
         assert stepped is not None
         assert expected * (1 - 1e-9) <= stepped.cost_seconds <= expected * 1.02
         several += len(found.ends) > 1
-        replicated += max(found.replicas) > 1
+        replicated_pipeline += max(found.replicas) > 1
         recomputing += found.recomputes
     assert infeasible > 10
     assert several > 40
-    assert replicated > 40
+    assert replicated_pipeline > 40
     assert recomputing > 2
 
 
@@ -153,4 +153,4 @@ def test_proposals_of_a_runtime(
     for proposal in proposals:
         assert problem.allows(proposal)
         assert proposal.used == problem.reached
-        assert proposal.setting in problem.settings
+        assert proposal.config in problem.configs

@@ -16,13 +16,12 @@ from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
+from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.planners.dapple import ANY, PLANNER, Effort, Whole, plan
-from pplan.planner.planners.dapple_moves import machines_of
-from pplan.planner.planners.dapple_placement import POLICIES
+from pplan.planner.planners.dapple_moves import POLICIES, machines_of
 from pplan.planner.planners.replicated import Trial
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
-from pplan.planner.setting import Setting
 from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
@@ -74,7 +73,7 @@ def estimated(space: Space, trial: Trial, ends: tuple[int, ...], devices: Device
     forward, backward, reduced = list[float](), list[float](), list[float]()
     for stage, ((a, b), own) in enumerate(zip(pairwise((0, *ends)), devices, strict=True)):
         layers = space.chain.at(-(-trial.size // len(own)))
-        held = (
+        in_flight = (
             trial.micro_batches if trial.schedule == "gpipe" else min(trial.micro_batches, len(ends) - stage)
         )
         fitting = [
@@ -84,7 +83,7 @@ def estimated(space: Space, trial: Trial, ends: tuple[int, ...], devices: Device
             or total(
                 ledger(
                     stage_bytes(layers, a, b - 1),
-                    in_flight=held,
+                    in_flight=in_flight,
                     recompute=mode,
                     optimizer=space.optimizer,
                     replicas=len(own),
@@ -154,7 +153,7 @@ def case(seed: int, make_chain: MakeChain, make_topology: MakeTopology) -> tuple
 def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """With every plan kept the search finds the least latency, and agrees where nothing fits; the paper's
     search, which keeps one plan of a state, finds no less."""
-    infeasible = several = replicated = as_good = feasible = recomputing = 0
+    infeasible = several = replicated_pipeline = as_good = feasible = recomputing = 0
     for seed in range(120):
         space, trial, gpus = case(seed, make_chain, make_topology)
         expected = least(space, trial, gpus)
@@ -165,19 +164,19 @@ def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None
             infeasible += 1
             continue
         assert found.latency_seconds == pytest.approx(expected, rel=1e-9)
-        places = space.table(space.chain.sizes[0]).places
-        ends = tuple(places[end] for end in found.ends)
+        cut_points = space.table(space.chain.sizes[0]).cut_points
+        ends = tuple(cut_points[end] for end in found.ends)
         assert estimated(space, trial, ends, found.devices) == pytest.approx(expected, rel=1e-9)
         assert kept_one is not None
         assert kept_one.latency_seconds >= expected * (1 - 1e-9)
         feasible += 1
         as_good += kept_one.latency_seconds <= expected * (1 + 1e-9)
         several += len(found.ends) > 1
-        replicated += max(map(len, found.devices)) > 1
+        replicated_pipeline += max(map(len, found.devices)) > 1
         recomputing += found.recomputes
     assert infeasible > 5
     assert several > 20
-    assert replicated > 20
+    assert replicated_pipeline > 20
     assert recomputing > 1
     assert as_good > 0.8 * feasible
 
@@ -211,7 +210,7 @@ def test_replicas_that_the_runtime_runs(
         assert len(set(proposal.replicas)) == 1
         assert proposal.replicas[0] <= most
         assert problem.allows(proposal)
-        assert proposal.setting in problem.settings
+        assert proposal.config in problem.configs
 
 
 def test_weights_at_the_end_stay_on_one_device(make_chain: MakeChain) -> None:
@@ -236,7 +235,9 @@ def test_weights_at_the_end_stay_on_one_device(make_chain: MakeChain) -> None:
     assert best is not None
     assert [len(own) for own in best.devices] == [7, 1]
     assert best.ends == (6, 7)
-    assert Proposal(Setting("1f1b", "by_stage", 8, 28), best.ends, best.devices) in PLANNER.propose(problem)
+    assert Proposal(PipelineConfig("1f1b", "by_stage", 8, 28), best.ends, best.devices) in PLANNER.propose(
+        problem
+    )
 
 
 def test_many_devices_and_layers(make_chain: MakeChain, make_problem: Callable[..., Problem]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pplan.planner.planners.dapple_latency import Latency, StageSeconds, latency
+from pplan.planner.planners.dapple import Latency, StageSeconds, latency
 
 
 def of(

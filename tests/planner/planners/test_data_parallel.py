@@ -11,8 +11,8 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Candidate
-from pplan.planner.find import planned_by
+from pplan.planner.candidate import ScoredPlan
+from pplan.planner.joint_search import planned_by
 from pplan.planner.planners import planner_named
 from pplan.planner.problem import Problem
 from pplan.planner.wishes import Wishes
@@ -39,7 +39,7 @@ def chain(make_chain: MakeChain) -> Chain:
     )
 
 
-def shared(chain: Chain, topology: Topology, **wishes: Any) -> Candidate | str:
+def shared(chain: Chain, topology: Topology, **wishes: Any) -> ScoredPlan | str:
     problem = Problem(chain, topology, Wishes(**wishes))
     return planned_by(planner_named("data-parallel"), problem)
 
@@ -47,8 +47,8 @@ def shared(chain: Chain, topology: Topology, **wishes: Any) -> Candidate | str:
 def test_one_accumulation_is_best_where_overheads_count(chain: Chain, make_topology: MakeTopology) -> None:
     """On two devices at 20 B/s: one bucket of 80 B, ready with the last backward, takes 4 s after it."""
     plan = shared(chain, make_topology(2), mini_batch=8)
-    assert isinstance(plan, Candidate)
-    assert (plan.setting.micro_batches, plan.setting.micro_batch_size) == (1, 8)
+    assert isinstance(plan, ScoredPlan)
+    assert (plan.config.micro_batches, plan.config.micro_batch_size) == (1, 8)
     assert plan.proposal.devices == ((0, 1),)
     assert plan.step_seconds == pytest.approx(2 * (4 + 1) + 2 * (8 + 1) + 2 * (2 - 1) / 2 * 80 / 20)
 
@@ -57,8 +57,8 @@ def test_memory_makes_it_accumulate_or_recompute(chain: Chain, make_topology: Ma
     """Weights, gradients and buckets take 240 B; saved activations 200 B a sample; 5 % on top."""
     wishes = {"mini_batch": 8, "recompute": "never"}
     plan = shared(chain, make_topology(2), memory_limit=1.05 * (240 + 2 * 200), **wishes)
-    assert isinstance(plan, Candidate)
-    assert (plan.setting.micro_batches, plan.recompute) == (2, ("never",))
+    assert isinstance(plan, ScoredPlan)
+    assert (plan.config.micro_batches, plan.recompute) == (2, ("never",))
     assert shared(chain, make_topology(2), memory_limit=300.0, mini_batch=8) == "does not fit"
 
 

@@ -15,12 +15,12 @@ from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.runtime import runtime_named
 from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.planners import pipedream, pipedream_published
+from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
+from pplan.planner.planners import pipedream
 from pplan.planner.planners.pipedream import plan_asynchronous
-from pplan.planner.planners.pipedream_devices import devices_of, tiers_of
-from pplan.planner.planners.pipedream_table import Part
+from pplan.planner.planners.pipedream_programme import Part
+from pplan.planner.planners.pipedream_search import devices_of, tiers_of
 from pplan.planner.search.space import Space
-from pplan.planner.setting import Setting, settings
 
 if TYPE_CHECKING:
     from pplan.planner.problem import Problem
@@ -121,10 +121,10 @@ def test_what_a_plan_says(make_chain: MakeChain, make_topology: MakeTopology) ->
 
 def test_what_recomputes_computes_forward_twice(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain = make_chain(2, 6)
-    again = plan_asynchronous(Space(chain, make_topology(1), "sgd"), 4, recompute="always")
+    recompute = plan_asynchronous(Space(chain, make_topology(1), "sgd"), 4, recompute="always")
     costs = chain.at(4)
     whole = 2 * costs.forward_seconds.sum() + costs.backward_seconds.sum()
-    assert again.seconds_per_mini_batch == pytest.approx(whole)
+    assert recompute.seconds_per_mini_batch == pytest.approx(whole)
 
 
 def test_many_cuts_are_thinned_and_that_is_said(
@@ -176,23 +176,23 @@ class TestDevices:
 
 class TestProposals:
     def problem(self, space: Space, schedules: tuple[str, ...] = ("1f1b", "gpipe")) -> Problem:
-        made = settings(8, schedules, ("by_stage", "never"), [1, 2, 4])
-        return cast("Problem", SimpleNamespace(space=space, settings=made))
+        made = pipeline_configs(8, schedules, ("by_stage", "never"), [1, 2, 4])
+        return cast("Problem", SimpleNamespace(space=space, configs=made))
 
     @pytest.mark.parametrize(
-        "planner", [pipedream.PLANNER, pipedream_published.PLANNER], ids=lambda p: p.name
+        "planner", [pipedream.PLANNER, pipedream.PUBLISHED_PLANNER], ids=lambda p: p.name
     )
     def test_one_for_every_size(
         self, planner: pipedream.PipeDream, make_chain: MakeChain, make_topology: MakeTopology
     ) -> None:
         chain = make_chain(4, 9, traffic=0.05)
         proposals = list(planner.propose(self.problem(Space(chain, make_topology(6, per_node=3), "sgd"))))
-        assert [p.setting for p in proposals] == [
-            Setting("1f1b", "by_stage", count, size) for count, size in ((2, 4), (4, 2), (8, 1))
+        assert [p.config for p in proposals] == [
+            PipelineConfig("1f1b", "by_stage", count, size) for count, size in ((2, 4), (4, 2), (8, 1))
         ]
         for proposal in proposals:
             assert proposal.ends[-1] == 9
-            assert max(proposal.replicas) <= proposal.setting.micro_batch_size
+            assert max(proposal.replicas) <= proposal.config.micro_batch_size
             ranks = [rank for own in proposal.devices for rank in own]
             assert len(set(ranks)) == len(ranks) <= 6
         assert max(max(p.replicas) for p in proposals) > 1

@@ -49,25 +49,25 @@ def test_proposals_can_be(name: str, problem: Problem) -> None:
 
 
 def check(proposal: Proposal, problem: Problem) -> None:
-    chain, setting, runtime = problem.chain, proposal.setting, problem.runtime
+    chain, config, runtime = problem.chain, proposal.config, problem.runtime
     assert all(first < end for first, end in pairwise((0, *proposal.ends)))
     assert proposal.ends[-1] == len(chain)
     assert set(proposal.ends) <= set(joined(problem.space.chain))
     assert len(proposal.devices) == len(proposal.ends)
     ranks = [rank for own in proposal.devices for rank in own]
     assert set(ranks) <= set(range(problem.topology.gpus))
-    assert len(ranks) == proposal.used * setting.virtual_stages
-    assert setting.mini_batch == problem.mini_batch
-    assert problem.wishes.micro_batches in (None, setting.micro_batches)
+    assert len(ranks) == proposal.used * config.virtual_stages
+    assert config.mini_batch == problem.mini_batch
+    assert problem.wishes.micro_batches in (None, config.micro_batches)
     if problem.wishes.schedule != "auto":
-        assert setting.schedule == problem.wishes.schedule
+        assert config.schedule == problem.wishes.schedule
     if runtime is not None:
-        assert setting.schedule in runtime.schedules
+        assert config.schedule in runtime.schedules
         assert runtime.runs_replicas(proposal.replicas)
         assert not runtime.one_process or max(ranks) < problem.topology.gpus_per_node
-    devices = len(proposal.ends) // setting.virtual_stages
-    program = schedule_named(setting.schedule).program(devices, setting.micro_batches, setting.virtual_stages)
-    assert program.places == len(proposal.ends)
+    devices = len(proposal.ends) // config.virtual_stages
+    program = schedule_named(config.schedule).program(devices, config.micro_batches, config.virtual_stages)
+    assert program.slots == len(proposal.ends)
 
 
 @pytest.mark.parametrize("name", sorted(PLANNERS))

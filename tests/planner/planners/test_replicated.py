@@ -10,14 +10,14 @@ import pytest
 
 from pplan.cost_models.layer import Chain, joined
 from pplan.cost_models.topology import Topology
+from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.planners.replicated import Trial, team_costs, thinned, trials
 from pplan.planner.search.space import Space
-from pplan.planner.setting import Setting, settings
 from pplan.planner.wishes import Limits
 
 
 def test_a_trial_for_every_size_of_the_preferred_schedule() -> None:
-    every = settings(8, ("gpipe", "1f1b"), ("never", "except_last", "always"), [2, 8])
+    every = pipeline_configs(8, ("gpipe", "1f1b"), ("never", "except_last", "always"), [2, 8])
     assert trials(every) == [
         Trial("1f1b", 1, 8, ("never", "always")),
         Trial("1f1b", 4, 2, ("never", "always")),
@@ -30,8 +30,8 @@ def test_a_trial_for_every_size_of_the_preferred_schedule() -> None:
 
 
 def test_micro_batches_held() -> None:
-    assert [Trial("1f1b", 3, 1, ("never",)).held(to_last) for to_last in (1, 2, 3, 4)] == [1, 2, 3, 3]
-    assert Trial("gpipe", 3, 1, ("never",)).held(1) == 3
+    assert [Trial("1f1b", 3, 1, ("never",)).in_flight(to_last) for to_last in (1, 2, 3, 4)] == [1, 2, 3, 3]
+    assert Trial("gpipe", 3, 1, ("never",)).in_flight(1) == 3
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_micro_batches_held() -> None:
 )
 def test_the_setting_says_what_recomputes(modes: tuple[str, ...], recomputes: bool, mode: str) -> None:
     trial = Trial("gpipe", 4, 2, modes)  # type: ignore[arg-type]
-    assert trial.setting(recomputes) == Setting("gpipe", mode, 4, 2)  # type: ignore[arg-type]
+    assert trial.config(recomputes) == PipelineConfig("gpipe", mode, 4, 2)  # type: ignore[arg-type]
 
 
 def test_a_stage_recomputes_where_it_must(
@@ -58,12 +58,12 @@ def test_a_stage_recomputes_where_it_must(
     costs = team_costs(space, team, ("by_stage",), np.zeros_like(team.forward))
     plain = costs.forward + costs.backward
     seen = set()
-    for held in range(1, 40):
-        work = costs.work(held)
+    for in_flight in range(1, 40):
+        work = costs.work(in_flight)
         for i, j in ((0, 1), (0, 2), (0, 4), (2, 4)):
-            fits = [team.bytes(held, mode)[i, j] <= 900 for mode in ("never", "always")]
-            again = costs.forward[i, j] if not fits[0] else 0.0
-            assert work[i, j] == (plain[i, j] + again if any(fits) else np.inf)
+            fits = [team.bytes(in_flight, mode)[i, j] <= 900 for mode in ("never", "always")]
+            recompute = costs.forward[i, j] if not fits[0] else 0.0
+            assert work[i, j] == (plain[i, j] + recompute if any(fits) else np.inf)
             seen.add((*fits,))
     assert seen == {(True, True), (False, True), (False, False)}
 
@@ -74,10 +74,10 @@ def test_thinned_cuts_lie_at_equal_seconds(
     chain = make_chain(0, 60, cuts=0.7)
     space = Space(chain, make_topology(2), "sgd", limits=Limits(must_cut=(int(joined(chain)[3]) - 1,)))
     coarse = thinned(space, 10)
-    places = joined(coarse.chain)
-    assert set(places) <= set(joined(chain))
-    assert joined(chain)[3] in places
-    assert 9 <= len(places) - 1 <= 11
+    cut_points = joined(coarse.chain)
+    assert set(cut_points) <= set(joined(chain))
+    assert joined(chain)[3] in cut_points
+    assert 9 <= len(cut_points) - 1 <= 11
     table = coarse.table(4)
     seconds = np.diagonal(table.forward + table.backward, 1)
     assert seconds.max() < 2.5 * seconds.sum() / 10

@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.planner.candidate import Proposal
-from pplan.planner.find import find
+from pplan.planner.joint_search import find
 from pplan.planner.objectives.frontier import frontier_of
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solved import solve_for
@@ -39,8 +39,8 @@ def every_proposal(problem: Problem) -> Iterator[Proposal]:
             if sum(counts) <= gpus:
                 starts = (0, *accumulate(counts))
                 devices = tuple(tuple(range(s, s + c)) for s, c in zip(starts[:-1], counts, strict=True))
-                for setting in problem.settings:
-                    yield Proposal(setting, (*chosen, layers), devices)
+                for config in problem.configs:
+                    yield Proposal(config, (*chosen, layers), devices)
 
 
 def best_of_all(problem: Problem) -> tuple[Proposal, float]:
@@ -93,6 +93,7 @@ def test_an_uncertain_layer_is_given_room(uncertain: Problem) -> None:
     assert chosen.plan.step_seconds > nominal.step_seconds
 
 
+@pytest.mark.slow
 def test_against_every_plan(make_problem: MakeProblem) -> None:
     """It is no exact search, and yet of these it finds the best each time."""
     others = 0
@@ -121,12 +122,12 @@ def test_without_spread_it_is_the_fastest(make_problem: MakeProblem, seed: int) 
 
 def test_variations_keep_to_the_wishes(make_problem: MakeProblem) -> None:
     problem = make_problem(1, 6, 4, keep_together=("layer[0-2]",))
-    setting = problem.settings[0]
-    found = set(variations(problem, Proposal(setting, (4, 6), ((0, 1), (2, 3)))))
+    config = problem.configs[0]
+    found = set(variations(problem, Proposal(config, (4, 6), ((0, 1), (2, 3)))))
     cuts = {int(i) + 1 for i in np.flatnonzero(problem.space.chain.cut_after)}
     assert {plan.ends for plan in found} <= {(cut, 6) for cut in cuts}
     assert {plan.replicas for plan in found} == {(2, 2), (1, 3), (3, 1)}
-    assert Proposal(setting, (4, 6), ((0,), (1, 2, 3))) in found
+    assert Proposal(config, (4, 6), ((0,), (1, 2, 3))) in found
 
 
 def solved(problem: Problem, objective: Objective | None = None) -> Plan:
@@ -171,9 +172,9 @@ def test_refused_where_it_says_nothing(make_problem: MakeProblem) -> None:
     unknown = replace(wished, chain=replace(problem.chain, spread=None))
     with pytest.raises(UsageError, match="does not tell how the layers' seconds vary"):
         solved(unknown)
-    with pytest.raises(UsageError, match="--robust with --objective memory"):
+    with pytest.raises(UsageError, match="`robust` with objective='memory'"):
         solved(wished, Objective("memory"))
-    with pytest.raises(UsageError, match="--robust with --frontier"):
+    with pytest.raises(UsageError, match="`robust` with `frontier`"):
         frontier_of(wished, model="toy", profile=PROFILE)
-    with pytest.raises(UsageError, match="--robust with --planner gpipe"):
+    with pytest.raises(UsageError, match="`robust` with planner='gpipe'"):
         Wishes(planner="gpipe", robust=True)

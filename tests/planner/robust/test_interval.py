@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.memory import Recompute
-from pplan.planner.candidate import Candidate, Proposal
-from pplan.planner.objectives.asynchronous import running, steady_seconds
+from pplan.planner.asynchronous import running, steady_seconds
+from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
 from pplan.planner.robust import interval
 from pplan.planner.robust.draws import Draws, draws_of
@@ -18,13 +19,12 @@ from pplan.planner.robust.interval import FEWEST, interval_of, percentiles
 from pplan.planner.robust.resampled import Resampled
 from pplan.planner.robust.steady import steady_steps
 from pplan.planner.scoring import fastest
-from pplan.planner.setting import Setting
 
 MakeProblem = Callable[..., Problem]
 Freed = Callable[[Problem], Problem]
-ALONE = Proposal(Setting("1f1b", "by_stage", 4, 2), (6,), ((0,),))
+ALONE = Proposal(PipelineConfig("1f1b", "by_stage", 4, 2), (6,), ((0,),))
 INTERLEAVED = Proposal(
-    Setting("interleaved", "by_stage", 4, 2, 2), (1, 2, 3, 6), ((0, 1), (2,), (0, 1), (2,))
+    PipelineConfig("interleaved", "by_stage", 4, 2, 2), (1, 2, 3, 6), ((0, 1), (2,), (0, 1), (2,))
 )
 
 
@@ -47,7 +47,7 @@ def test_of_one_device_straight_from_the_layers(make_problem: MakeProblem) -> No
 
 def test_without_spread_it_is_the_step(make_problem: MakeProblem, every_cut: Freed) -> None:
     problem = every_cut(make_problem(1, 6, 3, spread=0.0, uncertainty=0.0))
-    proposal = Proposal(Setting("1f1b", "by_stage", 4, 2), (3, 6), ((0, 1), (2,)))
+    proposal = Proposal(PipelineConfig("1f1b", "by_stage", 4, 2), (3, 6), ((0, 1), (2,)))
     plan = fastest(problem.space, [proposal])
     assert plan is not None
     found = interval_of(problem.space, plan)
@@ -76,7 +76,7 @@ def test_of_many_stages_alike_the_slowest_counts(make_problem: MakeProblem, ever
     )
     problem = replace(problem, chain=chain)
     ends, devices = tuple(range(1, 9)), tuple((rank,) for rank in range(8))
-    plan = fastest(problem.space, [Proposal(Setting("1f1b", "by_stage", 64, 1), ends, devices)])
+    plan = fastest(problem.space, [Proposal(PipelineConfig("1f1b", "by_stage", 64, 1), ends, devices)])
     assert plan is not None
     found = interval_of(problem.space, plan)
     assert found is not None
@@ -108,7 +108,7 @@ def test_steady_steps_against_the_simulator(
     problem = every_cut(make_problem(seed, 6, 4))
     count = 1 if schedule == "pipedream" else 4
     proposal = Proposal(
-        Setting(schedule, "by_stage", count, 8 // count),
+        PipelineConfig(schedule, "by_stage", count, 8 // count),
         (1, 3, 6),
         ((0,), (1, 2) if seed % 2 else (1,), (3,)),
     )
@@ -121,4 +121,4 @@ def test_steady_steps_against_the_simulator(
         for number in range(len(draws))
     ]
     assert steps == pytest.approx(alone, rel=1e-6)
-    assert interval_of(problem.space, Candidate(proposal, modes, 1.0), draws) == percentiles(steps)
+    assert interval_of(problem.space, ScoredPlan(proposal, modes, 1.0), draws) == percentiles(steps)

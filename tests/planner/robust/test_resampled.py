@@ -13,14 +13,14 @@ from pplan.cost_models.schedules import Program
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group
-from pplan.planner.candidate import Candidate, Proposal
+from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
 from pplan.planner.robust import resampled
 from pplan.planner.robust.draws import Draws, draws_of
 from pplan.planner.robust.resampled import Resampled, known
 from pplan.planner.scoring import fastest
 from pplan.planner.search.pipelines import pipelines_of
-from pplan.planner.setting import Setting
 from pplan.planner.stage_table import Floats
 
 MakeProblem = Callable[..., Problem]
@@ -28,28 +28,28 @@ AsDrawn = Callable[[Problem, Draws, int], Problem]
 DRAWS = 4
 
 Devices = tuple[tuple[int, ...], ...]
-PLANS: dict[str, tuple[Setting, tuple[int, ...], Devices, dict[str, Any]]] = {
-    "pipeline": (Setting("1f1b", "by_stage", 4, 2), (2, 4, 6), ((0,), (1,), (2,)), {}),
-    "replicas": (Setting("1f1b", "by_stage", 2, 4), (3, 6), ((0, 1), (2,)), {}),
-    "data parallel": (Setting("1f1b", "by_stage", 2, 4), (6,), ((0, 1, 2),), {}),
-    "gpipe": (Setting("gpipe", "except_last", 4, 2), (1, 6), ((0,), (1,)), {}),
-    "recomputing": (Setting("gpipe", "always", 4, 2), (3, 6), ((0, 1), (2,)), {}),
-    "unlike devices": (Setting("1f1b", "by_stage", 2, 4), (2, 6), ((0, 1), (2,)), {"mixed": True}),
-    "one process": (Setting("gpipe", "never", 4, 2), (2, 6), ((0,), (1,)), {"runtime": "torchgpipe"}),
+PLANS: dict[str, tuple[PipelineConfig, tuple[int, ...], Devices, dict[str, Any]]] = {
+    "pipeline": (PipelineConfig("1f1b", "by_stage", 4, 2), (2, 4, 6), ((0,), (1,), (2,)), {}),
+    "replicas": (PipelineConfig("1f1b", "by_stage", 2, 4), (3, 6), ((0, 1), (2,)), {}),
+    "data parallel": (PipelineConfig("1f1b", "by_stage", 2, 4), (6,), ((0, 1, 2),), {}),
+    "gpipe": (PipelineConfig("gpipe", "except_last", 4, 2), (1, 6), ((0,), (1,)), {}),
+    "recomputing": (PipelineConfig("gpipe", "always", 4, 2), (3, 6), ((0, 1), (2,)), {}),
+    "unlike devices": (PipelineConfig("1f1b", "by_stage", 2, 4), (2, 6), ((0, 1), (2,)), {"mixed": True}),
+    "one process": (PipelineConfig("gpipe", "never", 4, 2), (2, 6), ((0,), (1,)), {"runtime": "torchgpipe"}),
     "virtual stages": (
-        Setting("interleaved", "by_stage", 4, 2, 2),
+        PipelineConfig("interleaved", "by_stage", 4, 2, 2),
         (1, 2, 3, 6),
         ((0,), (1,), (0,), (1,)),
         {"schedule": "interleaved"},
     ),
     "replicated virtual stages": (
-        Setting("interleaved", "by_stage", 4, 2, 2),
+        PipelineConfig("interleaved", "by_stage", 4, 2, 2),
         (1, 2, 3, 6),
         ((0, 1), (2,), (0, 1), (2,)),
         {"schedule": "interleaved"},
     ),
     "split backward": (
-        Setting("zb-h1", "never", 4, 2),
+        PipelineConfig("zb-h1", "never", 4, 2),
         (2, 3, 6),
         ((0,), (1,), (2,)),
         {"schedule": "zb-h1"},
@@ -61,9 +61,9 @@ PLANS: dict[str, tuple[Setting, tuple[int, ...], Devices, dict[str, Any]]] = {
 def test_equals_the_drawn_chains_one_by_one(
     make_problem: MakeProblem, as_drawn: AsDrawn, every_cut: Callable[[Problem], Problem], name: str
 ) -> None:
-    setting, ends, devices, more = PLANS[name]
+    config, ends, devices, more = PLANS[name]
     problem = every_cut(make_problem(3, 6, 3, **more))
-    draws, proposal = draws_of(6, DRAWS), Proposal(setting, ends, devices)
+    draws, proposal = draws_of(6, DRAWS), Proposal(config, ends, devices)
     plan = fastest(problem.space, [proposal])
     assert plan is not None
     steps = Resampled(problem.space, draws).step_seconds(plan)
@@ -76,10 +76,10 @@ def test_a_stage_that_must_recompute(
     make_problem: MakeProblem, as_drawn: AsDrawn, every_cut: Callable[[Problem], Problem]
 ) -> None:
     problem = every_cut(make_problem(5, 6, 2))
-    proposal = Proposal(Setting("1f1b", "by_stage", 4, 2), (3, 6), ((0,), (1,)))
+    proposal = Proposal(PipelineConfig("1f1b", "by_stage", 4, 2), (3, 6), ((0,), (1,)))
     modes: tuple[Recompute, ...] = ("always", "never")
     draws = draws_of(6, DRAWS)
-    steps = Resampled(problem.space, draws).step_seconds(Candidate(proposal, modes, 1.0))
+    steps = Resampled(problem.space, draws).step_seconds(ScoredPlan(proposal, modes, 1.0))
     alone = [
         float(pipelines_of(as_drawn(problem, draws, number).space, [proposal], [modes]).step_seconds()[0])
         for number in range(DRAWS)
@@ -90,9 +90,9 @@ def test_a_stage_that_must_recompute(
 def test_without_spread_every_draw_is_the_plan(
     make_problem: MakeProblem, every_cut: Callable[[Problem], Problem]
 ) -> None:
-    for name, (setting, ends, devices, more) in PLANS.items():
+    for name, (config, ends, devices, more) in PLANS.items():
         problem = every_cut(make_problem(4, 6, 3, spread=0.0, uncertainty=None, **more))
-        plan = fastest(problem.space, [Proposal(setting, ends, devices)])
+        plan = fastest(problem.space, [Proposal(config, ends, devices)])
         assert plan is not None, name
         steps = Resampled(problem.space, draws_of(6, DRAWS)).step_seconds(plan)
         assert steps.tolist() == [plan.step_seconds] * DRAWS, name
@@ -102,7 +102,9 @@ def test_a_part_at_a_time_is_the_same(
     make_problem: MakeProblem, every_cut: Callable[[Problem], Problem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = every_cut(make_problem(3, 6, 3))
-    plan = fastest(problem.space, [Proposal(Setting("1f1b", "by_stage", 2, 4), (3, 6), ((0, 1), (2,)))])
+    plan = fastest(
+        problem.space, [Proposal(PipelineConfig("1f1b", "by_stage", 2, 4), (3, 6), ((0, 1), (2,)))]
+    )
     assert plan is not None
     whole = Resampled(problem.space, draws_of(6, 7)).step_seconds(plan)
     monkeypatch.setattr(resampled, "ENTRIES", 3 * 2 * 2 * 2)  # three draws of 2 stages x 2 micro-batches
@@ -124,7 +126,7 @@ def test_seconds_of_few_tables_are_kept(
     problem = every_cut(make_problem(3, 6, 3))
     own = Resampled(problem.space, draws_of(6, DRAWS))
     for ends, devices in (((3, 6), ((0, 1), (2,))), ((6,), ((0,),)), ((3, 6), ((0, 1), (2,)))):
-        plan = fastest(problem.space, [Proposal(Setting("1f1b", "by_stage", 2, 4), ends, devices)])
+        plan = fastest(problem.space, [Proposal(PipelineConfig("1f1b", "by_stage", 2, 4), ends, devices)])
         assert plan is not None
         fresh = Resampled(problem.space, draws_of(6, DRAWS)).step_seconds(plan)
         assert (own.step_seconds(plan) == fresh).all()
@@ -146,7 +148,7 @@ def test_a_kind_of_device_with_a_profile_of_its_own(
     topology = replace(problem.topology, groups=tuple(Group(kind, 1) for kind in kinds))
     both = replace(problem, topology=topology, profiles={"other.json": other.chain})
     draws = draws_of(6, DRAWS)
-    proposal = Proposal(Setting("1f1b", "by_stage", 2, 4), (6,), ((0, 1),))
+    proposal = Proposal(PipelineConfig("1f1b", "by_stage", 2, 4), (6,), ((0, 1),))
     plan = fastest(both.space, [proposal])
     assert plan is not None
     steps = Resampled(both.space, draws).step_seconds(plan)

@@ -20,10 +20,10 @@ from pplan.cost_models.schedules import schedule_named
 from pplan.cost_models.timeline import PipelineCosts, step_seconds
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner.candidate import Proposal
+from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.search.placements import Placement, placements
 from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family
-from pplan.planner.setting import Setting
 
 Floats = npt.NDArray[np.float64]
 Stage = tuple[int, int, tuple[int, ...]]
@@ -61,66 +61,66 @@ class BruteForce:
         """None where no plan fits."""
         best: Fastest | None = None
         fitting = unlimited = 0
-        for setting, plans, modes in self._groups():
+        for config, plans, modes in self._groups():
             unlimited += len(plans)
-            steps, fits = self._steps(setting, plans, modes)
+            steps, fits = self._steps(config, plans, modes)
             fitting += int(fits.sum())
             if fits.any():
                 first = int(np.where(fits, steps, inf).argmin())
                 if best is None or steps[first] < best.step_seconds:
-                    best = Fastest(_proposal(setting, plans[first]), modes, float(steps[first]), 0, 0)
+                    best = Fastest(_proposal(config, plans[first]), modes, float(steps[first]), 0, 0)
         return None if best is None else replace(best, plans=fitting, unlimited=unlimited)
 
     def plans(self) -> Iterator[tuple[Proposal, tuple[str, ...], float]]:
         """Every plan that fits, with its step."""
-        for setting, plans, modes in self._groups():
-            steps, fits = self._steps(setting, plans, modes)
+        for config, plans, modes in self._groups():
+            steps, fits = self._steps(config, plans, modes)
             for row in np.flatnonzero(fits):
-                yield _proposal(setting, plans[row]), modes, float(steps[row])
+                yield _proposal(config, plans[row]), modes, float(steps[row])
 
-    def _groups(self) -> Iterator[tuple[Setting, list[tuple[Stage, ...]], tuple[str, ...]]]:
+    def _groups(self) -> Iterator[tuple[PipelineConfig, list[tuple[Stage, ...]], tuple[str, ...]]]:
         """Plans of one setting, number of stages and recomputation."""
         cuts = [int(i) + 1 for i in np.flatnonzero(self.space.chain.cut_after)]
         for family in self.families:
-            setting = family.setting
-            allowed = [count for count in family.replicas if self._shares(setting, count)]
+            config = family.config
+            allowed = [count for count in family.replicas if self._shares(config, count)]
             most = min(self.most_stages or inf, len(family.placement.ranks), len(cuts) + 1)
             for stages in range(1, int(most) + 1):
                 plans = [
                     tuple((a, b, own) for (a, b), own in zip(pairwise((0, *ends)), devices, strict=True))
-                    for devices in runs(family.placement, stages, allowed, on_all=family.on_all)
+                    for devices in ranges(family.placement, stages, allowed, on_all=family.on_all)
                     for chosen in combinations(cuts, stages - 1)
                     if self._wanted(ends := (*chosen, len(self.space.chain)), devices)
                 ]
                 if plans:
-                    for modes in product(MODES.get(setting.recompute, (setting.recompute,)), repeat=stages):
-                        yield setting, plans, modes
+                    for modes in product(MODES.get(config.recompute, (config.recompute,)), repeat=stages):
+                        yield config, plans, modes
 
     def _wanted(self, ends: tuple[int, ...], devices: tuple[tuple[int, ...], ...]) -> bool:
         return self.keep is None or self.keep(ends, devices)
 
-    def _shares(self, setting: Setting, count: int) -> bool:
-        size = setting.micro_batch_size
+    def _shares(self, config: PipelineConfig, count: int) -> bool:
+        size = config.micro_batch_size
         share = -(-size // count)
         return count <= size and self.space.chain.reaches(share, past_largest=self.space.past_largest)
 
     def _steps(
-        self, setting: Setting, plans: list[tuple[Stage, ...]], modes: tuple[str, ...]
+        self, config: PipelineConfig, plans: list[tuple[Stage, ...]], modes: tuple[str, ...]
     ) -> tuple[Floats, npt.NDArray[np.bool_]]:
         """Of each plan its step, and whether it fits."""
-        count, stages = setting.micro_batches, len(modes)
+        count, stages = config.micro_batches, len(modes)
         names: dict[Stage, int] = {}
         ids = np.array([[names.setdefault(stage, len(names)) for stage in plan] for plan in plans]).T
-        own = [self.seconds(setting, stage) for stage in names]
+        own = [self.seconds(config, stage) for stage in names]
         known = {name: np.array([costs[name] for costs in own])[ids] for name in SECONDS}
         runs_again = {"never": 0, "always": count, "except_last": count - 1}
-        again = np.array([[m < runs_again[mode] for m in range(count)] for mode in modes])[:, :, None]
+        recompute = np.array([[m < runs_again[mode] for m in range(count)] for mode in modes])[:, :, None]
 
         def row(name: str, more: str = "") -> Floats:
-            values: Floats = known[name][:, None, :] + (again * known[more][:, None, :] if more else 0.0)
+            values: Floats = known[name][:, None, :] + (recompute * known[more][:, None, :] if more else 0.0)
             return np.broadcast_to(values, (stages, count, len(plans)))
 
-        cuts = [self._cuts(setting, plan) for plan in plans]
+        cuts = [self._cuts(config, plan) for plan in plans]
         occupancy, latency = (np.array([[c[i] for c in own] for own in cuts]).T for i in range(2))
         one_process = self.space.runtime is not None and self.space.runtime.one_process
         costs = PipelineCosts(
@@ -132,17 +132,17 @@ class BruteForce:
             backward_launch=row("backward_launch", "forward_launch") if one_process else None,
             all_reduce=known["tail"],
         )
-        steps = step_seconds(setting.schedule, costs)
-        return steps, self._fit(setting, list(names), ids, modes)
+        steps = step_seconds(config.schedule, costs)
+        return steps, self._fit(config, list(names), ids, modes)
 
     def _fit(
-        self, setting: Setting, stages: list[Stage], ids: npt.NDArray[np.int64], modes: Sequence[str]
+        self, config: PipelineConfig, stages: list[Stage], ids: npt.NDArray[np.int64], modes: Sequence[str]
     ) -> npt.NDArray[np.bool_]:
-        schedule, count = schedule_named(setting.schedule), setting.micro_batches
+        schedule, count = schedule_named(config.schedule), config.micro_batches
         fits = np.ones(ids.shape[1], dtype=np.bool_)
         for index, mode in enumerate(modes):
-            held = schedule.in_flight(index, len(modes), count)
-            own = [self.needs(setting, stage, held, mode) <= self._limit(stage) for stage in stages]
+            in_flight = schedule.in_flight(index, len(modes), count)
+            own = [self.needs(config, stage, in_flight, mode) <= self._limit(stage) for stage in stages]
             fits &= np.array(own)[ids[index]]
         return fits
 
@@ -150,9 +150,9 @@ class BruteForce:
         own = [self.space.topology.device(rank).memory_bytes for rank in stage[2]]
         return min((limit for limit in (*own, self.space.memory_limit) if limit is not None), default=inf)
 
-    def seconds(self, setting: Setting, stage: Stage) -> dict[str, float]:
+    def seconds(self, config: PipelineConfig, stage: Stage) -> dict[str, float]:
         """Of a micro-batch on the slowest replica, and of the all-reduce that follows the last backward."""
-        size = setting.micro_batch_size
+        size = config.micro_batch_size
         if (size, stage) not in self._seconds:
             self._seconds[size, stage] = self._made_seconds(size, stage)
         return self._seconds[size, stage]
@@ -167,8 +167,8 @@ class BruteForce:
             forward = float(layers.forward_seconds[first:end].sum() * kind.seconds_scale)
             if backward.sum() > slowest["backward"]:
                 gradients = layers.trainable_bytes[first:end]
-                tail = exposed_all_reduce_seconds(backward, gradients, topology, devices, "best")
-                slowest |= {"backward": float(backward.sum()), "tail": tail}
+                exposed_allreduce = exposed_all_reduce_seconds(backward, gradients, topology, devices, "best")
+                slowest |= {"backward": float(backward.sum()), "tail": exposed_allreduce}
             slowest["forward"] = max(slowest["forward"], forward)
         layers = self._layers(None, share)
         slowest["forward_launch"] = float(layers.forward_host_seconds[first:end].sum())
@@ -180,14 +180,14 @@ class BruteForce:
             return self.space.chain.at(share, past_largest=self.space.past_largest)
         return self.space.profiles[kind.profile].at(share, past_largest=True)
 
-    def needs(self, setting: Setting, stage: Stage, held: float, mode: str) -> float:
+    def needs(self, config: PipelineConfig, stage: Stage, in_flight: float, mode: str) -> float:
         """Bytes of a stage on one replica with so many micro-batches in flight."""
-        key = setting.micro_batch_size, stage, held, mode
+        key = config.micro_batch_size, stage, in_flight, mode
         if key not in self._needs:
             self._needs[key] = self._made_needs(*key)
         return self._needs[key]
 
-    def _made_needs(self, size: int, stage: Stage, held: float, mode: str) -> float:
+    def _made_needs(self, size: int, stage: Stage, in_flight: float, mode: str) -> float:
         a, b, devices = stage
         layers = self._layers(None, -(-size // len(devices)))
         received = layers.output_bytes[a - 1] if a else 0.0
@@ -203,14 +203,14 @@ class BruteForce:
             workspace=beyond_saved(layers, a, b),
         )
         optimizer = self.space.optimizer
-        terms = ledger(own, in_flight=held, recompute=mode, optimizer=optimizer, replicas=len(devices))
+        terms = ledger(own, in_flight=in_flight, recompute=mode, optimizer=optimizer, replicas=len(devices))
         return float(total(terms))
 
-    def _cuts(self, setting: Setting, plan: tuple[Stage, ...]) -> list[tuple[float, float]]:
+    def _cuts(self, config: PipelineConfig, plan: tuple[Stage, ...]) -> list[tuple[float, float]]:
         """Occupancy and latency of every transfer: the samples of the smaller side's replica."""
         made = []
         for (_, end, here), (_, _, there) in pairwise(plan):
-            shares = [-(-setting.micro_batch_size // len(devices)) for devices in (here, there)]
+            shares = [-(-config.micro_batch_size // len(devices)) for devices in (here, there)]
             sent = max(float(self._layers(None, share).output_bytes[end - 1]) for share in shares)
             latency, pace = pace_between(self.space.topology, here, there)
             made.append((sent * min(len(here), len(there)) * pace, latency))
@@ -251,7 +251,7 @@ def _pace(topology: Topology, here: tuple[int, ...], there: tuple[int, ...]) -> 
     return latency, max(loads.values())
 
 
-def runs(
+def ranges(
     placement: Placement, stages: int, allowed: Sequence[int], *, on_all: bool = False
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Every choice of devices for so many stages, in the placement's order."""
@@ -272,8 +272,8 @@ def runs(
     return further(0, stages)
 
 
-def _proposal(setting: Setting, plan: tuple[Stage, ...]) -> Proposal:
-    return Proposal(setting, tuple(end for _, end, _ in plan), tuple(devices for _, _, devices in plan))
+def _proposal(config: PipelineConfig, plan: tuple[Stage, ...]) -> Proposal:
+    return Proposal(config, tuple(end for _, end, _ in plan), tuple(devices for _, _, devices in plan))
 
 
 @pytest.fixture
@@ -287,12 +287,12 @@ def families_of() -> Callable[..., list[Family]]:
     """A function of (space, settings, replicas): with every placement; `equal`: as many on every stage."""
 
     def make(
-        space: Space, settings: Sequence[Setting], replicas: Sequence[int], *, equal: bool = False
+        space: Space, configs: Sequence[PipelineConfig], replicas: Sequence[int], *, equal: bool = False
     ) -> list[Family]:
         own = [(count,) for count in replicas] if equal else [tuple(replicas)]
         return [
-            Family(setting, placement, counts)
-            for setting in settings
+            Family(config, placement, counts)
+            for config in configs
             for placement in placements(space.topology)
             for counts in own
         ]

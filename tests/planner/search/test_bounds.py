@@ -13,36 +13,36 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Proposal, straight
+from pplan.planner.candidate import Proposal, linear_pipeline
+from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.scoring import WHOLE_BOUNDS
-from pplan.planner.search.options import Options, options_of
+from pplan.planner.search.device_ranges import DeviceRanges
 from pplan.planner.search.partial import extended, nothing
 from pplan.planner.search.pipelines import Pipelines, modes_of, pipelines_of
-from pplan.planner.search.runs import Runs
 from pplan.planner.search.space import Space
+from pplan.planner.search.stage_choices import StageChoices, list_stage_choices
 from pplan.planner.search.subproblem import BOUNDS, Family, expansions, quick_bound
-from pplan.planner.setting import Setting, settings
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 FamiliesOf = Callable[..., list[Family]]
 BruteForce = Callable[..., Any]
 
-EVERY = settings(4, ("1f1b", "gpipe"), ("by_stage", "except_last", "always"), [1, 2, 4])
+EVERY = pipeline_configs(4, ("1f1b", "gpipe"), ("by_stage", "except_last", "always"), [1, 2, 4])
 SLACK = 1 + 1e-12
 
 
-def bounds_of(options: Options, proposal: Proposal) -> list[float]:
+def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
     """The bound before the first stage, with each further one, and of the whole plan."""
-    bound = BOUNDS[proposal.setting.schedule](options)
-    places, ranks = options.groups[0].team.table.places, options.runs.placement.ranks
+    bound = BOUNDS[proposal.config.schedule](options)
+    cut_points, ranks = options.groups[0].team.table.cut_points, options.ranges.placement.ranks
     seen, plans = [bound.root(len(proposal.ends))], nothing(bound.start())
     for stage, (end, devices) in enumerate(zip(proposal.ends, proposal.devices, strict=True)):
         position, before = ranks.index(devices[0]), len(seen)
         for more in expansions(options, plans, len(proposal.ends) - stage):
             known = {name: values[more.parent] for name, values in plans.known.items()}
             own, now = bound.extend(known, more)
-            same = (more.end == places.index(end)) & (more.position == position)
+            same = (more.end == cut_points.index(end)) & (more.position == position)
             (rows,) = np.nonzero(same & (more.group.replicas == len(devices)))
             if len(rows):
                 (row,) = rows
@@ -78,14 +78,16 @@ def test_unfinished_plans(
         for proposal, modes, step in brute_force(space, [family]).plans()
         if modes == modes_of(space, proposal)
     ]
-    options = options_of(space, family.setting, Runs(space, family.placement, family.replicas), np.inf)
+    options = list_stage_choices(
+        space, family.config, DeviceRanges(space, family.placement, family.replicas), np.inf
+    )
     for index in rng.choice(len(plans), min(15, len(plans)), replace=False) if plans else []:
         proposal, step = plans[index]
         assert quick_bound(space, family) <= step * SLACK
         bounds = bounds_of(options, proposal)
         assert len(bounds) == 1 + len(proposal.ends)
         assert max(bounds) <= step * SLACK
-        (whole,) = WHOLE_BOUNDS[family.setting.schedule](pipelines(space, [proposal]))
+        (whole,) = WHOLE_BOUNDS[family.config.schedule](pipelines(space, [proposal]))
         assert whole <= step * SLACK
 
 
@@ -94,18 +96,18 @@ def pipelines(space: Space, proposals: list[Proposal]) -> Pipelines:
     return pipelines_of(space, proposals, [own for own in modes if own is not None])
 
 
-def every_cut(space: Space, setting: Setting, stages: int) -> list[Proposal]:
+def every_cut(space: Space, config: PipelineConfig, stages: int) -> list[Proposal]:
     cuts = np.flatnonzero(space.chain.cut_after) + 1
     layers = len(space.chain)
-    return [straight(setting, (*chosen, layers)) for chosen in combinations(cuts.tolist(), stages - 1)]
+    return [linear_pipeline(config, (*chosen, layers)) for chosen in combinations(cuts.tolist(), stages - 1)]
 
 
 def test_gpipe_bound_is_the_step_where_backwards_are_alike(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     space = Space(make_chain(5, 7, cuts=1.1), make_topology(4, latency=0.1), "sgd")
-    for setting in (Setting("gpipe", "never", 4, 2), Setting("gpipe", "always", 8, 1)):
-        plans = pipelines(space, every_cut(space, setting, 3))
+    for config in (PipelineConfig("gpipe", "never", 4, 2), PipelineConfig("gpipe", "always", 8, 1)):
+        plans = pipelines(space, every_cut(space, config, 3))
         assert len(plans) == 15
         assert WHOLE_BOUNDS["gpipe"](plans) == pytest.approx(plans.step_seconds(), rel=1e-12)
 
@@ -115,7 +117,7 @@ def test_busiest_stage_and_round_trips_are_in_the_bound(
 ) -> None:
     """The two bounds that hold for any plan: the work of every stage, and chained round trips."""
     space = Space(make_chain(11, 8, cuts=1.1), make_topology(4, latency=1.0), "sgd")
-    plans = pipelines(space, every_cut(space, Setting("1f1b", "never", 8, 1), 4))
+    plans = pipelines(space, every_cut(space, PipelineConfig("1f1b", "never", 8, 1), 4))
     bounds = WHOLE_BOUNDS["1f1b"](plans)
     work, cuts = plans.forward + plans.backward, plans.occupancy + plans.latency
     for stage in range(4):
@@ -131,7 +133,7 @@ def test_the_bound_counts_all_reduces(make_chain: MakeChain, make_topology: Make
     heavy = np.full(5, 1e4)
     space = Space(replace(chain, parameter_bytes=heavy, trainable_bytes=heavy), make_topology(4), "sgd")
     for schedule in ("1f1b", "gpipe"):
-        plans = pipelines(space, [Proposal(Setting(schedule, "never", 2, 4), (5,), ((0, 1, 2, 3),))])
+        plans = pipelines(space, [Proposal(PipelineConfig(schedule, "never", 2, 4), (5,), ((0, 1, 2, 3),))])
         (bound,), (step,) = WHOLE_BOUNDS[schedule](plans), plans.step_seconds()
         assert bound == pytest.approx(step)
         assert step > 1000

@@ -12,6 +12,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
+from pplan.planner.pipeline_config import Mode, PipelineConfig
 from pplan.planner.scoring import fastest
 from pplan.planner.search import relaxed_stages
 from pplan.planner.search.placements import placements
@@ -19,7 +20,6 @@ from pplan.planner.search.relaxed_bound import RelaxedBound
 from pplan.planner.search.relaxed_stages import all_reduce_pace
 from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family, bounded_counts, quick_bound
-from pplan.planner.setting import Mode, Setting
 
 SIZES = (1, 2, 4, 8)
 SLACK = 1 + 1e-9
@@ -86,12 +86,12 @@ def assignments(devices: int, stages: int) -> Iterator[tuple[tuple[int, ...], ..
             )
 
 
-def every_plan(chain: Chain, setting: Setting, devices: int) -> Iterator[Proposal]:
+def every_plan(chain: Chain, config: PipelineConfig, devices: int) -> Iterator[Proposal]:
     """All cuts, on all devices in any assignment."""
     cuts = [int(layer) + 1 for layer in np.flatnonzero(chain.cut_after)]
     for stages in range(1, min(devices, len(cuts) + 1) + 1):
         for chosen, own in product(combinations(cuts, stages - 1), assignments(devices, stages)):
-            yield Proposal(setting, (*chosen, len(chain)), own)
+            yield Proposal(config, (*chosen, len(chain)), own)
 
 
 @pytest.mark.parametrize("rough", [False, True])
@@ -108,11 +108,11 @@ def test_no_plan_on_any_devices_is_below_the_bound(
     chain, topology = random_chain(rng, layers), random_topology(rng, devices)
     size, count = int(rng.choice([2, 3, 4, 6, 8])), int(rng.choice([2, 3, 4, 6, 9]))
     schedule, mode = WAYS[rng.integers(len(WAYS))]
-    setting = Setting(schedule, mode, count, size)
+    config = PipelineConfig(schedule, mode, count, size)
     space = Space(chain=chain, topology=topology, optimizer="adam", past_largest=True)
     every = tuple(range(1, devices + 1))
-    families = [Family(setting, own, every, any_count=True) for own in placements(topology)]
-    best = fastest(space, every_plan(chain, setting, devices))
+    families = [Family(config, own, every, any_count=True) for own in placements(topology)]
+    best = fastest(space, every_plan(chain, config, devices))
     step = 1e3 if best is None else best.step_seconds
     counts = range(1, min(devices, chain.max_stages) + 1)
     bound = RelaxedBound(space, families, counts, False, space.budget.part(2e8)).least(10 * step)
@@ -135,7 +135,7 @@ def test_all_reduces_take_no_less_than_their_pace() -> None:
 def test_counts_with_one_share_are_bounded_by_their_fewest() -> None:
     topology = Topology((Group(Device("gpu", None), 70),), (Level("node", None, Link(1e9, 0.0)),))
     placement = placements(topology)[0]
-    family = Family(Setting("1f1b", "never", 2, 48), placement, (2, 4), any_count=True)
+    family = Family(PipelineConfig("1f1b", "never", 2, 48), placement, (2, 4), any_count=True)
     shares = {-(-48 // count): count for count in range(70, 0, -1) if count <= 48}
     assert bounded_counts(family) == sorted(shares.values())
-    assert bounded_counts(Family(family.setting, placement, (2, 4, 96))) == [2, 4]
+    assert bounded_counts(Family(family.config, placement, (2, 4, 96))) == [2, 4]

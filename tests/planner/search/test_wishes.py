@@ -15,14 +15,14 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import replicated
-from pplan.planner.find import find
+from pplan.planner.candidate import replicated_pipeline
+from pplan.planner.joint_search import find
+from pplan.planner.pipeline_config import pipeline_configs
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 from pplan.planner.search.placements import placements
 from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family
-from pplan.planner.setting import settings
 from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
@@ -85,7 +85,7 @@ def test_wishes_against_brute_force(
     wishes = Wishes(mini_batch=4, recompute="never", **some_wishes(rng, layers, gpus, cuts))
     answer = find(Problem(chain, topology, wishes), [])
     space = Space(chain, topology, "sgd")
-    own = settings(4, ("1f1b", "gpipe"), ("never",), [1, 2, 4])
+    own = pipeline_configs(4, ("1f1b", "gpipe"), ("never",), [1, 2, 4])
     families = [Family(s, p, tuple(range(1, gpus + 1))) for s in own for p in placements(topology)]
     best = brute_force(space, families, Wanted(wishes, chain, gpus)).fastest()
     if best is None:
@@ -100,6 +100,7 @@ def test_wishes_against_brute_force(
     assert answer.best.step_seconds == pytest.approx(best.step_seconds, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torchgpipe", "deepspeed", "torch", "megatron"])
 @pytest.mark.parametrize("seed", range(4))
 def test_runtimes_against_brute_force(
@@ -114,12 +115,12 @@ def test_runtimes_against_brute_force(
     answer = find(Problem(chain, topology, wishes), [])
     reached = topology.with_gpus(3) if runtime.one_process and seed % 2 == 0 else topology
     modes = ["by_stage"] if runtime.recompute_by_stage else sorted(runtime.recompute)
-    own = settings(6, (schedule,), modes, [1, 2, 3, 6])  # type: ignore[arg-type] # words of modes
+    own = pipeline_configs(6, (schedule,), modes, [1, 2, 3, 6])  # type: ignore[arg-type] # words of modes
     families = [
-        Family(setting, placements(reached)[0], (count,))
-        for setting in own
+        Family(config, placements(reached)[0], (count,))
+        for config in own
         for count in ((1,) if runtime.replicas == "none" else (1, 2, 3, 6))
-        if setting.micro_batch_size % count == 0
+        if config.micro_batch_size % count == 0
     ]
     trainable = chain.trainable_bytes
 
@@ -135,31 +136,31 @@ def test_runtimes_against_brute_force(
     assert answer.best is not None
     assert answer.found.exact
     assert answer.best.step_seconds == pytest.approx(best.step_seconds, rel=1e-9)
-    size = answer.best.setting.micro_batch_size
+    size = answer.best.config.micro_batch_size
     assert all(size % count == 0 for count in answer.best.proposal.replicas)
 
 
 @pytest.mark.parametrize(
     ("wishes", "what", "hint"),
     [
-        ({"pins": (("layer9", 0),)}, "--pin layer9: the model has no such layer", "Did you mean layer"),
-        ({"pins": (("layer3", -1),)}, "--pin layer3=stage-1: stages count from 0", "stage0"),
+        ({"pins": (("layer9", 0),)}, "pins='layer9': the model has no such layer", "Did you mean layer"),
+        ({"pins": (("layer3", -1),)}, "pins=('layer3', -1): stages count from 0", "stage0"),
         (
             {"pins": (("layer1", 1), ("layer4", 0))},
-            "--pin layer1=stage1: layer4 comes behind it and is pinned to stage0",
+            "pins=('layer1', 1): layer4 comes behind it and is pinned to stage0",
             "in their order",
         ),
-        ({"pins": (("layer1", 1), ("layer1", 0))}, "it is pinned to stage0, too", "Leave one"),
-        ({"cut_after": ("layer6",)}, "--cut-after layer6: it is the last layer", "the model ends there"),
-        ({"cut_after": ("layer2",)}, "--cut-after layer2: no stage may end there", "pplan show"),
-        ({"keep_together": ("conv*",)}, "--keep-together conv*: the model has no such layer", "layer0"),
+        ({"pins": (("layer1", 1), ("layer1", 0))}, "it is pinned to stage0, too", "Omit one"),
+        ({"cut_after": ("layer6",)}, "cut_after='layer6': it is the last layer", "the model ends there"),
+        ({"cut_after": ("layer2",)}, "cut_after='layer2': no stage may end there", "pplan show"),
+        ({"keep_together": ("conv*",)}, "keep_together='conv*': the model has no such layer", "layer0"),
         (
             {"keep_together": ("layer[0-4]",), "cut_after": ("layer3",)},
-            "--cut-after layer3: --keep-together keeps it with layer4",
-            "Leave one",
+            "cut_after='layer3': `keep_together` keeps it with layer4",
+            "Omit one",
         ),
-        ({"time_limit": 0.0}, "--time-limit 0: must be above 0", "30s"),
-        ({"max_stages": 0}, "--max-stages 0: must be at least 1", "1 or more"),
+        ({"time_limit": 0.0}, "time_limit=0: must be above 0", "30s"),
+        ({"max_stages": 0}, "max_stages=0: must be at least 1", "1 or more"),
     ],
 )
 def test_wishes_that_cannot_be(
@@ -173,13 +174,14 @@ def test_wishes_that_cannot_be(
     assert hint in caught.value.hint
 
 
+@pytest.mark.slow
 def test_pinned_neighbours_of_a_long_chain(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """Where not all cuts are searched, those that the pins need are."""
     chain, topology = make_chain(3, 300, cuts=1.1, traffic=0.05), make_topology(8)
     problem = Problem(chain, topology, Wishes(mini_batch=16, pins=(("layer150", 0), ("layer151", 1))))
     found = find(problem, []).found
-    own = [setting for setting in problem.settings if setting.schedule == "1f1b"]
-    simple = fastest(problem.space, [replicated(setting, (151, 300), (4, 4)) for setting in own])
+    own = [config for config in problem.configs if config.schedule == "1f1b"]
+    simple = fastest(problem.space, [replicated_pipeline(config, (151, 300), (4, 4)) for config in own])
     assert found.best is not None
     assert simple is not None
     assert found.best.step_seconds <= simple.step_seconds

@@ -128,6 +128,7 @@ def test_what_crosses_is_what_counting_by_hand_finds(in_place: bool) -> None:
     assert bool(overwrites) == in_place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["block", "fine"])
 def test_layers_of_random_programs_compute_the_same(granularity: str) -> None:
     layers = 0
@@ -299,6 +300,7 @@ def test_a_table_is_not_moved_over_what_changes_it() -> None:
     assert torch.equal(children(given), expected(given))
 
 
+@pytest.mark.slow
 def test_dense_connections_are_counted_once_each() -> None:
     with torch.device("meta"):
         model = torchvision.models.densenet121()

@@ -124,6 +124,7 @@ def test_the_mode_may_change_afterwards() -> None:
     assert_computes(traced, model.train(), given, 2, 5)
 
 
+@pytest.mark.slow
 def test_only_what_a_leaf_is_handed_counts_as_its_input() -> None:
     class Norm(nn.Module):
         """As in Llama: the input itself comes out of `to`."""
@@ -234,6 +235,7 @@ def test_outputs_are_what_the_model_returns() -> None:
     assert torch.equal(found.more["pair"][1], given.tensors[0])
 
 
+@pytest.mark.slow
 def test_a_transformer_encoder() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     traced = traced_well(nn.TransformerEncoder(layer, 3), torch.randn(2, 5, 8))
@@ -448,6 +450,7 @@ def apart(traced: TracedGraph, model: nn.Module) -> Counter[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "example", "causal"),
     [

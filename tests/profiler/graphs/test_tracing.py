@@ -92,6 +92,7 @@ class Encodes(nn.Module):
         return self.head(self.encoder(given))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_the_layers_of_a_transformer_encoder_are_told_apart() -> None:
     names = [layer.name for layer in chain_of(Encodes(), torch.randn(2, 3, 8)).layers]
     assert {"encoder.layers.0.norm1", "encoder.layers.1.norm2", "head"} <= set(names)

@@ -36,6 +36,7 @@ SOME = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "tied"])
 def test_rows_are_within_one_percent(rows: ModuleType, name: str) -> None:
     made = list(rows.rows_of(name, 2, torch.device("meta"), SOME))

@@ -177,6 +177,7 @@ def test_an_early_peak_is_no_late_one() -> None:
     assert memory.static + sum(memory.saved) + max(memory.workspace) > 1.2 * peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "densenet121", "vit_b_16"])
 def test_known_models_on_meta(name: str) -> None:
     with torch.device("meta"):

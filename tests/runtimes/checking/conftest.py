@@ -34,7 +34,7 @@ def make_case() -> MakeCase:
         model: str = "small",
     ) -> Case:
         program = build_program(schedule, devices, micro_batches, virtual_stages)
-        count = program.places
+        count = program.slots
         document = TorchExport(
             runtime="torch",
             model=model,

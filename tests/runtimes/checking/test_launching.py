@@ -145,6 +145,7 @@ def test_the_thread_that_computes(first: str) -> None:
     assert launching.busy_frames("") == []
 
 
+@pytest.mark.slow
 def test_every_case_trains_as_the_plain_model(trained: tuple[CheckMeasurements, Any]) -> None:
     found, _ = trained
     assert (found.backend, len(found.cases), len(found.calibration)) == ("gloo", 5, 1)
@@ -158,6 +159,7 @@ def test_every_case_trains_as_the_plain_model(trained: tuple[CheckMeasurements, 
     assert found.cases[4].losses is None
 
 
+@pytest.mark.slow
 def test_predictions_come_before_and_are_those_of_the_result(trained: tuple[CheckMeasurements, Any]) -> None:
     found, said = trained
     results = [*found.calibration, *found.cases]
@@ -171,6 +173,7 @@ def test_predictions_come_before_and_are_those_of_the_result(trained: tuple[Chec
     assert found.links.sizes == [1024, 65536]
 
 
+@pytest.mark.slow
 def test_every_stage_is_measured(trained: tuple[CheckMeasurements, Any]) -> None:
     """Stages that wait take at least as long as they wait: the input's gradient apart from the weights',
     which on the first stage PyTorch computes together."""
@@ -188,6 +191,7 @@ def test_every_stage_is_measured(trained: tuple[CheckMeasurements, Any]) -> None
     assert min(found.cases[4].ran.step_seconds) >= 4 * 0.012
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_process_that_dies(make_case: MakeCase, started: list[int]) -> None:
     case = make_case("1f1b", parts=[0, 1, 3], model="checked_models:dying")
@@ -256,6 +260,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return make
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs(
     make_case: MakeCase, pretend: Callable[[str], None], started: list[int]
 ) -> None:

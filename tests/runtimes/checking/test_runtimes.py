@@ -52,6 +52,7 @@ def check(job: Job, told: list[tuple[str, CasePrediction]], backend: str) -> Non
         assert all(own.forward > 0 and own.backward > 0 for own in (*ran.ran.stages, *ran.predicted.stages))
 
 
+@pytest.mark.slow
 def test_one_process(make_runtime_case: MakeRuntimeCase, told: list[tuple[str, CasePrediction]]) -> None:
     """It ends, with FairScale's threads."""
     cases = [make_runtime_case("fairscale", [2, 3], checkpoint=word) for word in ("never", "except_last")]

@@ -1,0 +1,156 @@
+"""Arguments of the Python API: of the type a function takes, or refused as the command line refuses texts."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from .errors import UsageError
+
+
+def whole(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None, example: str = "") -> int:
+    """A whole number, numpy's too. Raises UsageError."""
+    hint = f"Give a whole number, as in {name}={example or max(at_least, 8)}."
+    if isinstance(value, bool):
+        raise _wrong(name, value, "a whole number", hint)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise _wrong(name, value, "a whole number", hint) from None
+    if number < at_least:
+        raise UsageError(f"{name}={_told(number)}: must be at least {at_least}", hint)
+    if at_most is not None and number > at_most:
+        raise UsageError(f"{name}={_told(number)}: must be at most {at_most}", hint)
+    return number
+
+
+def optional_whole(name: str, value: Any, *, at_least: int = 1, example: str = "") -> int | None:
+    """A whole number or None. Raises UsageError."""
+    return None if value is None else whole(name, value, at_least=at_least, example=example)
+
+
+def whole_or_auto(name: str, value: Any) -> int | None:
+    """A whole number; None for None and for "auto". Raises UsageError."""
+    return None if value == "auto" else optional_whole(name, value)
+
+
+def wholes(name: str, values: Any) -> tuple[int, ...] | None:
+    """Whole numbers of at least 1, or None. Raises UsageError."""
+    if values is None:
+        return None
+    if not _goes_through(values):
+        raise _wrong(name, values, "a list of whole numbers", f"For example: {name}=[1, 2, 4].")
+    return tuple(whole(f"{name}[{index}]", value) for index, value in enumerate(values))
+
+
+def number(name: str, value: Any) -> float:
+    """A number, numpy's too. Raises UsageError."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _wrong(name, value, "a number", f"For example: {name}=60.")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, numpy's too. Raises UsageError."""
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    raise _wrong(name, value, "True or False", f"For example: {name}=True.")
+
+
+def optional_number(name: str, value: Any) -> float | None:
+    """A number or None. Raises UsageError."""
+    return None if value is None else number(name, value)
+
+
+def pins(name: str, values: Any) -> tuple[tuple[str, int], ...]:
+    """Names of layers with the numbers of their stages. Raises UsageError."""
+    example = f'For example: {name}=[("features.10", 1)], a layer and the number of its stage, from 0.'
+    if isinstance(values, Mapping) or not _goes_through(values):
+        raise _wrong(name, values, "a list of layers with their stages", example)
+    made = []
+    for index, pin in enumerate(values):
+        at = f"{name}[{index}]"
+        if not isinstance(pin, tuple | list) or len(pin) != 2 or not isinstance(pin[0], str):
+            raise _wrong(at, pin, "a layer and the number of its stage", example)
+        made.append((pin[0], whole(f"{at}[1]", pin[1], at_least=0)))
+    return tuple(made)
+
+
+def settings(name: str, value: Any) -> dict[str, object] | None:
+    """Values by their names, or None. Raises UsageError."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise _wrong(name, value, "values by their names", f'For example: {name}={{"depth": 24}}.')
+    return dict(value)
+
+
+def function(name: str, value: Any) -> None:
+    """Raises UsageError for what is neither None nor can be called."""
+    if value is not None and not callable(value):
+        raise _wrong(name, value, "a function", f"For example: {name}=print.")
+
+
+def by_level(name: str, values: Any, example: str) -> Sequence[float] | None:
+    """One number, or numbers inside a node and between nodes, or None. Raises UsageError."""
+    if values is None:
+        return None
+    given = (values,) if isinstance(values, Real) else tuple(values) if _goes_through(values) else ("",)
+    if not all(isinstance(value, Real) and not isinstance(value, bool) for value in given):
+        raise _wrong(name, values, "a number or two", f"For example: {name}={example}.")
+    return tuple(float(value) for value in given)
+
+
+def word(name: str, value: Any) -> str:
+    """A text. Raises UsageError."""
+    if not isinstance(value, str):
+        raise _wrong(name, value, "a text", f'For example: {name}="auto".')
+    return value
+
+
+def optional_word(name: str, value: Any) -> str | None:
+    """A text or None. Raises UsageError."""
+    return None if value is None else word(name, value)
+
+
+def words(name: str, values: Any) -> tuple[str, ...]:
+    """Texts. Raises UsageError."""
+    if not _goes_through(values):
+        raise _wrong(name, values, "a list of texts", f'For example: {name}=("layer1.*",).')
+    return tuple(word(f"{name}[{index}]", value) for index, value in enumerate(values))
+
+
+def path(name: str, value: Any) -> Path:
+    """A path, also as a text. Raises UsageError."""
+    if not isinstance(value, str | Path):
+        raise _wrong(name, value, "a path", f'For example: {name}="a file".')
+    return Path(value)
+
+
+def instance(name: str, value: Any, kind: type, hint: str) -> None:
+    """Raises UsageError where `value` is not a `kind`."""
+    if not isinstance(value, kind):
+        raise _wrong(name, value, f"a {kind.__name__}", hint)
+
+
+def _told(number: int) -> str:
+    """The number; Python writes none of more than 4300 digits."""
+    return str(number) if number.bit_length() <= 256 else f"(a number of {number.bit_length()} bits)"
+
+
+def _goes_through(values: Any) -> bool:
+    """Whether it is a list or the like; a text is none."""
+    try:
+        iter(values)
+    except TypeError:
+        return False
+    return not isinstance(values, str)
+
+
+def _wrong(name: str, value: Any, wanted: str, hint: str) -> UsageError:
+    shown = repr(value)
+    shown = f"{shown[:60]}…" if len(shown) > 60 else shown
+    return UsageError(f"{name}={shown}: is not {wanted} but of type {type(value).__name__}", hint)

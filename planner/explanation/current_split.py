@@ -1,0 +1,216 @@
+"""Why the split that is in use now is slower than the plan: both under the same costs, and the difference by
+what the busiest stage of each does with the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from ...cost_models.document import Record
+from ...cost_models.errors import UsageError
+from ...cost_models.quantities import counted
+from ...cost_models.simulator.costs import Array
+from ...cost_models.simulator.result import Timeline
+from ..candidate import ScoredPlan
+from ..fixed_partition import FixedPartition, given_plan
+from ..pipeline_config import SEARCHED
+from ..plan_file import PlannedStage, ProfileReference
+from ..plan_stages import bubble, planned_stages
+from ..problem import Problem
+from ..scoring import fastest
+from ..search.subproblem import Family
+from ..solve import warnings_of
+from .explain_context import ExplainContext, candidate_of, timeline_of
+from .limits import Busiest, busiest_of
+from .plan_summary import PlanSummary, summarize
+from .resolve import SECONDS, searched
+
+
+@dataclass(frozen=True)
+class CurrentSplit:
+    """The split in use: layers of each stage; None: the best for it, as far as the plan's wishes leave it."""
+
+    balance: tuple[int, ...]
+    replicas: int = 1
+    micro_batches: int | None = None
+    schedule: str | None = None
+
+
+class Side(Record):
+    """One of the two plans that are compared."""
+
+    plan: PlanSummary
+    bubble: float
+    busiest: Busiest
+    stages: list[PlannedStage]
+
+
+class Cause(Record):
+    """A part of the difference: what the busiest stage spends on it in the split and in the plan. Over all
+    causes both sum to the steps."""
+
+    name: str
+    current_seconds: float
+    plan_seconds: float
+
+    @property
+    def more_seconds(self) -> float:
+        """What the split spends more."""
+        return self.current_seconds - self.plan_seconds
+
+
+class SplitComparison(Record):
+    """The split in use against the plan. `slower`: its step over the plan's, less 1.
+
+    `best_setting`: the split with the best schedule, micro-batches and recomputation; `best_cuts`: its own
+    with its stages cut best; None where it is no faster so. `notes`: what it lacks in memory, say.
+    """
+
+    current: Side
+    plan: Side
+    slower: float
+    causes: list[Cause]
+    best_setting: PlanSummary | None
+    best_cuts: PlanSummary | None
+    notes: list[str]
+
+
+def compare_split(question: ExplainContext, current: CurrentSplit) -> SplitComparison:
+    """What the split takes, and why it is slower than the plan.
+
+    Raises UsageError for a balance of another number of layers, cuts that are not allowed, too few devices,
+    and numbers that the schedule does not run.
+    """
+    free = _freed(question.problem, current, given=False)
+    own = _freed(question.problem, current, given=True)
+    given = _given(own, current)
+    if given.gpus > own.gpus:
+        raise UsageError(
+            f"`current`: the split takes {counted(given.gpus, 'GPU')}, the plan is for {own.gpus}",
+            f"Explain a plan for as many: pplan solve gpus={given.gpus}",
+        )
+    made = given_plan(own, given, model="", profile=ProfileReference(file="", sha256=""))
+    split = candidate_of(own, made)
+    of_the_machine = warnings_of(own)
+    plan = question.present
+    mine, theirs = timeline_of(own, split), question.timeline
+    return SplitComparison(
+        current=_side(own, split, mine),
+        plan=_side(question.problem, plan, theirs),
+        slower=split.step_seconds / plan.step_seconds - 1,
+        causes=_causes(mine, theirs),
+        best_setting=_faster(_best_setting(free, given), split),
+        best_cuts=_faster(_best_cuts(own, split), split),
+        notes=[text for text in made.warnings if text not in of_the_machine] + made.notes,
+    )
+
+
+def _freed(problem: Problem, current: CurrentSplit, *, given: bool) -> Problem:
+    """The problem without the wishes that are about the plan's own shape; with `given`, the schedule and
+    micro-batches are those of the split."""
+    wishes = replace(
+        problem.wishes,
+        use_all=False,
+        max_stages=None,
+        cut_after=(),
+        keep_together=(),
+        pins=(),
+    )
+    if given and current.schedule is not None:
+        wishes = replace(wishes, schedule=current.schedule)
+    if given and current.micro_batches is not None:
+        wishes = replace(wishes, micro_batches=current.micro_batches)
+    return replace(problem, wishes=wishes)
+
+
+def _given(problem: Problem, current: CurrentSplit) -> FixedPartition:
+    layers, counted_layers = len(problem.chain), sum(current.balance)
+    if counted_layers != layers or min(current.balance, default=0) < 1:
+        shown = ",".join(map(str, current.balance))
+        raise UsageError(
+            f"current='{shown}': holds {counted(counted_layers, 'layer')}, the model has {layers}"
+            if counted_layers != layers
+            else f"current='{shown}': a stage has no layer",
+            "Give the number of layers of every stage, as in current='12,34'.",
+        )
+    return FixedPartition(tuple(accumulate(current.balance)), 1, current.replicas)
+
+
+def _side(problem: Problem, plan: ScoredPlan, timeline: Timeline) -> Side:
+    return Side(
+        plan=summarize(plan),
+        bubble=bubble(problem.space, plan),
+        busiest=busiest_of(timeline),
+        stages=planned_stages(problem.space, plan),
+    )
+
+
+def _causes(current: Timeline, plan: Timeline) -> list[Cause]:
+    mine, theirs = _spent(current), _spent(plan)
+    return [
+        Cause(name=name, current_seconds=mine[name], plan_seconds=theirs[name])
+        for name in mine
+        if mine[name] or theirs[name]
+    ]
+
+
+def _spent(timeline: Timeline) -> dict[str, float]:
+    """What the busiest stage does with the step, in words; the sum is the step."""
+    stage = busiest_of(timeline).stage
+    times, recomputing = timeline.stage_times[stage], _recomputed(timeline, stage)
+    return {
+        "work of the busiest stage": times.compute - recomputing,
+        "recompute": recomputing,
+        "transfers": times.transfer,
+        "fill and drain": times.fill + times.drain,
+        "waiting for other stages": times.imbalance,
+        "all-reduce and update": times.update,
+    }
+
+
+def _recomputed(timeline: Timeline, stage: int) -> float:
+    """Seconds in which a stage runs forwards again."""
+    shares = timeline.costs.recompute
+    if shares is None:
+        return 0.0
+    forward, program = timeline.costs.forward, timeline.program
+    return sum(
+        float(_at(shares, own) * _at(forward, own)) * program.share(action.micro_batch)
+        for action in program.actions[stage]
+        if action.kind == "B"
+        for own in [(stage, action.chunk, action.micro_batch)]
+    )
+
+
+def _at(values: Array, place: tuple[int, int, int]) -> float:
+    """A value by (device, chunk, micro-batch), of axes that are 1 long where nothing changes along them."""
+    return float(
+        values[tuple(min(index, length - 1) for index, length in zip(place, values.shape, strict=True))]
+    )
+
+
+def _best_setting(problem: Problem, given: FixedPartition) -> ScoredPlan | None:
+    """The split with any configuration."""
+    proposals = []
+    for config in problem.configs:
+        try:
+            proposals.append(given.proposal(config))
+        except UsageError:
+            continue  # the schedule does not run with these numbers
+    return fastest(problem.space, [proposal for proposal in proposals if problem.allows(proposal)])
+
+
+def _best_cuts(problem: Problem, split: ScoredPlan) -> ScoredPlan | None:
+    """The split's own configuration, replicas and number of stages, with other cuts."""
+    proposal = split.proposal
+    if proposal.config.schedule not in SEARCHED:
+        return None
+    families = [
+        Family(proposal.config, placement, (proposal.replicas[0],)) for placement in problem.placements[:1]
+    ]
+    return searched(problem.space, families, [len(proposal.ends)], [proposal], SECONDS / 4).best
+
+
+def _faster(plan: ScoredPlan | None, than: ScoredPlan) -> PlanSummary | None:
+    better = plan is not None and plan.step_seconds < than.step_seconds * (1 - 1e-6)
+    return summarize(plan) if better and plan is not None else None

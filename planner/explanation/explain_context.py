@@ -1,0 +1,131 @@
+"""What is asked about: a plan, and the problem that it answers, read back from the plan's file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ...cost_models.errors import UsageError
+from ...cost_models.layer import Chain
+from ...cost_models.memory import Recompute
+from ...cost_models.schedules import schedule_named
+from ...cost_models.simulator.result import Timeline
+from ...cost_models.timeline import simulate
+from ...cost_models.topology import Topology
+from ..assembly import Assembly
+from ..candidate import Proposal, ScoredPlan
+from ..layout import Layout, Overrides
+from ..pipeline_config import Mode, PipelineConfig
+from ..plan_file import Plan
+from ..problem import Problem
+from ..scoring import assembly_of, fastest
+from ..simulated import of_same_layers
+from ..wishes import Wishes
+
+
+@dataclass(frozen=True)
+class ExplainContext:
+    """A plan as it stands (`present`), and its problem, for the joint search. `fits`: into the memory."""
+
+    problem: Problem
+    present: ScoredPlan
+    fits: bool
+
+    @property
+    def assembly(self) -> Assembly:
+        """The plan for the simulator."""
+        return assembled(self.problem, self.present)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The plan's simulated step."""
+        return timeline_of(self.problem, self.present)
+
+
+def context_of(
+    plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain] | None = None
+) -> ExplainContext:
+    """The plan of this chain on this topology, under its own wishes.
+
+    `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
+    name in the topology. Raises UsageError for a plan whose cuts the chain does not allow, and for one of an
+    asynchronous schedule.
+    """
+    if not schedule_named(plan.schedule).synchronous:
+        raise UsageError(
+            f"the plan's schedule, {plan.schedule}, is asynchronous: it has no step that others compare with",
+            "Name a plan of a synchronous schedule; pplan simulate tells where the time of this one goes.",
+        )
+    own = of_same_layers(chain, profiles or {})
+    problem = Problem(chain, topology, wishes_of(plan), plan.profile.dtype, own, amp=plan.profile.amp)
+    present = candidate_of(problem, plan)
+    return ExplainContext(problem, present, fastest(problem.space, [present.proposal]) is not None)
+
+
+def wishes_of(plan: Plan) -> Wishes:
+    """What was asked for the plan, its mini-batch settled, for the joint search."""
+    return replace(
+        Wishes(**plan.wishes.model_dump()),
+        mini_batch=plan.mini_batch,
+        optimizer=plan.optimizer,
+        precision=plan.trained.name,
+        gradient_dtype=plan.trained.gradient_dtype,
+        zero=plan.zero,
+        runtime=plan.runtime,
+        planner="best",
+    )
+
+
+def candidate_of(problem: Problem, plan: Plan) -> ScoredPlan:
+    """The plan, scored again. Raises UsageError for cuts that the chain or its wishes do not allow."""
+    _check_cuts(problem, plan)
+    layout = Layout(plan, problem.chain, Overrides())
+    by_device = layout.recompute
+    layout.bounds  # noqa: B018  raises
+    parts = layout.program.pipes[0]
+    modes: tuple[Recompute, ...] = tuple(by_device[place.device] for place in parts)  # type: ignore[misc]
+    proposals = [_proposal(plan, mode) for mode in _modes(problem, plan)]
+    for proposal in proposals:
+        found = fastest(problem.space, [proposal])
+        if found is not None and found.recompute == modes:
+            return found
+    made = ScoredPlan(proposals[-1], modes, 0.0)
+    return replace(made, step_seconds=timeline_of(problem, made).step_seconds)
+
+
+def _check_cuts(problem: Problem, plan: Plan) -> None:
+    """Raises UsageError where a stage of the plan ends where what was asked for it lets none end."""
+    allowed = set(problem.space.table(problem.space.chain.sizes[0]).cut_points)
+    for number, stage in enumerate(plan.stages):
+        if stage.last_layer + 1 not in allowed:
+            raise UsageError(
+                f"the plan's stage {number} ends with layer {stage.last_layer}, after which its options or "
+                "its profile allow no cut",
+                "It was edited, it seems. Make it again: pplan solve",
+            )
+
+
+def _proposal(plan: Plan, mode: Mode) -> Proposal:
+    config = PipelineConfig(
+        plan.schedule, mode, plan.micro_batches, plan.micro_batch_size, plan.virtual_stages
+    )
+    ends = tuple(stage.last_layer + 1 for stage in plan.stages)
+    return Proposal(config, ends, tuple(tuple(stage.devices) for stage in plan.stages))
+
+
+def _modes(problem: Problem, plan: Plan) -> Iterator[Mode]:
+    """Ways to recompute that the plan may stand for: as its wishes say, and to the letter."""
+    wished = problem.modes(plan.schedule)
+    yield from (mode for mode in wished if mode == "by_stage")
+    yield "by_stage" if plan.recompute == "selective" else plan.recompute
+
+
+def assembled(problem: Problem, plan: ScoredPlan) -> Assembly:
+    """A scored plan for the simulator."""
+    return assembly_of(problem.space, plan.proposal, plan.recompute)
+
+
+def timeline_of(problem: Problem, plan: ScoredPlan) -> Timeline:
+    """The simulated step of a scored plan."""
+    made = assembled(problem, plan)
+    return simulate(made.program, made.costs())

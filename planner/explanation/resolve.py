@@ -1,0 +1,134 @@
+"""Solving again: the best plan of a problem that is a little different."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from ...cost_models.layer import Chain, Vector
+from ...cost_models.topology import Topology
+from ..candidate import Proposal, ScoredPlan
+from ..joint_search import joint_search
+from ..pipeline_config import SEARCHED, PipelineConfig
+from ..problem import Problem
+from ..scoring import fastest
+from ..search.branch_and_bound import SearchResult, search
+from ..search.budget import WORK_A_SECOND
+from ..search.coarse import is_large, search_large
+from ..search.space import Space
+from ..search.subproblem import Family
+
+SECONDS = 1.0
+"""Of the search for each answer, as of `Wishes.time_limit`."""
+MANY = 12
+"""Devices beyond which solving again a score of times would take too long."""
+
+
+def solved_again(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECONDS) -> SearchResult:
+    """The best plan, and what was proven; never slower than a seed that the problem allows. The seeds are
+    scored anew. On many devices only plans with half to twice the stages of a seed, and half to twice the
+    samples of a micro-batch, are searched, and nothing is proven."""
+    limited = replace(problem, wishes=replace(problem.wishes, time_limit=seconds))
+    suited = list(_suited(limited, seeds))
+    if problem.reached > MANY and suited and all(name in SEARCHED for name in problem.schedules):
+        near = [family for family in limited.families if _is_near(family.config, suited)]
+        stages = [len(seed.ends) for seed in suited]
+        counts = [count for count in limited.stage_counts if min(stages) <= 2 * count <= 4 * max(stages)]
+        found = searched(limited.space, near, counts, suited, seconds)
+        return replace(found, exact=False)
+    return joint_search(limited, _scored(limited.space, suited))
+
+
+def _is_near(config: PipelineConfig, seeds: Iterable[Proposal]) -> bool:
+    """Whether the micro-batches are at most twice as large, or small, as those of a seed."""
+    sizes = [seed.config.micro_batch_size for seed in seeds]
+    return any(size <= 2 * config.micro_batch_size <= 4 * size for size in sizes)
+
+
+def searched(
+    space: Space,
+    families: Sequence[Family],
+    stage_counts: Iterable[int],
+    seeds: Iterable[Proposal],
+    seconds: float = SECONDS,
+) -> SearchResult:
+    """The best plan of a part of a problem's space, no slower than the seeds, which lie in it."""
+    known, work = _scored(space, seeds), seconds * WORK_A_SECOND
+    if is_large(space, families):
+        return search_large(space, families, stage_counts, known, work)
+    return search(space, families, stage_counts, known, work)
+
+
+def _scored(space: Space, seeds: Iterable[Proposal]) -> list[ScoredPlan]:
+    """The fastest of those of schedules that are searched, and of the others."""
+    known = list(seeds)
+    linear = [seed for seed in known if seed.config.schedule in SEARCHED]
+    others = [seed for seed in known if seed.config.schedule not in SEARCHED]
+    best = (fastest(space, linear), fastest(space, others))
+    return [plan for plan in best if plan is not None]
+
+
+def _suited(problem: Problem, seeds: Iterable[ScoredPlan]) -> Iterator[Proposal]:
+    """The seeds as the problem lets them recompute."""
+    for seed in seeds:
+        config = seed.config
+        modes = problem.modes(config.schedule)
+        if problem.allows(seed.proposal) and config.mini_batch == problem.mini_batch:
+            for mode in (config.recompute,) if config.recompute in modes else modes:
+                yield replace(seed.proposal, config=replace(config, recompute=mode))
+
+
+def with_topology(problem: Problem, topology: Topology) -> Problem:
+    """The same on other devices."""
+    return replace(problem, topology=topology)
+
+
+def with_bandwidth(topology: Topology, factor: float, *, between_nodes: bool = False) -> Topology:
+    """The same devices with links of `factor` times the bandwidth: all, or those between nodes alone."""
+    levels, inside = [], 1
+    for level in topology.levels:
+        inside = inside * level.size if level.size is not None else topology.gpus
+        if between_nodes and inside <= topology.gpus_per_node:
+            levels.append(level)
+            continue
+        bandwidth = level.link.bandwidth_bytes_per_second * factor
+        levels.append(replace(level, link=replace(level.link, bandwidth_bytes_per_second=bandwidth)))
+    return replace(topology, levels=tuple(levels))
+
+
+def with_memory(problem: Problem, factor: float | None) -> Problem:
+    """The same with so many times the memory of every device; None: as much as is asked for."""
+
+    def more(size: float | None) -> int | None:
+        return None if size is None or factor is None else round(size * factor)
+
+    groups = tuple(
+        group._replace(device=replace(group.device, memory_bytes=more(group.device.memory_bytes)))
+        for group in problem.topology.groups
+    )
+    wishes = replace(problem.wishes, memory_limit=more(problem.wishes.memory_limit))
+    return replace(problem, topology=replace(problem.topology, groups=groups), wishes=wishes)
+
+
+_SECONDS_OF_LAYERS = (
+    "forward_seconds",
+    "backward_seconds",
+    "backward_input_seconds",
+    "backward_weight_seconds",
+)
+
+
+def with_slower_layers(problem: Problem, first: int, end: int, factor: float) -> Problem:
+    """The same where layers `first` to `end` - 1 take `factor` times as long, on every kind of device."""
+    profiles = {name: _slower(own, first, end, factor) for name, own in problem.profiles.items()}
+    return replace(problem, chain=_slower(problem.chain, first, end, factor), profiles=profiles)
+
+
+def _slower(chain: Chain, first: int, end: int, factor: float) -> Chain:
+    changed: dict[str, Vector] = {}
+    for name in _SECONDS_OF_LAYERS:
+        values: Vector | None = getattr(chain, name)
+        if values is not None:
+            changed[name] = values.copy()
+            changed[name][first:end] *= factor
+    return replace(chain, **changed)  # type: ignore[arg-type]  # arrays only

@@ -1,0 +1,220 @@
+"""How far the answer holds: the bandwidth, or the error of the layers' seconds, at which another plan becomes
+better.
+
+The factor nearest to 1 at which a known rival beats the plan is found by steps outwards and bisection,
+scoring only the plan and its rivals; then the problem is solved again there (at the end of the range where
+none does) and half way. Whatever beats the plan there joins the rivals, until nothing new does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ...cost_models.document import Record
+from ..candidate import ScoredPlan
+from ..problem import Problem
+from ..scoring import fastest
+from .explain_context import ExplainContext
+from .plan_summary import PlanSummary, summarize
+from .resolve import MANY, SECONDS, solved_again, with_bandwidth, with_slower_layers, with_topology
+
+WORTH = 1e-3
+"""Share of the step by which another plan must be faster to count as better."""
+WIDEST_BANDWIDTH = 16.0
+WIDEST_SECONDS = 4.0
+"""Factors up to which, and down to one over which, bandwidth and seconds are varied."""
+STEPS = 8
+HALVINGS = 4
+"""Steps outwards in equal ratios, and bisections of one: 2 % of a factor of 16."""
+ROUNDS = 4
+"""Solving again for rivals that the ends of the range did not show, at the most."""
+
+
+class Turn(Record):
+    """The factor at which another plan becomes better, what the plan and that one then take, and where that
+    one starts to be better: `rival`, as it stands at `factor`."""
+
+    factor: float
+    plan_seconds: float
+    rival: PlanSummary
+
+
+class Sensitivity(Record):
+    """How far the answer holds when something is multiplied by a factor; `below` and `above` 1. None: to the
+    end of the range (`least`, `most`) no better plan was found."""
+
+    what: str
+    first_layer: int | None = None
+    last_layer: int | None = None
+    """Of layers' seconds: which."""
+    least: float
+    most: float
+    below: Turn | None
+    above: Turn | None
+
+
+Varied = Callable[[float], Problem]
+
+
+@dataclass(frozen=True)
+class _Range:
+    """What is varied, how far, and whether all plans become faster with a larger factor."""
+
+    what: str
+    widest: float
+    faster_above: bool
+    varied: Varied
+
+
+def sensitivities(question: ExplainContext, seeds: Sequence[ScoredPlan], busiest: int) -> list[Sensitivity]:
+    """Bandwidth of all links, of those between nodes, and seconds of the heaviest stage's layers. `busiest`:
+    that stage."""
+    first, end = _heaviest(question, busiest)
+    name = f"seconds of the layers of stage {busiest}"
+    layers = _Range(
+        name, WIDEST_SECONDS, False, lambda f: with_slower_layers(question.problem, first, end, f)
+    )
+    own = _reach(question, seeds, layers)
+    return [
+        *(_reach(question, seeds, one) for one in _links(question.problem)),
+        own.model_copy(update={"first_layer": first, "last_layer": end - 1}),
+    ]
+
+
+def _links(problem: Problem) -> Iterator[_Range]:
+    topology, widest = problem.topology, WIDEST_BANDWIDTH
+    if problem.gpus > 1:
+        yield _Range(
+            "bandwidth of all links",
+            widest,
+            True,
+            lambda f: with_topology(problem, with_bandwidth(topology, f)),
+        )
+    if problem.gpus > topology.gpus_per_node > 1:
+        yield _Range(
+            "bandwidth between nodes",
+            widest,
+            True,
+            lambda f: with_topology(problem, with_bandwidth(topology, f, between_nodes=True)),
+        )
+
+
+def _heaviest(question: ExplainContext, stage: int) -> tuple[int, int]:
+    """The layers of a stage: of its first part where it has several."""
+    made = question.assembly
+    part = min(part for place, part in made.part_of.items() if place.device == stage)
+    return question.present.proposal.bounds[part]
+
+
+def _reach(question: ExplainContext, seeds: Sequence[ScoredPlan], range: _Range) -> Sensitivity:
+    contest = _Contest(question.present, range.varied, range.faster_above, list(seeds))
+    widest = range.widest
+    return Sensitivity(
+        what=range.what,
+        least=1 / widest,
+        most=widest,
+        below=contest.turn(1 / widest),
+        above=contest.turn(widest),
+    )
+
+
+@dataclass
+class _Contest:
+    """The plan against its rivals, as something varies: all plans become faster with a larger factor
+    (`faster_above`), or slower. Problems are kept, with their tables of stages."""
+
+    present: ScoredPlan
+    varied: Varied
+    faster_above: bool
+    rivals: list[ScoredPlan]
+    _problems: dict[float, Problem] = field(default_factory=dict)
+    _solved: set[float] = field(default_factory=set)
+
+    def turn(self, end: float) -> Turn | None:
+        """Where between 1 and `end` the plan is first beaten."""
+        if self._safe(end):
+            return None
+        factor = self._first(end)
+        for _ in range(ROUNDS):
+            probed = end if factor is None else factor
+            new = [self._solve(probed**share) for share in self._probes]
+            if not any(new):
+                break
+            factor = self._first(end)
+        return None if factor is None else self._turn(factor)
+
+    @property
+    def _probes(self) -> tuple[float, ...]:
+        """Where the problem is solved again: powers of a factor."""
+        return (1,) if self._problem(1.0).reached > MANY else (1, 1 / 2)
+
+    def _turn(self, factor: float) -> Turn | None:
+        plan, rival = self._scores(factor)
+        if plan is None or rival is None:
+            return None
+        return Turn(factor=factor, plan_seconds=plan.step_seconds, rival=summarize(rival))
+
+    def _safe(self, end: float) -> bool:
+        """Whether no plan can be better between 1 and `end`. All become slower on the way, or all faster: the
+        plan takes no longer than at one end, and the best no less than at the other."""
+        own = self.present.step_seconds
+        if (end > 1) != self.faster_above:
+            there = self._scores(end)[0]
+            return there is not None and there.step_seconds * (1 - WORTH) <= own
+        self._solve(end)
+        best = min((plan.step_seconds for plan in self._scores(end) if plan is not None), default=own)
+        return own * (1 - WORTH) <= best
+
+    def _problem(self, factor: float) -> Problem:
+        if factor not in self._problems:
+            self._problems[factor] = self.varied(factor)
+        return self._problems[factor]
+
+    def _solve(self, factor: float) -> bool:
+        """Whether solving again, once for each factor, finds a new rival that beats the plan there."""
+        if factor in self._solved:
+            return False
+        self._solved.add(factor)
+        found = solved_again(self._problem(factor), [self.present, *self.rivals], SECONDS / 4).best
+        plan, _ = self._scores(factor)
+        known = {rival.proposal for rival in (self.present, *self.rivals)}
+        if found is None or plan is None or found.proposal in known:
+            return False
+        self.rivals.append(found)
+        return found.step_seconds < plan.step_seconds * (1 - WORTH)
+
+    def _scores(self, factor: float) -> tuple[ScoredPlan | None, ScoredPlan | None]:
+        """The plan and its best rival."""
+        problem = self._problem(factor)
+        allowed = [rival.proposal for rival in self.rivals if problem.allows(rival.proposal)]
+        return fastest(problem.space, [self.present.proposal]), fastest(problem.space, allowed)
+
+    def _beaten(self, factor: float) -> bool:
+        plan, rival = self._scores(factor)
+        if plan is None or rival is None:
+            return False
+        return rival.step_seconds < plan.step_seconds * (1 - WORTH)
+
+    def _first(self, end: float) -> float | None:
+        """The factor nearest to 1 at which a known rival beats the plan, to the accuracy of the steps."""
+        held = 1.0
+        for factor in _outwards(end):
+            if self._beaten(factor):
+                return self._halved(held, factor)
+            held = factor
+        return None
+
+    def _halved(self, held: float, beaten: float) -> float:
+        for _ in range(HALVINGS):
+            middle = (held * beaten) ** 0.5
+            if self._beaten(middle):
+                beaten = middle
+            else:
+                held = middle
+        return beaten
+
+
+def _outwards(end: float) -> Iterator[float]:
+    """From near 1 to `end`, in equal ratios."""
+    return (end ** (step / STEPS) for step in range(1, STEPS + 1))

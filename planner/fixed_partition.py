@@ -1,0 +1,144 @@
+"""A partition that was made elsewhere, as a plan: what it will take under pplan's costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..cost_models.errors import UsageError
+from ..cost_models.quantities import counted, format_bytes
+from ..cost_models.schedules import schedule_named
+from ..cost_models.timeline import step_seconds
+from .assembly import Assembly
+from .candidate import Proposal, ScoredPlan
+from .pipeline_config import PipelineConfig
+from .plan_file import GIVEN, Plan, ProfileReference
+from .problem import Problem
+from .scoring import assembly_of, fastest, possible
+from .search.branch_and_bound import SearchResult
+from .search.pipelines import stage_modes
+from .solve import bare_plan, warnings_of
+from .universal_bound import universal_bound
+
+
+@dataclass(frozen=True)
+class FixedPartition:
+    """The layers before each stage's end, `virtual_stages` of them on each device, in order, and replicas."""
+
+    ends: tuple[int, ...]
+    virtual_stages: int = 1
+    replicas: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """Devices that it takes."""
+        return len(self.ends) // self.virtual_stages * self.replicas
+
+    def proposal(self, config: PipelineConfig) -> Proposal:
+        """With a schedule and micro-batches; the replicas of a stage are next to each other.
+
+        Raises UsageError where the schedule does not run with these numbers.
+        """
+        own = replace(config, virtual_stages=self.virtual_stages)
+        devices = len(self.ends) // self.virtual_stages
+        program = schedule_named(own.schedule).program(devices, own.micro_batches, own.virtual_stages)
+        ranks = [
+            tuple(range(place.device * self.replicas, (place.device + 1) * self.replicas))
+            for place in program.pipes[0]
+        ]
+        return Proposal(own, self.ends, tuple(ranks))
+
+
+def given_plan(
+    problem: Problem,
+    given: FixedPartition,
+    *,
+    model: str,
+    profile: ProfileReference,
+    notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
+) -> Plan:
+    """The partition with the best of the problem's configurations, as a plan; one that does not fit says so
+    in its warnings. No search says how good it is: the bound is one on all plans with such micro-batches, of
+    any schedule in the running.
+
+    Raises UsageError for too few devices, a cut that the profile does not allow, and numbers that the
+    schedule does not run.
+    """
+    if given.gpus > problem.gpus:
+        raise UsageError(
+            f"gpus={problem.gpus}: the partition takes {counted(given.gpus, 'GPU')}",
+            f"Give as many: gpus={given.gpus}",
+        )
+    _check_cuts(problem, given)
+    proposals = _proposals(problem, given)
+    best = fastest(problem.space, proposals)
+    lacking: list[str] = []
+    if best is None:
+        best, lacking = _too_large(problem, proposals)
+    schedules = dict.fromkeys((*problem.proposable, best.config.schedule))
+    bound = universal_bound(problem, schedules, best.step_seconds)
+    found = SearchResult(
+        best=best, bound_seconds=bound, root_bound_seconds=bound, exact=False, universal=True
+    )
+    plan = bare_plan(problem, best, found, model=model, profile=profile)
+    made = assembly_of(problem.space, best.proposal, best.recompute)
+    said = dict.fromkeys([*lacking, *warnings, *warnings_of(problem), *made.outside()])
+    noted = list(dict.fromkeys(notes))
+    return plan.model_copy(update={"searched": GIVEN, "warnings": list(said), "notes": noted})
+
+
+def _check_cuts(problem: Problem, given: FixedPartition) -> None:
+    chain = problem.chain
+    for stage, end in enumerate(given.ends[:-1]):
+        if not chain.cut_after[end - 1]:
+            raise UsageError(
+                f"stage {stage} ends after layer {end - 1}, {chain.names[end - 1]}, where the profile allows "
+                "no cut",
+                "pplan show PROFILE says why; profile with another `granularity` where the cut is real.",
+            )
+
+
+def _proposals(problem: Problem, given: FixedPartition) -> list[Proposal]:
+    """With every configuration that its schedule runs. Raises the UsageError of the last where none does."""
+    made: list[Proposal] = []
+    refusal: UsageError | None = None
+    for config in problem.configs:
+        try:
+            proposal = given.proposal(config)
+        except UsageError as error:
+            refusal = error
+            continue
+        if possible(problem.space, proposal):
+            made.append(proposal)
+    if made:
+        return made
+    raise refusal or UsageError(
+        "the partition cannot be run: a stage has nothing to train, or its replicas have no sample each",
+        "Give more samples to a micro-batch (`micro_batches`), or fewer `replicas`.",
+    )
+
+
+def _too_large(problem: Problem, proposals: Sequence[Proposal]) -> tuple[ScoredPlan, list[str]]:
+    """Where none fits: the one that lacks least, recomputing as much as it may, and what it lacks."""
+    tried = [
+        (proposal, modes[-1], assembly_of(problem.space, proposal, (modes[-1],) * len(proposal.ends)))
+        for proposal in proposals
+        if (modes := stage_modes(proposal.config))
+    ]
+    proposal, mode, made = min(tried, key=lambda item: _most_lacking(problem, item[2])[0])
+    bytes_short, device, needed = _most_lacking(problem, made)
+    step = float(step_seconds(made.program, made.costs())[0])
+    note = (
+        f"it does not fit: device {made.ranks[device][0]} needs {format_bytes(round(needed))} of "
+        f"{format_bytes(round(needed - bytes_short))}"
+    )
+    return ScoredPlan(proposal, (mode,) * len(proposal.ends), step), [note]
+
+
+def _most_lacking(problem: Problem, made: Assembly) -> tuple[float, int, float]:
+    """Bytes that the device which lacks most is short of, which device of the pipeline, and what it needs."""
+    needs = [sum(made.ledger(device).values()) for device in range(made.program.devices)]
+    return max(
+        (need - problem.space.limit(made.ranks[device]), device, need) for device, need in enumerate(needs)
+    )

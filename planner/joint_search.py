@@ -1,0 +1,228 @@
+"""The best plan of a problem: what the named planners propose, and the joint search that starts from it.
+
+The bound of an answer holds for every plan that the answer was allowed to be. A plan of the searched space
+has the search's bound; one from outside, as a planner's on devices in another order, the universal one.
+Neither is lowered to the step of a plan: a step below its bound is a defect, and raised as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from ..cost_models.errors import DefectError, UsageError
+from .candidate import Proposal, ScoredPlan
+from .coverage import as_searched, is_searched
+from .other_placements import along_other_orders, reassigned
+from .other_schedules import transplanted
+from .pipeline_config import SEARCHED
+from .plan_file import TIE
+from .planners import PLANNERS, planner_named
+from .planners.base import Planner, refusal
+from .problem import INTERLEAVED, Problem
+from .scoring import fastest
+from .search.branch_and_bound import SearchResult, search
+from .search.budget import WORK_A_SECOND, OutOfTime
+from .search.coarse import is_large, search_large
+from .search.space import Space
+from .universal_bound import universal_bound
+
+SEARCH_SHARE = 0.6
+"""Of the work that the time limit stands for, what the search may do; the rest is for what is not counted."""
+BEST = "best"
+COSTLY = ("pipedream", "pipedream-published", "dapple", "alpa", "interleaved")
+"""Planners that search themselves: where the problem is not small, they are asked after the joint search."""
+SIMPLE = ("one-gpu", "data-parallel", "even")
+"""Planners that are asked whatever the time."""
+OUT_OF_TIME = "the time limit was reached before it made a plan"
+PLANNER_SHARE = 0.2
+"""Of the time that is left, what the proposals of one planner may take."""
+SMALL = 1_000
+"""Devices times blocks between cuts."""
+
+
+@dataclass(frozen=True)
+class JointSearchResult:
+    """The best plan and what was proven; `by_planner`: what each named planner came to, or why to nothing."""
+
+    found: SearchResult
+    by_planner: Mapping[str, ScoredPlan | str]
+
+    @property
+    def best(self) -> ScoredPlan | None:
+        """The plan, where one fits."""
+        return self.found.best
+
+
+def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSearchResult:
+    """The best plan of the problem, or of the planner that it names, and the bound on all plans.
+
+    No plan of `planners` is faster, of the schedules that are in the running. Raises UsageError for an
+    unknown planner.
+    """
+    named = problem.wishes.planner
+    if named != BEST:
+        plan = planned_by(planner_named(named), problem)
+        own = {named: plan}
+        best = plan if isinstance(plan, ScoredPlan) else None
+        return JointSearchResult(with_bound(problem, best, searched(problem, _plans(own))), own)
+    quick = is_small(problem)
+    large = is_large(problem.space, problem.families)
+    first = [name for name in planners if quick or (name in SIMPLE if large else name not in COSTLY)]
+    by_planner = {name: planned_by(planner_named(name), _opened_to(name, problem)) for name in first}
+    found = joint_search(problem, _running(problem, by_planner))
+    others = [name for name in planners if name not in first]
+    if others:
+        by_planner |= {name: planned_by(planner_named(name), _opened_to(name, problem)) for name in others}
+        found = _with(problem, found, _running(problem, by_planner))
+    if not found.exact:
+        found = _with(problem, found, _on_fewer(problem))
+    if found.best is not None and (other := along_other_orders(problem, found.best)) is not None:
+        moved = _on_other_devices(problem, [other])
+        found = _with(problem, found, [other] if moved is None else [other, moved])
+    return JointSearchResult(found, by_planner)
+
+
+def _opened_to(planner: str, problem: Problem) -> Problem:
+    """The problem as a planner is asked: the one of interleaved pipelines for its own, also where they are
+    not in the running."""
+    if planner != INTERLEAVED:
+        return problem
+    return replace(problem, wishes=replace(problem.wishes, planner=planner, robust=False))
+
+
+def _running(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
+    """The plans that may be the answer."""
+    return [plan for plan in _plans(by_planner) if plan.config.schedule in problem.proposable]
+
+
+def _on_fewer(problem: Problem) -> list[ScoredPlan]:
+    """The best plan on the largest power of two of devices below all of them: more devices may not make the
+    answer worse, also where it is not proven."""
+    if problem.gpus == 1 or problem.wishes.use_all or is_large(problem.space, problem.families):
+        return []
+    if problem.budget.spent:
+        return []
+    gpus = 1 << ((problem.gpus - 1).bit_length() - 1)
+    wishes = replace(problem.wishes, mini_batch=problem.mini_batch)
+    try:
+        fewer = replace(problem, topology=problem.topology.with_gpus(gpus), wishes=wishes)
+    except UsageError:
+        return []  # so few cannot have what is wished
+    best = find(fewer).best
+    if best is None or not problem.allows(best.proposal):
+        return []
+    resolved = fastest(problem.space, [best.proposal])
+    return [] if resolved is None else [resolved]
+
+
+def is_small(problem: Problem) -> bool:
+    """Whether there is time to ask every planner, and to solve again for every runtime."""
+    return problem.gpus * problem.space.chain.max_stages <= SMALL
+
+
+def _plans(by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
+    return [plan for plan in by_planner.values() if isinstance(plan, ScoredPlan)]
+
+
+def _with(problem: Problem, found: SearchResult, plans: Iterable[ScoredPlan]) -> SearchResult:
+    """The answer, unless one of the plans is faster: then that, with the bound that holds for it."""
+    best = min(plans, key=lambda plan: plan.step_seconds, default=None)
+    if best is None or (found.best is not None and found.best.step_seconds <= best.step_seconds):
+        return found
+    return with_bound(problem, best, found)
+
+
+def planned_by(planner: Planner, problem: Problem) -> ScoredPlan | str:
+    """The planner's best plan under the problem's costs and limits, or why there is none. Where the time is
+    over only the simple ones still make one, so that there is a plan."""
+    if problem.budget.over and planner.name not in SIMPLE:
+        return OUT_OF_TIME
+    budget = problem.budget.part(share=PLANNER_SHARE)
+    proposals = list[Proposal]()
+    try:
+        for proposal in planner.propose(problem):
+            if problem.allows(proposal):
+                proposals.append(proposal)
+            if proposals:
+                budget.check()
+    except OutOfTime:
+        if not proposals:
+            return OUT_OF_TIME
+    if not proposals:
+        return refusal(planner, problem)
+    return fastest(problem.space, proposals, budget=budget) or _unfit(problem.space)
+
+
+def _unfit(space: Space) -> str:
+    if space.runtime is not None and space.runtime.trains_every_stage:
+        return "does not fit, or a stage has nothing to train, which the runtime asks of every stage"
+    return "does not fit"
+
+
+def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchResult:
+    """The joint search from these plans, and from them on other devices; of schedules that it does not
+    search, plans that are made of its own. With a bound on all of them."""
+    seeds = [_as_searched(problem, seed) for seed in seeds]
+    found = searched(problem, seeds)
+    others = _on_other_devices(problem, [*seeds, *([] if found.best is None else [found.best])])
+    made = fastest(problem.space, transplanted(problem, problem.unsearched, found.best))
+    more = [plan for plan in (others, made) if plan is not None]
+    # Among equals the one of the searched space.
+    best = found.best
+    for plan in sorted((*seeds, *more), key=lambda plan: plan.step_seconds):
+        if best is None or plan.step_seconds < best.step_seconds * (1 - TIE):
+            best = plan
+    return with_bound(problem, best, found)
+
+
+def _on_other_devices(problem: Problem, known: Sequence[ScoredPlan]) -> ScoredPlan | None:
+    """A plan that is faster than all these: the fastest of them, on other devices."""
+    limit = min((plan.step_seconds for plan in known), default=inf)
+    return fastest(problem.space, reassigned(problem, known, limit), limit * (1 - TIE))
+
+
+def _as_searched(problem: Problem, plan: ScoredPlan) -> ScoredPlan:
+    """The plan on devices that the search looks at, where some are like its own."""
+    return replace(plan, proposal=as_searched(problem, plan.proposal))
+
+
+def with_bound(problem: Problem, best: ScoredPlan | None, found: SearchResult) -> SearchResult:
+    """This plan of the problem as the answer, with what holds for it of what a search `found`.
+
+    Raises DefectError where the plan is below a bound that should hold for it.
+    """
+    if best is None:
+        return replace(found, best=None, exact=found.exact and found.bound_seconds == inf)
+    best = _as_searched(problem, best)
+    step, own = best.step_seconds, problem.unsearched
+    inside = is_searched(problem, best.proposal) or best.config.schedule in own
+    bound, universal = found.bound_seconds, found.universal or not inside or not problem.families
+    if universal:
+        bound = universal_bound(problem, problem.proposable, step)
+    elif own:
+        bound = min(bound, universal_bound(problem, own, step))
+    if bound > step * (1 + TIE):
+        raise DefectError(
+            f"a plan of {step!r} s is below its bound of {bound!r} s: {best.config}, stages end at "
+            f"{best.proposal.ends}, devices {best.proposal.devices}"
+        )
+    exact = bound >= step * (1 - TIE)
+    root = min(bound, found.root_bound_seconds)
+    return SearchResult(best, step if exact else bound, root, exact, universal)
+
+
+def searched(
+    problem: Problem, seeds: Iterable[ScoredPlan] = (), work: float | None = None, *, whole: bool = True
+) -> SearchResult:
+    """The search of the schedules that it knows, from these plans; `work`: else as long as was wished. Not of
+    the `whole` space: of plans near good ones, as of a problem that is too large."""
+    work = SEARCH_SHARE * problem.wishes.time_limit * WORK_A_SECOND if work is None else work
+    own = [plan for plan in seeds if plan.config.schedule in SEARCHED]
+    large = is_large(problem.space, problem.families) or not whole
+    if not large:
+        return search(problem.space, problem.families, problem.stage_counts, own, work)
+    return search_large(
+        problem.space, problem.families, problem.stage_counts, own, work, deeper=problem.may_be_deeper
+    )

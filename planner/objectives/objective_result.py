@@ -1,0 +1,54 @@
+"""What an objective came to: a plan, what was proven of it, and what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..candidate import ScoredPlan
+from ..joint_search import BEST, JointSearchResult, find, joint_search, with_bound
+from ..plan_file import Aim
+from ..problem import Problem
+from ..scoring import assembly_of, fastest
+from ..search.branch_and_bound import SearchResult
+from ..search.space import Space
+
+
+@dataclass(frozen=True)
+class ObjectiveResult:
+    """`found`: the plan, with what was proven of the step of all plans. `answer`: the fastest plan, whose
+    comparisons the plan file shows. `aim`: what the plan is the best of, where that is not its step."""
+
+    found: SearchResult
+    answer: JointSearchResult
+    aim: Aim | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> ScoredPlan | None:
+        """The plan, where one fits."""
+        return self.found.best
+
+
+def search_again(problem: Problem, seeds: Sequence[ScoredPlan]) -> SearchResult:
+    """The fastest plan of a problem whose limits are others than those of which the `seeds` are plans."""
+    if problem.wishes.planner != BEST:
+        return find(problem).found
+    scored = fastest(problem.space, [plan.proposal for plan in seeds])
+    return joint_search(problem, [] if scored is None else [scored])
+
+
+def within(problem: Problem, memory_limit: float) -> Problem:
+    """The same where no device may hold more bytes."""
+    return replace(problem, wishes=replace(problem.wishes, memory_limit=memory_limit))
+
+
+def peak_bytes(space: Space, plan: ScoredPlan) -> float:
+    """What the device that needs most needs."""
+    made = assembly_of(space, plan.proposal, plan.recompute)
+    return max(sum(made.ledger(device).values()) for device in range(made.program.devices))
+
+
+def of_fastest(problem: Problem, found: SearchResult, plan: ScoredPlan) -> SearchResult:
+    """A plan that need not be the fastest, with what was proven of all steps."""
+    return with_bound(problem, plan, found)

@@ -1,0 +1,62 @@
+"""A configuration: what a plan fixes besides its cuts and devices (schedule, recomputation,
+micro-batches)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+MOST_MICRO_BATCHES = 2**14
+"""Of a step. Every one of them is simulated on every stage."""
+SEARCHED = ("1f1b", "gpipe")
+"""The schedules that are searched exactly, and that `auto` stands for."""
+
+Mode = Literal["by_stage", "never", "always", "except_last"]
+"""What recomputes: all stages in one way, or each as it must: no stage that fits without recomputes."""
+MODES: tuple[Mode, ...] = ("by_stage", "never", "except_last", "always")
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Schedule, recomputation and micro-batches of a pipeline; `virtual_stages` of each device."""
+
+    schedule: str
+    recompute: Mode
+    micro_batches: int
+    micro_batch_size: int
+    virtual_stages: int = 1
+
+    @property
+    def mini_batch(self) -> int:
+        """Samples of a step."""
+        return self.micro_batches * self.micro_batch_size
+
+    def __str__(self) -> str:
+        chunks = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
+        mode = "where it must" if self.recompute == "by_stage" else self.recompute.replace("_", " ")
+        return f"{self.micro_batches} x {self.micro_batch_size}, {self.schedule}{chunks}, recompute {mode}"
+
+
+def pipeline_configs(
+    mini_batch: int, schedules: Sequence[str], modes: Sequence[Mode], sizes: Sequence[int]
+) -> list[PipelineConfig]:
+    """Every configuration for these micro-batch sizes, the preferred among equals first: schedules and modes
+    in their order, few micro-batches before many.
+
+    `except_last` is torchgpipe's: only GPipe runs the last micro-batch's backward first, and with one
+    micro-batch it is `never`.
+    """
+    return [
+        PipelineConfig(schedule, mode, mini_batch // size, size)
+        for schedule in schedules
+        for mode in modes
+        for size in sorted(sizes, reverse=True)
+        if mode != "except_last" or (schedule == "gpipe" and mini_batch > size)
+    ]
+
+
+def some(values: Sequence[int]) -> str:
+    """The values in words, the first twelve and the last of many."""
+    shown = ", ".join(str(value) for value in values[:12])
+    return shown if len(values) <= 12 else f"{shown}, … {values[-1]}"

@@ -1,0 +1,67 @@
+"""Scored plans as they stand in a plan file: their stages with times and ledgers, and their bubble."""
+
+from __future__ import annotations
+
+from math import inf
+
+from ..cost_models.timeline import simulate
+from .assembly import Assembly
+from .candidate import ScoredPlan
+from .plan_file import PlannedStage, Recompute
+from .scoring import assembly_of
+from .search.space import Space
+
+
+def planned_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
+    """The parts of the layers in order. Where a device has several, the memory is that of all of them."""
+    return staged(space, assembly_of(space, plan.proposal, plan.recompute), plan)
+
+
+def staged(space: Space, made: Assembly, plan: ScoredPlan) -> list[PlannedStage]:
+    """The same of a plan that is made ready for the simulator."""
+    forward, backward = made.by_place("forward"), made.by_place("backward")
+    mixed = plan_recompute(plan) == "selective"
+    stages = []
+    for part, place in enumerate(made.program.pipes[0]):
+        (first, end), mode = plan.proposal.bounds[part], plan.recompute[part]
+        recompute = forward[place][0] if mode != "never" else 0.0
+        ledger = {name: round(amount) for name, amount in made.ledger(place.device).items()}
+        stages.append(
+            PlannedStage(
+                first_layer=first,
+                last_layer=end - 1,
+                replicas=len(plan.proposal.devices[part]),
+                devices=list(plan.proposal.devices[part]),
+                forward_seconds=float(forward[place][0]),
+                backward_seconds=float(backward[place][0] + recompute),
+                memory_bytes=sum(ledger.values()),
+                memory_limit_bytes=_whole(space.limit(made.ranks[place.device])),
+                memory=ledger,
+                recompute=mode if mixed else None,
+            )
+        )
+    return stages
+
+
+def _whole(limit: float) -> int | None:
+    return None if limit == inf else int(limit)
+
+
+def plan_recompute(plan: ScoredPlan) -> Recompute:
+    """The plan's word: `selective` where the stages differ."""
+    modes = set(plan.recompute)
+    return modes.pop() if len(modes) == 1 else "selective"
+
+
+def run_in_words(plan: ScoredPlan) -> str:
+    """Its micro-batches, schedule and recomputation: `32 x 8, 1f1b, recompute never`."""
+    config = plan.config
+    virtual = f", {config.virtual_stages} virtual stages" if config.virtual_stages > 1 else ""
+    mode = plan_recompute(plan).replace("_", " ")
+    return f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}{virtual}, recompute {mode}"
+
+
+def bubble(space: Space, plan: ScoredPlan) -> float:
+    """Idle share of the devices' time."""
+    made = assembly_of(space, plan.proposal, plan.recompute)
+    return simulate(made.program, made.costs()).bubble

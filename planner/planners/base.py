@@ -1,0 +1,180 @@
+"""What planners share: what one is, pipelines of stages with equally many replicas, allowed cuts."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost_models.layer import Chain, joined
+from ...cost_models.schedules import schedule_named
+from ..candidate import Proposal, replicated_pipeline
+from ..pipeline_config import PipelineConfig
+
+if TYPE_CHECKING:
+    from ..candidate import Proposal
+    from ..problem import Problem
+
+
+class Planner(Protocol):
+    """A way to plan, by its name."""
+
+    @property
+    def name(self) -> str:
+        """As `planner` takes it."""
+        ...
+
+    def propose(self, problem: Problem) -> Iterable[Proposal]:
+        """The plans it would make of the problem, in any order: all are scored, and the fastest that fits
+        counts. None where it cannot make one."""
+        ...
+
+
+@runtime_checkable
+class Refusing(Protocol):
+    """A planner that says why it proposes nothing."""
+
+    def refusal(self, problem: Problem) -> str:
+        """In words; for a problem of which it proposed nothing."""
+        ...
+
+
+def refusal(planner: Planner, problem: Problem) -> str:
+    """Why a planner proposed nothing for the problem, in words."""
+    if isinstance(planner, Refusing):
+        return planner.refusal(problem)
+    return "not applicable to this problem"
+
+
+EVERY_COUNT = 64
+"""Up to here every number of stages is tried."""
+GROWTH = 1.1
+"""Beyond, by how much the numbers of stages that are tried differ: so many stages are alike."""
+
+Ends = tuple[int, ...]
+"""By stage, the number of layers before its end."""
+Rule = Callable[[int, int], Ends | None]
+"""Ends of so many stages for micro-batches of so many samples on a device; None where it makes none."""
+
+
+def stage_counts(problem: Problem, parts: int = 1) -> list[int]:
+    """Numbers of stages to try, of `parts` parts of the layers each: all but of very many only some, with
+    the divisors of the devices."""
+    most = min(problem.stage_counts[-1], problem.space.chain.max_stages // parts)
+    counts, last = [], 0
+    for count in range(1, most + 1):
+        divides = problem.reached % count == 0
+        if count <= EVERY_COUNT or count >= last * GROWTH or count == most or divides:
+            counts.append(count)
+            last = count
+    return counts
+
+
+def linear_configs(problem: Problem) -> list[PipelineConfig]:
+    """The configurations whose devices have one part of the layers each."""
+    return [
+        config
+        for config in problem.configs
+        if config.virtual_stages == 1 and schedule_named(config.schedule).default_virtual_stages == 1
+    ]
+
+
+def fewest_stages(problem: Problem) -> int:
+    """Two, for planners of pipelines; one where the devices, cuts or wishes leave no more."""
+    return min(2, stage_counts(problem)[-1])
+
+
+def replicated_shapes(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Stages and replicas of each, more than one, that together are all devices."""
+    devices, runtime = problem.reached, problem.runtime
+    for stages in stage_counts(problem):
+        replicas = devices // stages
+        runs = runtime is None or runtime.runs_replicas([replicas] * stages)
+        if devices % stages == 0 and replicas > 1 and runs:
+            yield stages, replicas
+
+
+def shared_configs(
+    problem: Problem, configs: Iterable[PipelineConfig], replicas: int
+) -> list[PipelineConfig]:
+    """The configurations whose micro-batches so many replicas share equally, at a size that can be costed."""
+    return [
+        config
+        for config in configs
+        if config.micro_batch_size % replicas == 0
+        and problem.space.fits_someone(config.micro_batch_size, replicas)
+    ]
+
+
+def linear_pipelines(
+    problem: Problem, configs: Sequence[PipelineConfig], rule: Rule, *, of_a_node: bool = False
+) -> Iterator[Proposal]:
+    """A device a stage, in each number of stages that the rule makes; of no more than a node's devices where
+    one process drives them all."""
+    most = problem.topology.gpus_per_node if of_a_node else problem.topology.gpus
+    for stages in stage_counts(problem):
+        if stages <= most:
+            yield from equal_pipelines(problem, configs, rule, stages, 1)
+
+
+def all_pipelines(problem: Problem, configs: Sequence[PipelineConfig], rule: Rule) -> Iterator[Proposal]:
+    """A device a stage, and the same number of replicas of every stage on all devices; of two stages or more
+    where there can be: one stage is one GPU, or data parallelism."""
+    linear = [(stages, 1) for stages in stage_counts(problem)]
+    for stages, replicas in (*linear, *replicated_shapes(problem)):
+        if stages >= fewest_stages(problem):
+            yield from equal_pipelines(problem, configs, rule, stages, replicas)
+
+
+def equal_pipelines(
+    problem: Problem, configs: Iterable[PipelineConfig], rule: Rule, stages: int, replicas: int
+) -> Iterator[Proposal]:
+    """The rule's pipelines of these stages, each on so many devices of consecutive ranks."""
+    by_batch = dict[int, Ends | None]()
+    for config in shared_configs(problem, configs, replicas):
+        per_replica_batch = config.micro_batch_size // replicas
+        if per_replica_batch not in by_batch:
+            by_batch[per_replica_batch] = rule(stages, per_replica_batch)
+        ends = by_batch[per_replica_batch]
+        if ends is not None:
+            yield replicated_pipeline(config, ends, [replicas] * stages)
+
+
+def ends_of(counts: Sequence[int]) -> Ends:
+    """Ends of stages of so many layers each."""
+    return tuple(np.cumsum(counts).tolist())
+
+
+def work_seconds(problem: Problem, size: int) -> npt.NDArray[np.float64]:
+    """Forward and backward seconds of every layer for micro-batches of `size` samples on a device."""
+    costs = problem.space.chain.at(size, past_largest=True)
+    return costs.forward_seconds + costs.backward_seconds
+
+
+def nearest_cuts(chain: Chain, ends: Sequence[int]) -> tuple[int, ...]:
+    """The ends of stages, ascending, each moved to the nearest allowed one (of two as near, the earlier).
+
+    From the first on, each stays behind the one before and leaves an allowed end to every later one; so ends
+    that do not ascend become stages of a layer or more, too. `ends`: numbers of layers before the end of each
+    stage, the last len(chain), of at most `chain.max_stages` stages.
+    """
+    cut_points, stages = joined(chain), len(ends)
+    moved, least = list[int](), 1
+    for later, end in zip(range(stages - 2, -1, -1), ends, strict=False):
+        most = len(cut_points) - 2 - later
+        right = min(max(bisect_left(cut_points, end), least), most)
+        left = max(right - 1, least)
+        chosen = left if end - cut_points[left] <= cut_points[right] - end else right
+        moved.append(cut_points[chosen])
+        least = chosen + 1
+    return (*moved, len(chain))
+
+
+def allows(chain: Chain, ends: Sequence[int]) -> bool:
+    """Whether these ends of stages ascend, from a layer on to the last, and none is a forbidden cut."""
+    first = (0, *ends)
+    rising = all(a < b for a, b in zip(first, ends, strict=False))
+    return rising and ends[-1] == len(chain) and all(chain.cut_after[end - 1] for end in ends[:-1])

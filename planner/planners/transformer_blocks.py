@@ -1,0 +1,124 @@
+"""The transformer blocks of a chain, told by the names of the layers, and Megatron's plan of them.
+
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
+section 2.2: every stage has the same number of blocks, the embedding first, the head last. Ranks are ordered
+with the pipeline outermost (tp-cp-ep-dp-pp), so that the replicas of a stage are neighbours. A cut that is
+forbidden is moved to the nearest that is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ...cost_models.layer import Chain
+from ...cost_models.quantities import counted
+from ..candidate import Proposal
+from .base import Ends, equal_pipelines, linear_configs, nearest_cuts, replicated_shapes, stage_counts
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+
+_NUMBERED = re.compile(r"(?:^|[._])(?:layers?|h|(?:res|transformer_)?blocks?)[._]?(\d+)(?=[._]|$)")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Consecutive blocks of a chain: `starts`, the first layer of each, and the layer after the last one.
+
+    `stem`: what their names begin with, before the number.
+    """
+
+    stem: str
+    starts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+
+def repeated_blocks(chain: Chain) -> Blocks | None:
+    """The longest run of blocks numbered one after another, most of which have as many parameters.
+
+    Of runs as long the first; None where the names tell no two. What stands between two blocks belongs to
+    the earlier.
+    """
+    runs = [run for stem, layers in _numbered(chain).items() for run in _runs(stem, layers)]
+    alike = [run for run in runs if _are_alike(chain, run)]
+    return max(alike, key=len, default=None)
+
+
+def _numbered(chain: Chain) -> dict[str, list[tuple[int, int]]]:
+    """By stem, the block number and the index of every layer that has it, in the order of the chain."""
+    found = dict[str, list[tuple[int, int]]]()
+    for index, name in enumerate(chain.names):
+        for match in _NUMBERED.finditer(name):
+            found.setdefault(name[: match.start(1)], []).append((int(match[1]), index))
+    return found
+
+
+def _runs(stem: str, layers: list[tuple[int, int]]) -> list[Blocks]:
+    """The runs of two blocks or more whose numbers rise by one."""
+    runs, starts = list[Blocks](), [layers[0][1]]
+    for (number, index), (following, at) in pairwise(layers):
+        if following == number + 1:
+            starts.append(at)
+        elif following != number:
+            runs.append(Blocks(stem, (*starts, index + 1)))
+            starts = [at]
+    runs.append(Blocks(stem, (*starts, layers[-1][1] + 1)))
+    return [run for run in runs if len(run) > 1]
+
+
+def _are_alike(chain: Chain, blocks: Blocks) -> bool:
+    """Whether more than half of them have the same bytes of parameters, and some."""
+    sums = [float(chain.parameter_bytes[first:end].sum()) for first, end in pairwise(blocks.starts)]
+    (most_common, number), *_ = Counter(sums).most_common(1)
+    return most_common > 0 and 2 * number > len(blocks)
+
+
+class Megatron:
+    """Even blocks on all devices."""
+
+    name = "megatron"
+
+    def propose(self, problem: Problem) -> Iterator[Proposal]:
+        """Each number of stages that divides blocks and devices, with the replicas that use all devices; none
+        where the names of the layers tell no blocks."""
+        chain, blocks = problem.space.chain, repeated_blocks(problem.space.chain)
+        if blocks is None:
+            return
+        devices = problem.reached
+        shapes = [(devices, 1)] if devices in stage_counts(problem) else []
+        for stages, replicas in (*shapes, *replicated_shapes(problem)):
+            yield from equal_pipelines(
+                problem,
+                linear_configs(problem),
+                lambda count, _: block_ends(chain, blocks, count),
+                stages,
+                replicas,
+            )
+
+    def refusal(self, problem: Problem) -> str:
+        """Why it proposes nothing."""
+        blocks = repeated_blocks(problem.space.chain)
+        if blocks is None:
+            return "no transformer blocks recognised"
+        devices = counted(problem.reached, "device")
+        return f"{len(blocks)} blocks, {blocks.stem}*, do not divide into stages of {devices} in use"
+
+
+def block_ends(chain: Chain, blocks: Blocks, stages: int) -> Ends | None:
+    """Ends of stages of as many blocks each; None where they do not divide."""
+    each, rest = divmod(len(blocks), stages)
+    if rest or stages > chain.max_stages:
+        return None
+    inner = blocks.starts[each : each * stages : each]
+    return nearest_cuts(chain, (*inner, len(chain)))
+
+
+MEGATRON = Megatron()

@@ -1,0 +1,186 @@
+"""The search where there are too many layers and devices to look at all plans.
+
+The bound on all plans is that of `relaxed`, which has no positions of devices, and the plans near the
+pipelines that attain it are scored. Then, with few cuts, spread so that the layers between them cost alike,
+and with devices taken by several at a time, plans are searched; then again with the cuts near those of the
+best plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+from ..candidate import Proposal, ScoredPlan
+from ..plan_file import TIE
+from .branch_and_bound import WORK, SearchResult, search
+from .budget import OutOfTime, SearchBudget
+from .pipelines import modes_of, pipelines_of
+from .placements import MOST_DEVICES
+from .relaxed_bound import RelaxedBound
+from .space import Space, narrowed, with_cuts
+from .subproblem import Family, quick_bound
+
+MOST_STRAIGHT = 256
+"""The same where stages have one device each."""
+MOST_POSITIONS = 1_024
+"""Of more devices only the plans near relaxed ones are looked at: tables by position would be too large."""
+COARSE_BLOCKS = 64
+NEAR = 3
+"""Cuts on either side to which a refined search may move one."""
+REFINEMENTS = 2
+MOST_STAGES = 64
+"""That are searched; proposed plans may have more."""
+FOR_BOUND = 0.5
+"""Share of the work and the time that the bound may have."""
+
+
+def is_large(space: Space, families: Sequence[Family]) -> bool:
+    """Whether not all plans are searched."""
+    most = {True: 1, False: 1}
+    for family in families:
+        linear = family.replicas == (1,)
+        most[linear] = max(most[linear], len(family.placement.ranks))
+    return space.is_long or most[False] > MOST_DEVICES or most[True] > MOST_STRAIGHT
+
+
+def search_large(
+    space: Space,
+    families: Sequence[Family],
+    stage_counts: Iterable[int],
+    seeds: Iterable[ScoredPlan],
+    work: float | None = None,
+    *,
+    deeper: bool = False,
+) -> SearchResult:
+    """The best plan found of these families, no slower than the seeds; and a bound on all of them, with any
+    of the devices. `deeper`: plans with more stages are allowed, too: they are only bounded."""
+    budget = space.budget.part(WORK if work is None else work)
+    counts = sorted(set(stage_counts))
+    scored = _Scored(space, budget, min(seeds, key=lambda plan: plan.step_seconds, default=None))
+    own = budget.part(FOR_BOUND * budget.left, share=FOR_BOUND)
+    relaxed = RelaxedBound(space, families, counts, deeper, own, scored)
+    bound = relaxed.least(scored.step)
+    _search_coarsely(scored, families, [count for count in counts if count <= MOST_STAGES], budget)
+    bound = min(bound, scored.step)
+    root = min([scored.step, *(quick_bound(space, family) for family in families)])
+    return SearchResult(scored.best, bound, min(root, bound), bound >= scored.step * (1 - TIE))
+
+
+class _Scored:
+    """The best plan so far. As a function: scores proposals, and gives the seconds of the best plan."""
+
+    def __init__(self, space: Space, budget: SearchBudget, best: ScoredPlan | None) -> None:
+        self.space, self.budget, self.best = space, budget, best
+        self._known: set[Proposal] = set()
+
+    @property
+    def step(self) -> float:
+        """Of the best plan; inf where there is none."""
+        return inf if self.best is None else self.best.step_seconds
+
+    def __call__(self, proposals: Sequence[Proposal]) -> float:
+        for proposal in proposals:
+            if proposal not in self._known:
+                self._known.add(proposal)
+                self._score(proposal)
+        return self.step
+
+    def _score(self, proposal: Proposal) -> None:
+        config = proposal.config
+        if not self.space.limits.allow(proposal.bounds):
+            return
+        narrow = narrowed(self.space, proposal.ends) if self.space.is_long else self.space
+        modes = modes_of(narrow, proposal)
+        if modes is None:
+            return
+        self.budget.check()
+        step = float(pipelines_of(narrow, [proposal], [modes]).step_seconds()[0])
+        self.budget.simulate(1, 2 * len(proposal.ends) * config.micro_batches)
+        if step < self.step:
+            self.best = ScoredPlan(proposal, modes, step)
+
+
+def _search_coarsely(
+    scored: _Scored, families: Sequence[Family], counts: Sequence[int], budget: SearchBudget
+) -> None:
+    """Looks for better plans with few cuts and devices taken together, and then near the best one."""
+    space = scored.space
+    if max((len(family.placement.ranks) for family in families), default=0) > MOST_POSITIONS:
+        return
+    families = [_in_units(family) for family in families]
+    try:
+        cuts = _spread(space, COARSE_BLOCKS)
+        scored.best = _better(scored.best, with_cuts(space, cuts), families, counts, budget.left / 2)
+        for _ in range(REFINEMENTS):
+            if scored.best is not None:
+                config, stages = scored.best.config, len(scored.best.proposal.ends)
+                alike = [family for family in families if family.config == config]
+                near = with_cuts(space, _near(space, scored.best))
+                scored.best = _better(scored.best, near, alike, [stages], budget.left / 2)
+    except OutOfTime:
+        return
+
+
+def _better(
+    best: ScoredPlan | None,
+    space: Space,
+    families: Sequence[Family],
+    stage_counts: Sequence[int],
+    work: float,
+) -> ScoredPlan | None:
+    """The best plan of a smaller space, where it is faster than `best`; else `best`."""
+    limit = inf if best is None else best.step_seconds
+    return search(space, families, stage_counts, work=work, limit=limit).best or best
+
+
+def _in_units(family: Family) -> Family:
+    """With devices taken by several at a time, so that stages begin at `MOST_DEVICES` of them or fewer."""
+    devices, unit = len(family.placement.ranks), 1
+    if len(family.replicas) == 1:
+        return replace(family, unit=family.replicas[0])
+    while devices > MOST_DEVICES * unit:
+        unit *= 2
+    return replace(family, unit=unit, replicas=tuple(n for n in family.replicas if n % unit == 0))
+
+
+def _spread(space: Space, blocks: int) -> npt.NDArray[np.bool_]:
+    """Allowed cuts, so many that the layers between them cost about alike."""
+    costs = space.chain.at(space.chain.sizes[-1])
+    before = np.cumsum(costs.forward_seconds + costs.backward_seconds)
+    allowed = np.flatnonzero(space.chain.cut_after)
+    if not len(allowed):
+        return space.chain.cut_after
+    wanted = np.linspace(0, before[-1], blocks + 1)[1:-1]
+    right = np.searchsorted(before[allowed], wanted).clip(0, len(allowed) - 1)
+    kept = np.zeros(len(space.chain), dtype=np.bool_)
+    kept[allowed[right]] = True
+    kept[[*space.limits.must_cut, *_between_pins(space)]] = True
+    return kept
+
+
+def _near(space: Space, best: ScoredPlan) -> npt.NDArray[np.bool_]:
+    """The allowed cuts near those of a plan."""
+    allowed = np.flatnonzero(space.chain.cut_after)
+    kept = np.zeros(len(space.chain), dtype=np.bool_)
+    for end in best.proposal.ends[:-1]:
+        at = int(np.searchsorted(allowed, end - 1))
+        kept[allowed[max(at - NEAR, 0) : at + NEAR + 1]] = True
+    kept[[*space.limits.must_cut, *_between_pins(space)]] = True
+    return kept
+
+
+def _between_pins(space: Space) -> list[int]:
+    """Allowed cuts, as many between pinned layers as lie between their stages."""
+    allowed, made = np.flatnonzero(space.chain.cut_after), list[int]()
+    before, stage = 0, 0
+    for layer, own in sorted(space.limits.pins):
+        between = allowed[(allowed >= before) & (allowed < layer)]
+        count = min(own - stage, len(between))
+        made += between[np.linspace(0, len(between) - 1, count).round().astype(np.int64)].tolist()
+        before, stage = layer, own
+    return made

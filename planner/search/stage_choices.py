@@ -1,0 +1,242 @@
+"""The stages that a pipeline of a configuration may have: pairs of cut points, on runs of the devices in an
+order.
+
+Runs that cost the same are a group; its pairs stand in lists sorted by the place they start at, without those
+that would alone be too slow or fit nowhere.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost_models.memory import Recompute
+from ...cost_models.schedules import schedule_named
+from ..pipeline_config import PipelineConfig
+from ..stage_table import Floats
+from .device_ranges import DeviceRanges
+from .pipelines import stage_modes
+from .space import ReplicaGroupCosts, Space, divide_batch
+
+Indices = npt.NDArray[np.int64]
+
+
+class Entries(NamedTuple):
+    """Stages of a group that begin at `position` and end before `after`, by entry: pair `pair`, cut points
+    `start` and `end`; sorted by position and start, of which `first` are the first entries."""
+
+    position: Indices
+    after: Indices
+    pair: Indices
+    start: Indices
+    end: Indices
+    first: Indices
+
+    def least_into(self, table: Floats, values: Floats) -> None:
+        """Lowers the table at each position and start to the least value of its entries."""
+        at = self.position[self.first], self.start[self.first]
+        table[at] = np.minimum(table[at], np.minimum.reduceat(values, self.first))
+
+
+@dataclass(frozen=True, eq=False)
+class GroupChoices:
+    """The stages of one team: `start`, `end` (pairs,) are cut points; `at` (positions + 1,) says where in the
+    order of devices its runs may begin. Seconds (pairs,) are those of the team."""
+
+    team: ReplicaGroupCosts
+    at: npt.NDArray[np.bool_]
+    start: Indices
+    end: Indices
+    config: PipelineConfig
+    _most: dict[Recompute, Floats] = field(default_factory=dict)
+    _eff: dict[float, tuple[Floats, npt.NDArray[np.bool_]]] = field(default_factory=dict)
+
+    @property
+    def replicas(self) -> int:
+        """Devices of a run."""
+        return self.team.replicas
+
+    @cached_property
+    def positions(self) -> Indices:
+        """Where runs may begin."""
+        return np.flatnonzero(self.at)
+
+    @cached_property
+    def forward(self) -> Floats:
+        return self.team.forward[self.start, self.end]
+
+    @cached_property
+    def plain(self) -> Floats:
+        """Backward, without what is run again."""
+        return self.team.backward[self.start, self.end]
+
+    @cached_property
+    def exposed_allreduce(self) -> Floats:
+        return self.team.exposed_allreduce[self.start, self.end]
+
+    @cached_property
+    def sent(self) -> Floats:
+        """Bytes that a replica sends at the end of the stage."""
+        return self.team.table.crossing[self.end]
+
+    @cached_property
+    def inner(self) -> npt.NDArray[np.bool_]:
+        """Whether a stage follows."""
+        inner: npt.NDArray[np.bool_] = self.end < self.team.table.blocks
+        return inner
+
+    @cached_property
+    def segments(self) -> Indices:
+        """(cut points + 1,): where the pairs of each start begin."""
+        return np.searchsorted(self.start, np.arange(self.team.table.blocks + 2))
+
+    def before(self, reachable: npt.NDArray[np.bool_]) -> Entries | None:
+        """Its stages that end where others may follow: `reachable` (positions + 1, cut points)."""
+        after = self.positions + self.replicas
+        which, pair = np.nonzero(reachable[after].take(self.end, axis=1))
+        if not len(pair):
+            return None
+        start = self.start[pair]
+        first = np.flatnonzero(np.append(True, (which[1:] != which[:-1]) | (start[1:] != start[:-1])))
+        return Entries(self.positions[which], after[which], pair, start, self.end[pair], first)
+
+    def _room(self, mode: Recompute) -> Floats:
+        if mode not in self._most:
+            self._most[mode] = self.team.room(mode, self.start, self.end)
+        return self._most[mode]
+
+    def backward(self, in_flight: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """Backward seconds where so many micro-batches are held, inf where they do not fit, and whether
+        forward is run again."""
+        if in_flight not in self._eff:
+            recompute = np.zeros(len(self.start), dtype=np.bool_)
+            seconds = np.full(len(self.start), np.inf)
+            for mode in reversed(stage_modes(self.config)):
+                fits = in_flight <= self._room(mode)
+                own = self.plain if mode == "never" else self.plain + self.forward
+                seconds, recompute = np.where(fits, own, seconds), np.where(fits, mode != "never", recompute)
+            self._eff[in_flight] = seconds, recompute
+        return self._eff[in_flight]
+
+
+@dataclass(frozen=True, eq=False)
+class StageChoices:
+    """All groups of a configuration on the runs of an order of the devices."""
+
+    space: Space
+    config: PipelineConfig
+    ranges: DeviceRanges
+    groups: tuple[GroupChoices, ...]
+
+    @property
+    def least_used(self) -> int:
+        """The position that the last stage must end at, at least."""
+        return self.devices if self.ranges.on_all else 0
+
+    @cached_property
+    def after_last(self) -> Floats:
+        """(positions + 1, cut points): 0 where a plan may be done, else inf."""
+        values = np.full((self.devices + 1, self.last_place + 1), np.inf)
+        values[self.least_used :, -1] = 0.0
+        return values
+
+    @property
+    def last_place(self) -> int:
+        """Where the last stage ends."""
+        return self.groups[0].team.table.blocks if self.groups else 0
+
+    @property
+    def devices(self) -> int:
+        """In the order."""
+        return len(self.ranges.placement.ranks)
+
+    @property
+    def entries(self) -> int:
+        """Stages on runs of devices."""
+        return sum(len(group.start) * int(group.at.sum()) for group in self.groups)
+
+    @cached_property
+    def most_stages(self) -> int:
+        """Of a pipeline: each takes a device and a block."""
+        least = min((group.replicas for group in self.groups), default=1)
+        return min(self.devices // least, self.last_place)
+
+    def in_flight(self, remaining: int) -> float:
+        """Micro-batches in flight on the stage that is the `remaining`-th from the end."""
+        schedule, count = schedule_named(self.config.schedule), self.config.micro_batches
+        return schedule.in_flight(0, remaining, count)
+
+    @cached_property
+    def launches(self) -> float:
+        """Host seconds of all launches of a step, where one process makes them all; else 0."""
+        if not self.space.one_process or not self.groups:
+            return 0.0
+        table, config = self.groups[0].team.table, self.config
+        forward, backward = float(table.forward_launch[0, -1]), float(table.backward_launch[0, -1])
+        recompute = {"always": config.micro_batches, "except_last": config.micro_batches - 1}
+        return config.micro_batches * (forward + backward) + recompute.get(config.recompute, 0) * forward
+
+    @cached_property
+    def prefixes(self) -> tuple[Floats, Floats, Floats]:
+        """(positions + 1, cut points) each, of the layers before a place on the devices before a position:
+        the least seconds that a micro-batch takes, forward, and forward and backward; and the work of all
+        micro-batches shared evenly, as long as the busiest of these stages takes at least."""
+        counts = sorted({group.replicas for group in self.groups})
+        own = np.array([self._of_blocks(count) for count in counts])
+        shape = (self.devices + 1, self.last_place + 1)
+        made = tuple(np.full(shape, np.inf) for _ in range(3))
+        for values in made:
+            values[:, 0] = 0.0
+        for position in range(1, self.devices + 1):
+            usable = own[: bisect_right(counts, position)]
+            if len(usable):
+                forward, both = np.cumsum(usable.min(axis=0), axis=1)
+                shared = usable[:, 1] * np.array(counts[: len(usable)])[:, None]
+                work = self.config.micro_batches * np.cumsum(shared.min(axis=0)) / position
+                for values, row in zip(made, (forward, both, work), strict=True):
+                    values[position] = row
+        return made[0], made[1], made[2]
+
+    def _of_blocks(self, replicas: int) -> Floats:
+        """(2, cut points): seconds of each block on so many replicas, forward, and forward and backward; 0
+        before the first block."""
+        per_replica_batch = divide_batch(self.config.micro_batch_size, replicas)
+        starts = self.groups[0].team.table.cut_points[:-1]
+        layers = self.space.least_work(per_replica_batch, recompute=self.config.recompute == "always")
+        seconds = np.array([self.space.least_forward(per_replica_batch), layers])
+        return np.pad(np.add.reduceat(seconds, starts, axis=1), ((0, 0), (1, 0)))
+
+
+def list_stage_choices(
+    space: Space, config: PipelineConfig, ranges: DeviceRanges, limit: float
+) -> StageChoices:
+    """The options whose stage alone takes no longer than `limit` over all micro-batches."""
+    return StageChoices(space, config, ranges, tuple(_groups(space, config, ranges, limit)))
+
+
+def _groups(
+    space: Space, config: PipelineConfig, ranges: DeviceRanges, limit: float
+) -> Iterator[GroupChoices]:
+    ranks = ranges.placement.ranks
+    for count in ranges.counts:
+        if count > min(len(ranks), config.micro_batch_size):
+            continue
+        if not space.fits_someone(config.micro_batch_size, count):
+            continue
+        at: dict[int, tuple[ReplicaGroupCosts, npt.NDArray[np.bool_]]] = {}
+        for position in range(0, len(ranks) - count + 1, ranges.unit):
+            space.budget.check()
+            team = space.team(config.micro_batch_size, ranks[position : position + count])
+            own = at.setdefault(id(team), (team, np.zeros(len(ranks) + 1, dtype=np.bool_)))
+            own[1][position] = True
+        for team, where in at.values():
+            work = config.micro_batches * (team.forward + team.backward) + team.exposed_allreduce
+            start, end = np.nonzero(space.usable & (work <= limit))
+            if len(start):
+                yield GroupChoices(team, where, start, end, config)

@@ -1,0 +1,300 @@
+"""Checks a plan: prepares its cases, has processes run them, and puts predictions beside measurements."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..cost_models import arguments
+from ..cost_models.errors import MachineError, PplanError, UsageError
+from ..cost_models.quantities import counted
+from ..cost_models.runtime import runtime_named
+from ..planner.plan_file import Plan
+from ..profiler.launched import is_launched, launched
+from ..profiler.named_model import loss_for, model_for
+from ..profiler.profile_file import Profile
+from ..runtimes.checking.calibration import vary_case
+from ..runtimes.checking.check_report import PLAN, Check
+from ..runtimes.checking.devices import cores, gpus
+from ..runtimes.checking.job import Case, CheckMeasurements, Corrections, Device, Job, ModelSpec, RuntimeCase
+from ..runtimes.checking.launching import ProgressCallbacks, run_in_processes
+from .check_cases import EVEN, Prepared, even_plan, prepared
+from .check_runtimes import TORCH, Placed, check_runtime, for_runtime, serial_note
+from .load import as_plan, check_layers, profile_and_reference
+from .machine import planned_machine
+
+LEAST_SIZE = 1024
+"""Bytes of the smallest transfer that is measured."""
+Runner = Callable[[Job], CheckMeasurements | None]
+
+
+def check(
+    plan: Plan | str | Path,
+    profile: Profile | str | Path,
+    *,
+    runtime: str = "torch",
+    model: str | None = None,
+    settings: Mapping[str, object] | None = None,
+    loss: str | None = None,
+    device: Literal["auto", "cpu", "cuda"] | str = "auto",
+    emulate: bool = False,
+    even: bool = True,
+    calibrate: bool = False,
+    steps: int = 5,
+    timeout: float = 120.0,
+) -> Check:
+    """Runs `plan`, made from `profile`, for `steps` timed steps in processes of this machine.
+
+    `runtime`: torch (torch.distributed.pipelining), torchgpipe, fairscale or deepspeed; where it does not run
+    the plan itself, the plan's best alternative for it is checked, which a note says.
+
+    They make the model again by the name in its profile where that is torchvision's or transformers' own; one
+    of yours is named by `model` (its code is imported then, and else never), with `settings`, what it was
+    profiled with, and a `loss` of yours likewise. `device`: CUDA with a GPU each, "cpu" with
+    one thread each, or what there is enough of. `emulate`: the stages wait as long as the plan says they
+    compute. `even`: the even split of as many stages runs
+    beside it. `calibrate`: other schedules run first, and overhead, link and slowdown are fitted to them.
+    `timeout`: seconds after which a step that does not end is given up.
+
+    Of the result: `of_plan` and `cases`, each with `measured_step_seconds`, `predicted_step_seconds` (written
+    down before the steps, from the stages measured alone), `planned_step_seconds` (the plan's own), `error`,
+    `stages` and `losses`, which are held against the plain model's.
+
+    Raises UsageError, FileError, ExportError (the runtime does not run the plan), MachineError: too few
+    devices, a missing package, or a process that failed, died or hangs, with its own words.
+    """
+    folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
+    named = Path(plan).name if isinstance(plan, str | Path) else "plan"
+    plan = as_plan(plan)
+    measured, reference = profile_and_reference(profile, "", "")
+    check_layers(plan, reference)
+    arguments.word("device", device)
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device {device!r} is not known", "Use auto, cpu or cuda.")
+    options = CheckOptions(
+        runtime=arguments.word("runtime", runtime),
+        model=arguments.optional_word("model", model),
+        settings=arguments.settings("settings", settings) or {},
+        loss=arguments.optional_word("loss", loss),
+        device=device,
+        emulate=arguments.flag("emulate", emulate),
+        even=arguments.flag("even", even),
+        calibrate=arguments.flag("calibrate", calibrate),
+        steps=arguments.whole("steps", steps),
+        timeout_seconds=arguments.number("timeout", timeout),
+    )
+    found = check_plan(plan, measured, folder, named, options, run_in_processes)
+    if found is None:
+        raise MachineError("check: nothing was measured", "Call it outside torchrun.")
+    return found
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """How a plan is checked. `device`: auto takes CUDA where there are enough GPUs. `model` and `loss`:
+    as the user names them, where the profile's are not taken; `settings`: what it was profiled with."""
+
+    runtime: str = TORCH
+    model: str | None = None
+    loss: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    emulate: bool = False
+    even: bool = True
+    calibrate: bool = False
+    corrections: Corrections | None = None
+    steps: int = 5
+    warm_ups: int = 2
+    timeout_seconds: float = 120.0
+
+
+def check_plan(
+    plan: Plan, profile: Profile, folder: Path, name: str, options: CheckOptions, run: Runner
+) -> Check | None:
+    """Runs the plan. `folder`: of the profiles that kinds of devices have of their own. None in a process
+    that is not the first of those that the user started.
+
+    Raises UsageError, FileError, ExportError, ModelError, MachineError.
+    """
+    chain = profile.chain()
+    topology, profiles = planned_machine(plan, profile, folder)
+    notes = _notes(profile, options)
+    if options.runtime != TORCH:
+        return _check_runtime(plan, profile, Placed(chain, topology, profiles), name, options, run, notes)
+    cases = [prepared(PLAN, plan, chain, topology, profiles, emulate=options.emulate)]
+    if options.even and len(plan.stages) > 1:
+        even = even_plan(plan, chain, topology, profiles)
+        if isinstance(even, str):
+            notes.append(f"no even split beside it: {even}")
+        else:
+            cases.append(prepared(EVEN, even, chain, topology, profiles, emulate=options.emulate))
+    job = _job(cases, profile, options)
+    notes += _crowded(job)
+    found = run(job)
+    return None if found is None else _checked(found, cases, job, name, notes)
+
+
+def _check_runtime(
+    plan: Plan,
+    profile: Profile,
+    placed: Placed,
+    name: str,
+    options: CheckOptions,
+    run: Runner,
+    notes: list[str],
+) -> Check | None:
+    """By torchgpipe, FairScale or DeepSpeed."""
+    check_runtime(options.runtime, emulate=options.emulate, calibrate=_calibrates(options))
+    own, remark = placed.chosen(plan, options.runtime)
+    notes += [] if remark is None else [remark]
+    one_process = runtime_named(options.runtime).one_process
+    devices = sum(stage.replicas for stage in own.stages)
+    device = chosen_device(devices, options, one_process=one_process)
+    cases = [for_runtime(PLAN, own, placed, options.runtime, device)]
+    if options.even and len(own.stages) > 1:
+        try:
+            even = placed.even(own)
+            cases.append(for_runtime(EVEN, even, placed, options.runtime, device))
+        except PplanError as error:
+            notes.append(f"no even split beside it: {error.what}")
+    job = Job(
+        model=model_spec(profile, options),
+        runtime_cases=[each.case for each in cases],
+        device=device,
+        steps=options.steps,
+        warm_ups=options.warm_ups,
+        timeout_seconds=options.timeout_seconds,
+    )
+    notes += [*_crowded(job), *serial_note(cases[0].case)]
+    found = run(job)
+    return None if found is None else _checked(found, cases, job, name, notes)
+
+
+def _calibrates(options: CheckOptions) -> bool:
+    return options.calibrate or options.corrections is not None
+
+
+def _crowded(job: Job) -> list[str]:
+    if job.device == "cpu" and job.processes > cores() and job.model is not None:
+        return [f"{job.processes} processes share {counted(cores(), 'core')}: the seconds say little"]
+    return []
+
+
+def _job(cases: list[Prepared[Case]], profile: Profile, options: CheckOptions) -> Job:
+    own = [each.case for each in cases]
+    processes = len(own[0].document.devices)
+    return Job(
+        model=None if options.emulate else model_spec(profile, options),
+        cases=own,
+        device=chosen_device(processes, options),
+        steps=options.steps,
+        warm_ups=options.warm_ups,
+        timeout_seconds=options.timeout_seconds,
+        corrections=options.corrections,
+        calibration=vary_case(own[0]) if options.calibrate else [],
+        link_sizes=_sizes(own) if options.calibrate and processes > 1 else [],
+    )
+
+
+def _sizes(cases: list[Case]) -> list[int]:
+    """From a small transfer to the largest of the cases'."""
+    most = max([LEAST_SIZE, *(sent for case in cases for sent in case.crossing_bytes)])
+    return sorted({LEAST_SIZE, 16 * LEAST_SIZE, max(most // 4, LEAST_SIZE), max(most, 64 * LEAST_SIZE)})
+
+
+def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
+    """How the processes make the model again: as it was profiled, unless another is named.
+
+    Raises ModelError where the profile names code, which only the user may.
+    """
+    named = model_for(profile, options.model, options.settings)
+    loss = loss_for(profile, options.loss)
+    given = (named.name if named.by_user else None, options.loss)
+    return ModelSpec(
+        name=named.name,
+        settings=dict(named.settings),
+        input_shape=profile.input_shape if len(profile.inputs) < 2 else None,
+        classes=profile.classes if ":" not in named.name else None,
+        seed=profile.seed or 0,
+        dtype=profile.dtype,
+        granularity=profile.granularity,
+        loss=loss,
+        channels_last=profile.channels_last,
+        layers_sha256=profile.layers_sha256,
+        profiled=profile.model,
+        by_user=tuple(name for name in given if name is not None),
+    )
+
+
+def chosen_device(devices: int, options: CheckOptions, *, one_process: bool = False) -> Device:
+    """`one_process`: that uses all of them. Raises MachineError where there are too few."""
+    if options.emulate or options.device == "cpu":
+        return "cpu"
+    found = gpus()
+    needed = devices
+    if is_launched(os.environ) and not one_process:
+        needed = launched(os.environ, "check", at_least=1).local_world_size
+    if found >= needed:
+        return "cuda"
+    here = f"{counted(found, 'CUDA device')} and {counted(cores(), 'core')}"
+    if options.device == "cuda" or (needed > cores() and not one_process):
+        raise MachineError(
+            f"check: the plan takes {counted(needed, 'device')}, here are {here}",
+            "With `emulate` its stages wait instead of computing; `device='cpu'` shares the cores.",
+        )
+    return "cpu"
+
+
+def _notes(profile: Profile, options: CheckOptions) -> list[str]:
+    notes = []
+    if options.emulate:
+        notes.append("emulated: each stage waits as long as the plan says it computes")
+        return notes
+    modes = {"autocast": profile.amp, "torch.compile": profile.compiled, "TF32": profile.tf32}
+    if on := [name for name, value in modes.items() if value]:
+        notes.append(f"the profile was measured with {', '.join(on)}, the check runs without")
+    return notes
+
+
+def _checked(
+    found: CheckMeasurements,
+    cases: Sequence[Prepared[Case] | Prepared[RuntimeCase]],
+    job: Job,
+    name: str,
+    notes: list[str],
+) -> Check:
+    return Check(
+        plan=name,
+        model=cases[0].plan.model,
+        runtime=cases[0].case.document.runtime,
+        backend=found.backend,
+        device_name=found.device_name,
+        processes=job.processes,
+        emulated=job.model is None,
+        cases=[own.checked(result) for own, result in zip(cases, found.cases, strict=True)],
+        links=found.links,
+        corrections=found.corrections,
+        calibration=found.calibration,
+        notes=notes,
+    )
+
+
+def run_here(job: Job, told: ProgressCallbacks | None = None) -> CheckMeasurements | None:
+    """In processes of this machine; or, where a launcher of the user's started this process, as one of them.
+
+    None in one that is not the first.
+    """
+    if not is_launched(os.environ):
+        return run_in_processes(job, told)
+    process = launched(os.environ, "check", at_least=1)
+    if process.world_size != job.processes:
+        raise UsageError(
+            f"check: world size {process.world_size} for a plan of {counted(job.processes, 'device')}",
+            f"Start {job.processes}: torchrun --no-python --nproc-per-node {job.processes} pplan check",
+        )
+    from ..runtimes.checking.processes.torchrun_entry import run_in_torchrun
+
+    return run_in_torchrun(job, process)

@@ -1,0 +1,170 @@
+"""The pipelines that a check runs: the plan, and the even split of as many stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from ..cost_models.document import MadeBy
+from ..cost_models.errors import ExportError, PplanError
+from ..cost_models.layer import Chain
+from ..cost_models.simulator.costs import Costs
+from ..cost_models.topology import Topology
+from ..planner.balance import balance
+from ..planner.fixed_partition import FixedPartition, given_plan
+from ..planner.plan_file import Plan
+from ..planner.simulated import SimulatedPlan, simulate_plan
+from ..planner.solve import problem_of
+from ..planner.wishes import Wishes
+from ..runtimes.checking.check_report import PLAN, CheckedCase, CheckedDevice, CheckedStage
+from ..runtimes.checking.job import Case, CaseResult, CutLink, RuntimeCase, StageSeconds, StageWaits
+from ..runtimes.formats.torch_export import TorchExport
+from ..runtimes.formats.torch_export import export as export_for_torch
+
+EVEN = "even split"
+C_co = TypeVar("C_co", Case, RuntimeCase, covariant=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared(Generic[C_co]):
+    """A plan to be run, what it predicts, and its case."""
+
+    name: str
+    plan: Plan
+    simulated: SimulatedPlan
+    case: C_co
+
+    def checked(self, found: CaseResult) -> CheckedCase:
+        """The prediction beside what was found."""
+        planned = stage_seconds(self.simulated)
+        replicas = self.plan.stages[0].replicas
+        peaks = found.ran.peak_bytes or [None] * len(self.simulated.memory)
+        return CheckedCase(
+            name=self.name,
+            balance=self.plan.balance,
+            schedule=self.plan.schedule,
+            micro_batches=self.plan.micro_batches,
+            micro_batch_size=self.plan.micro_batch_size,
+            planned_step_seconds=self.simulated.timeline.step_seconds,
+            predicted_step_seconds=found.predicted.step_seconds,
+            calibrated_step_seconds=found.predicted.calibrated_step_seconds,
+            step_seconds=found.ran.step_seconds,
+            stages=[
+                CheckedStage(
+                    first_layer=stage.first_layer,
+                    last_layer=stage.last_layer,
+                    devices=stage.devices,
+                    planned=planned[index],
+                    alone=found.predicted.stages[index],
+                    measured=found.ran.stages[index],
+                )
+                for index, stage in enumerate(self.plan.stages)
+            ],
+            devices=[
+                CheckedDevice(device=device * replicas, planned_bytes=memory.bytes, measured_bytes=peak)
+                for device, (memory, peak) in enumerate(zip(self.simulated.memory, peaks, strict=True))
+            ],
+            losses=found.losses,
+        )
+
+
+def prepared(
+    name: str, plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain], *, emulate: bool
+) -> Prepared[Case]:
+    """Raises ExportError where torch.distributed.pipelining does not run the plan itself."""
+    document, remark = export_for_torch(plan, device="cpu", made_by=MadeBy())
+    if remark is not None:
+        raise ExportError(
+            f"check: torch.distributed.pipelining does not run this plan ({plan.schedule}, replicas "
+            f"{plan.replicas}, recompute {plan.recompute})",
+            "Make one that it runs: pplan solve --runtime torch",
+        )
+    simulated = simulate_plan(plan, chain, topology, profiles=profiles)
+    return Prepared(name, plan, simulated, _case(name, document, chain, simulated, emulate=emulate))
+
+
+def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
+    """The same with layers shared out evenly by their number; or why there is none."""
+    try:
+        counts = balance(np.ones(len(chain)), len(plan.stages), cut_after=chain.cut_after)
+        wishes = Wishes(
+            mini_batch=plan.mini_batch,
+            micro_batches=plan.micro_batches,
+            schedule=plan.schedule,
+            recompute="auto" if plan.recompute == "selective" else plan.recompute,
+            optimizer=plan.optimizer,
+            precision=plan.trained.name,
+            gradient_dtype=plan.trained.gradient_dtype,
+            zero=plan.zero,
+            runtime=plan.runtime,
+        )
+        given = FixedPartition(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
+        problem = problem_of(chain, topology, wishes, plan.profile, profiles)
+        made = given_plan(problem, given, model=plan.model, profile=plan.profile)
+    except PplanError as error:
+        return error.what
+    return "the plan is the even split" if made.balance == plan.balance else made
+
+
+def stage_seconds(simulated: SimulatedPlan) -> list[StageSeconds]:
+    """What each stage takes in the simulation, backward with what it recomputes."""
+    costs, program = simulated.timeline.costs, simulated.timeline.program
+    made = []
+    for device, chunk in program.pipes[0]:
+        forward = float(costs.forward[device, chunk, 0])
+        share = 0.0 if costs.recompute is None else float(costs.recompute[device, 0, 0])
+        first = float(costs.backward[device, chunk, 0]) + share * forward
+        weight = 0.0 if costs.weight is None else float(costs.weight[device, chunk, 0])
+        made.append(
+            StageSeconds(
+                forward=forward,
+                backward=first + weight,
+                input=first if program.splits_backward else 0.0,
+                weight=weight,
+            )
+        )
+    return made
+
+
+def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPlan, *, emulate: bool) -> Case:
+    costs = simulated.timeline.costs
+    share = document.micro_batch_size / document.replicas
+    sent = chain.at(share, past_largest=True).output_bytes
+    crossing = [round(float(sent[end - 1])) for end in document.parts[1:-1]]
+    waits = None
+    if emulate:
+        waits = StageWaits(stages=stage_seconds(simulated), crossing_bytes=crossing)
+        document = document.model_copy(
+            update={
+                "parts": list(range(len(document.parts))),
+                "recompute": ["never"] * len(document.recompute),
+                "layers_sha256": "",
+            }
+        )
+    return Case(
+        name=name,
+        document=document,
+        links=links_of(costs, len(crossing)),
+        crossing_bytes=crossing,
+        all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
+        waits=waits,
+    )
+
+
+def links_of(costs: Costs, cuts: int) -> list[CutLink]:
+    """What a transfer over each of the cuts takes."""
+    latency, occupancy = costs.forward_latency, costs.forward_occupancy
+    return [
+        CutLink(
+            latency=0.0 if latency is None else float(latency[0, cut]),
+            occupancy=0.0 if occupancy is None else float(occupancy[0, cut]),
+        )
+        for cut in range(cuts)
+    ]
+
+
+__all__ = ["EVEN", "PLAN", "Prepared", "even_plan", "links_of", "prepared", "stage_seconds"]

@@ -1,0 +1,124 @@
+"""What a check runs by torchgpipe, FairScale or DeepSpeed: the plan, or its alternative for that runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import accumulate
+
+from ..cost_models.document import MadeBy
+from ..cost_models.errors import ExportError, MachineError, UsageError
+from ..cost_models.layer import Chain
+from ..cost_models.runtime import runtime_named
+from ..cost_models.topology import Topology
+from ..planner.fixed_partition import FixedPartition, given_plan
+from ..planner.plan_file import Plan
+from ..planner.simulated import simulate_plan
+from ..planner.solve import problem_of
+from ..planner.wishes import Wishes
+from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument
+from ..runtimes.checking.prediction import is_serial
+from ..runtimes.formats import deepspeed_export, pipe_export
+from ..runtimes.formats.plan_choice import Choice, choose
+from .check_cases import Prepared, even_plan, links_of
+
+TORCH = "torch"
+EXPORTS: dict[str, Callable[..., tuple[RuntimeDocument, str | None]]] = {
+    "torchgpipe": pipe_export.export_torchgpipe,
+    "fairscale": pipe_export.export_fairscale,
+    "deepspeed": deepspeed_export.export,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """The layers, and the machine that the plan was made for."""
+
+    chain: Chain
+    topology: Topology
+    profiles: Mapping[str, Chain]
+
+    def chosen(self, plan: Plan, runtime: str) -> tuple[Plan, str | None]:
+        """The plan itself, or a plan of its alternative for the runtime, and then a remark on it.
+
+        Raises ExportError where the runtime runs neither.
+        """
+        about = runtime_named(runtime)
+        choice, remark = choose(plan, about)
+        launches = plan.runtime is not None and runtime_named(plan.runtime).one_process
+        if remark is None and (launches or not about.one_process):
+            return plan, None
+        said = None if remark is None else remark.replace("Exported instead", "Checked instead")
+        return self._plan_of(choice, plan, runtime), said
+
+    def _plan_of(self, choice: Choice, plan: Plan, runtime: str) -> Plan:
+        wishes = Wishes(
+            mini_batch=choice.micro_batches * choice.micro_batch_size,
+            micro_batches=choice.micro_batches,
+            schedule=choice.schedule,
+            recompute=choice.recompute,
+            optimizer=plan.optimizer,
+            precision=plan.trained.name,
+            gradient_dtype=plan.trained.gradient_dtype,
+            zero=plan.zero,
+            runtime=runtime,
+        )
+        problem = problem_of(self.chain, self.topology, wishes, plan.profile, self.profiles)
+        given = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
+        return given_plan(problem, given, model=plan.model, profile=plan.profile)
+
+    def even(self, plan: Plan) -> Plan:
+        """Raises ExportError where there is none."""
+        made = even_plan(plan, self.chain, self.topology, self.profiles)
+        if isinstance(made, str):
+            raise ExportError(made, "Check the plan alone: `even=False`.")
+        return made
+
+
+def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
+    """Raises UsageError for what only torch.distributed.pipelining does, MachineError without the package."""
+    if runtime not in EXPORTS:
+        raise UsageError(
+            f"check: no steps are run on {runtime!r}", f"Use one of {', '.join((TORCH, *EXPORTS))}."
+        )
+    for option, given in (("`emulate`", emulate), ("`calibrate` and `calibration`", calibrate)):
+        if given:
+            raise UsageError(
+                f"check: {option} with runtime={runtime!r}: only torch.distributed.pipelining does that",
+                "Leave it out, or check with runtime='torch'.",
+            )
+    if find_spec(runtime) is None:
+        raise MachineError(
+            f"check: {runtime} is not installed", f'Install it: pip install "pplan[{runtime}]"'
+        )
+
+
+def for_runtime(name: str, plan: Plan, placed: Placed, runtime: str, device: Device) -> Prepared[RuntimeCase]:
+    """Raises ExportError where the runtime does not run the plan itself."""
+    document, remark = EXPORTS[runtime](plan, device=device, made_by=MadeBy())
+    if remark is not None:
+        raise ExportError(
+            f"check: {runtime} does not run this plan ({plan.schedule}, replicas {plan.replicas}, recompute "
+            f"{plan.recompute})",
+            f"Make one that it runs: pplan solve --runtime {runtime}",
+        )
+    simulated = simulate_plan(plan, placed.chain, placed.topology, profiles=placed.profiles)
+    costs = simulated.timeline.costs
+    case = RuntimeCase(
+        name=name,
+        document=document,
+        links=links_of(costs, len(plan.stages) - 1),
+        all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
+    )
+    return Prepared(name, plan, simulated, case)
+
+
+def serial_note(case: RuntimeCase) -> list[str]:
+    """On what the prediction is made of, where the stages do not run side by side."""
+    if not is_serial(case) or len(case.parts) == 2:
+        return []
+    return [
+        f"on the CPU all stages of {case.document.runtime} share one thread and run one after another: the "
+        "predicted step is the sum of all their work, whatever the cut; the plan's is that of its own machine"
+    ]

@@ -1,0 +1,116 @@
+"""The costs of a pipeline as a user gives them, instead of a plan's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ..cost_models.errors import UsageError
+
+if TYPE_CHECKING:
+    from ..cost_models.schedules import Program, StageSlot
+    from ..cost_models.simulator.costs import Array, Costs
+
+MOST_ACTIONS = 2_000_000
+"""Of a step: some hundred bytes each."""
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds of the stages, one value or one a stage; `transfer` one, one a stage, or one a boundary."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...] | None
+    transfer: tuple[float, ...]
+
+    def costs(self, program: Program, transfers: str = "overlapped") -> Costs:
+        """The costs of a program, `transfers` as of `Costs`.
+
+        Raises UsageError for wrong counts, and where a split backward is given whole.
+        """
+        from ..cost_models.simulator.costs import stage_costs, transfers_named
+
+        self._check(program)
+        made = stage_costs(program, self.forward, self.backward, self.weight)
+        latency = self._latency(program)
+        return replace(
+            made, forward_latency=latency, backward_latency=latency, transfers=transfers_named(transfers)
+        )
+
+    def _check(self, program: Program) -> None:
+        stages = program.devices
+        named = (
+            ("forward_ms", self.forward),
+            ("backward_ms", self.backward),
+            ("weight_ms", self.weight or (0.0,)),
+        )
+        for name, values in named:
+            if len(values) not in (1, stages):
+                raise _wrong_count(name, values, stages, f"Give one value, or one for each stage: {stages}.")
+        between = f"Give one value, or one for each of the {stages - 1} boundaries between the stages."
+        if len(self.transfer) not in (1, stages - 1, stages):
+            raise _wrong_count("transfer_ms", self.transfer, stages, between)
+        if program.splits_backward and self.weight is None:
+            raise UsageError(
+                "`weight_ms` is missing: the schedule runs the gradient of the weights apart",
+                "Give it, as in weight_ms=9.3; `backward_ms` is then the gradient of the input alone.",
+            )
+        if not any(self.forward + self.backward + (self.weight or ())):
+            raise UsageError("`forward_ms` and `backward_ms` are 0: there is no step", "Give one above 0.")
+
+    def _latency(self, program: Program) -> Array:
+        """By pipe and cut."""
+        import numpy as np
+
+        pipes = program.pipes
+        rows = [[self._between(*ends, program.devices) for ends in pairwise(pipe)] for pipe in pipes]
+        return np.array(rows, dtype=np.float64).reshape(len(pipes), program.slots - 1)
+
+    def _between(self, here: StageSlot, there: StageSlot, stages: int) -> float:
+        """Between neighbours the value of the boundary, from the last stage to the first the last stage's."""
+        if len(self.transfer) == 1 or here.device == there.device:
+            return self.transfer[0]
+        low, high = sorted((here.device, there.device))
+        boundary = low if high - low == 1 else stages - 1
+        if boundary == len(self.transfer):
+            raise UsageError(
+                f"`transfer_ms`: {len(self.transfer)} values, and the schedule sends from the last stage to "
+                "the first",
+                f"Give {stages} values, the last for that transfer, or one for all.",
+            )
+        return self.transfer[boundary]
+
+
+def _wrong_count(name: str, values: tuple[float, ...], stages: int, hint: str) -> UsageError:
+    shown = ",".join(f"{1e3 * value:g}" for value in values[:8]) + (",…" if len(values) > 8 else "")
+    return UsageError(f"{name}={shown}: {len(values)} values for {stages} stages", hint)
+
+
+def check_size(stages: int, micro_batches: int, virtual_stages: int) -> None:
+    """Raises UsageError where there would be more actions than can be looked at."""
+    actions = _actions(stages, micro_batches, virtual_stages)
+    if actions > MOST_ACTIONS:
+        raise UsageError(
+            f"stages={stages} and micro_batches={micro_batches}: {actions} actions, at most "
+            f"{MOST_ACTIONS} are simulated",
+            "Use fewer of either.",
+        )
+
+
+def check_steady_size(stages: int, micro_batches: int, virtual_stages: int) -> None:
+    """Raises UsageError where an asynchronous schedule needs too many, which follow of the stages alone, to
+    be steady."""
+    actions = _actions(stages, micro_batches, virtual_stages)
+    if actions > MOST_ACTIONS:
+        raise UsageError(
+            f"stages={stages}: the steady state shows after {micro_batches} micro-batches, {actions} "
+            f"actions, at most {MOST_ACTIONS} are simulated",
+            "Use fewer stages, or a synchronous schedule.",
+        )
+
+
+def _actions(stages: int, micro_batches: int, virtual_stages: int) -> int:
+    """The most that there can be: F, B and W."""
+    return 3 * stages * micro_batches * virtual_stages

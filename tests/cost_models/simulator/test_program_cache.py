@@ -1,0 +1,22 @@
+"""Programs that are kept."""
+
+from __future__ import annotations
+
+from pplan.cost_models.simulator.program_cache import ProgramCache
+
+
+def test_the_last_used_stay() -> None:
+    """12 actions each, 30 in all."""
+    kept = ProgramCache(30)
+    first = kept.program("gpipe", 2, 3)
+    kept.program("1f1b", 2, 3)
+    assert kept.program("gpipe", 2, 3) is first
+    kept.program("1f1b", 3, 2)
+    assert list(kept.programs) == [("gpipe", 2, 3), ("1f1b", 3, 2)]
+    assert kept.actions == 24
+
+
+def test_what_is_too_large_is_not_kept() -> None:
+    kept = ProgramCache(30)
+    assert kept.program("1f1b", 4, 8).devices == 4
+    assert (len(kept.programs), kept.actions) == (0, 0)

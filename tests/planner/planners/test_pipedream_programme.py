@@ -1,0 +1,260 @@
+"""The programme against every plan there is, both recurrences written down again, and by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pplan.planner.planners.pipedream import PUBLISHED
+from pplan.planner.planners.pipedream_programme import PAPER, Bools, Floats, Instance, Part, Recurrence, Tier
+from pplan.planner.planners.pipedream_search import Solution, fastest
+
+Parts = tuple[Part, ...]
+
+
+def between(values: Floats) -> Floats:
+    running = np.concatenate([[0.0], np.cumsum(values)])
+    made: Floats = running[None, :] - running[:, None]
+    return made
+
+
+def instance(
+    seconds: list[float] | Floats,
+    weights: list[float] | Floats,
+    crossing: list[float] | Floats,
+    tiers: tuple[Tier, ...],
+    **options: Any,
+) -> Instance:
+    """Of layers; `crossing`: at the cuts between them."""
+    valid = np.triu(np.ones((len(seconds) + 1,) * 2, dtype=bool), 1)
+    own = np.where(valid, between(np.array(seconds)), inf)
+    at_places = np.concatenate([[0.0], np.array(crossing, dtype=float), [0.0]])
+    return Instance(own, between(np.array(weights)), at_places, tiers, **options)
+
+
+def every_plan(tiers: tuple[Tier, ...], start: int, end: int, machines: int) -> Iterator[Parts]:
+    """All plans of the places on at most so many components of the outermost of these levels."""
+    *inside, _ = tiers
+    for cut in range(start + 1, end + 1):
+        for replicas in range(1, machines + 1):
+            inner: list[Parts] = [()]
+            if inside:
+                inner = list(every_plan(tuple(inside), start, cut, inside[-1].machines))
+            rest: list[Parts] = [()]
+            if cut < end:
+                rest = list(every_plan(tiers, cut, end, machines - replicas))
+            for own in inner:
+                for more in rest:
+                    yield (Part(start, cut, replicas, own), *more)
+
+
+def bottleneck(at: Instance, parts: Parts, level: int, published: bool) -> float:
+    """As the recurrences' authors write them."""
+    bandwidth, slowest = at.tiers[level].bandwidth, 0.0
+    for index, part in enumerate(parts):
+        m, bytes = part.replicas, float(at.weights[part.start, part.end])
+        if part.inner:
+            compute = bottleneck(at, part.inner, level - 1, published)
+        else:
+            compute = float(at.seconds[part.start, part.end])
+        if published:
+            stage = (compute + 4 * (m - 1) * bytes / (bandwidth * m)) / m
+        else:
+            stage = max(compute, 2 * (m - 1) * bytes / bandwidth) / m
+        cut = 2 * float(at.crossing[part.start]) / bandwidth if index else 0.0
+        slowest = max(slowest, stage, cut / m if published else cut)
+    return slowest
+
+
+def flat(parts: Parts) -> list[tuple[int, int, int]]:
+    return [stage for part in parts for stage in part.flat()]
+
+
+def all_fit(at: Instance, parts: Parts) -> bool:
+    stages = flat(parts)
+    most = at.most_replicas or inf
+    return all(
+        devices <= most and (at.fits is None or bool(at.fits(devices, len(stages) - 1 - index)[i, j]))
+        for index, (i, j, devices) in enumerate(stages)
+    )
+
+
+def uses_all(parts: Parts, tiers: tuple[Tier, ...]) -> bool:
+    *inside, outer = tiers
+    return sum(part.replicas for part in parts) == outer.machines and all(
+        not inside or uses_all(part.inner, tuple(inside)) for part in parts
+    )
+
+
+def best_of_all(at: Instance, published: bool) -> float:
+    return min(
+        (
+            bottleneck(at, parts, len(at.tiers) - 1, published)
+            for parts in every_plan(at.tiers, 0, at.last, at.tiers[-1].machines)
+            if all_fit(at, parts) and (not at.use_all or uses_all(parts, at.tiers))
+        ),
+        default=inf,
+    )
+
+
+def random_limits(rng: np.random.Generator, blocks: int, tightness: float) -> Callable[[int, int], Bools]:
+    """A stage needs a part that replicas share, and something for each stage behind it."""
+    need, each = between(rng.random(blocks)), between(rng.random(blocks)) * rng.random() * 2
+    limit = tightness * (need[0, -1] + each[0, -1])
+    return lambda replicas, behind: need * (0.3 + 0.7 / replicas) + each * behind <= limit
+
+
+LEVELS = {
+    "one": (6, (5,)),
+    "two": (4, (3, 2)),
+    "two, outer wider": (4, (2, 3)),
+    "three": (3, (2, 2, 2)),
+}
+
+
+def random_instance(seed: int, levels: str, published: bool) -> Instance:
+    blocks, machines = LEVELS[levels]
+    rng = np.random.default_rng([seed, blocks, *machines])
+    tiers = tuple(Tier(count, float(10 ** rng.uniform(-0.5, 1.5))) for count in machines)
+    return instance(
+        rng.random(blocks),
+        rng.random(blocks) * (rng.random(blocks) < 0.7),
+        rng.random(blocks - 1),
+        tiers,
+        recurrence=PUBLISHED if published else PAPER,
+        fits=random_limits(rng, blocks, rng.uniform(0.05, 0.6)) if seed % 3 else None,
+        most_replicas=int(rng.integers(1, 6)) if seed % 4 == 0 else None,
+        use_all=seed % 5 == 0,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("published", [False, True], ids=["paper", "published"])
+@pytest.mark.parametrize("levels", LEVELS)
+def test_no_plan_is_faster(levels: str, published: bool) -> None:
+    feasible = bitten = 0
+    for seed in range(80):
+        at = random_instance(seed, levels, published)
+        expected, found = best_of_all(at, published), fastest(at)
+        if found is None:
+            assert expected == inf
+            continue
+        check(at, found, expected, published)
+        feasible += 1
+        free = fastest(Instance(**{**vars(at), "fits": None}))
+        bitten += free is not None and free.seconds < found.seconds
+    assert feasible >= 15
+    assert bitten >= 3
+
+
+def check(at: Instance, found: Solution, expected: float, published: bool) -> None:
+    """The value is the best, and the plan has it."""
+    assert found.seconds == pytest.approx(expected, rel=1e-12)
+    assert bottleneck(at, found.parts, len(at.tiers) - 1, published) == pytest.approx(expected, rel=1e-12)
+    assert all_fit(at, found.parts)
+    starts, ends, _ = zip(*flat(found.parts), strict=True)
+    assert starts == (0, *ends[:-1])
+    assert ends[-1] == at.last
+    if at.use_all:
+        assert uses_all(found.parts, at.tiers)
+
+
+def counts(found: Solution | None) -> list[tuple[int, int]]:
+    """(end, devices) by stage."""
+    assert found is not None
+    return [(end, devices) for _, end, devices in found.flat()]
+
+
+class TestByHand:
+    """Three layers that compute 6, 3 and 1 s; all weights are in the last, and little crosses before it."""
+
+    def at(self, machines: int, recurrence: Recurrence = PAPER, **options: Any) -> Instance:
+        tiers = (Tier(machines, 10.0),)
+        return instance([6, 3, 1], [0, 0, 100], [50, 5], tiers, recurrence=recurrence, **options)
+
+    def test_layers_without_weights_are_replicated(self) -> None:
+        # 9 s on three devices; the cut takes 2 * 5 / 10 s. Of four on everything: 2 * 3 * 100 / 10 / 4 s.
+        found = fastest(self.at(4))
+        assert found is not None
+        assert (found.seconds, counts(found)) == (3.0, [(2, 3), (3, 1)])
+
+    def test_the_cut_is_charged(self) -> None:
+        # The cut before the second layer takes 2 * 50 / 10 s: 6 and 4 s would be faster.
+        found = fastest(self.at(2))
+        assert found is not None
+        assert (found.seconds, counts(found)) == (9.0, [(2, 1), (3, 1)])
+
+    def test_machines_that_help_nothing_stay_idle(self) -> None:
+        # Nine on the first stage take 1 s, as long as the last one and the cut: an eleventh does not help.
+        found = fastest(self.at(12))
+        assert found is not None
+        assert (found.seconds, counts(found)) == (1.0, [(2, 9), (3, 1)])
+
+    def test_all_machines_if_wished(self) -> None:
+        found = fastest(self.at(12, use_all=True))
+        assert found is not None
+        assert (found.seconds, counts(found)) == (1.0, [(2, 11), (3, 1)])
+
+    def test_published_adds_up_and_divides_cuts(self) -> None:
+        # Two on everything: (10 + 4 * 100 / (10 * 2)) / 2 = 15 s, where the paper takes 10 s.
+        alone: dict[str, Any] = {
+            "fits": lambda *_: np.array([[i == 0 and j == 3 for j in range(4)] for i in range(4)])
+        }
+        paper, published = (
+            fastest(self.at(2, use_all=True, **alone)),
+            fastest(self.at(2, PUBLISHED, use_all=True, **alone)),
+        )
+        assert paper is not None
+        assert published is not None
+        assert (paper.seconds, published.seconds) == (10.0, 15.0)
+        # With the last two layers on two devices and no weights, what they receive comes in half the time.
+        light = instance([1, 1], [0, 0], [30], (Tier(3, 10.0),), use_all=True, most_replicas=2)
+        published = fastest(Instance(**{**vars(light), "recurrence": PUBLISHED}))
+        assert published is not None
+        assert (published.seconds, counts(published)) == (3.0, [(1, 1), (2, 2)])
+
+    def test_an_inner_pipeline_is_repeated(self) -> None:
+        # Two nodes of two: the pipeline of 4 and 4 s fits one node, and two of them take 2 s. Replicas of
+        # all layers would exchange 2 * 60 bytes in a node, at 10 bytes/s.
+        tiers = (Tier(2, 10.0), Tier(2, 1e6))
+        found = fastest(instance([4, 4], [30, 30], [1], tiers))
+        assert found is not None
+        assert found.parts == (Part(0, 2, 2, (Part(0, 1, 1), Part(1, 2, 1))),)
+        assert (found.seconds, counts(found)) == (2.0, [(1, 2), (2, 2)])
+
+
+def test_memory_counts_the_stages_behind() -> None:
+    """Four layers that hold 2 for each mini-batch in flight, 8 each: four stages hold 8, 6, 4 and 2."""
+
+    def limited(limit: float) -> Solution | None:
+        in_flight = between(np.full(4, 2.0))
+        fits = {"fits": lambda _, behind: in_flight * (behind + 1) <= limit}
+        return fastest(instance([1] * 4, [1e9] * 4, [0] * 3, (Tier(4, 1.0),), **fits))
+
+    assert counts(limited(8)) == [(1, 1), (2, 1), (3, 1), (4, 1)]
+    # With less than 8 the first of four stages does not fit, but three do not fit better: 2, 1, 1 layers
+    # hold 12; 1, 1, 2: 6, 4 and 4.
+    assert counts(limited(7)) == [(1, 1), (2, 1), (4, 1)]
+    assert limited(3) is None
+
+
+def test_too_many_places_are_thinned() -> None:
+    rng = np.random.default_rng(1)
+    tiers, anything = (Tier(4, 10.0), Tier(2, 5.0)), lambda *_: np.ones((121, 121), dtype=bool)
+    at = instance(rng.random(120), rng.random(120), rng.random(119), tiers, fits=anything)
+    exact, thin = fastest(at), fastest(at, work=1e5)
+    assert exact is not None
+    assert thin is not None
+    assert exact.places == 121
+    assert thin.places < 70
+    assert exact.seconds <= thin.seconds <= 1.5 * exact.seconds
+    assert bottleneck(at, thin.parts, 1, False) == pytest.approx(thin.seconds, rel=1e-12)
+
+
+def test_same_plan_every_time() -> None:
+    at = instance([1.0] * 12, [0.0] * 12, [0.0] * 11, (Tier(2, 1.0), Tier(3, 1.0)))
+    assert fastest(at) == fastest(at)

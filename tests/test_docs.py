@@ -1,0 +1,217 @@
+"""What the README and the pages of docs/ show is what there is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import pplan
+from pplan.cli.app import main
+from pplan.cost_models.schedules import SCHEDULES
+from pplan.planner.plan_file import Plan
+from pplan.planner.planners import PLANNERS
+from pplan.profiler.profile_file import Profile
+from pplan.runtimes.formats.exporters import EXPORTERS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+README = PAGES["README.md"]
+EXAMPLE = "getting-started.md"
+"""Shows the files that the examples of the others begin with."""
+LEFT_OUT = "..."
+WIDTH = "100"
+"""Columns of the terminal whose output is quoted."""
+
+
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], flags=re.DOTALL)
+
+
+def names_in_table(page: str, heading: str) -> list[str]:
+    """The names in the first column of the first table behind a heading."""
+    rows = PAGES[page].split(f"{heading}\n", 1)[1].split("\n| --- ")[1].split("\n\n")[0].splitlines()[1:]
+    return [name for row in rows for name in re.findall(r"`(\w[\w-]*)", row.split("|")[1])]
+
+
+def examples(page: str) -> Iterator[tuple[str, list[list[str]]]]:
+    """Every command of the console blocks, in their order, and the runs of lines that it is said to print."""
+    for block in blocks("console", page):
+        lines = block.splitlines()
+        starts = [at for at, line in enumerate(lines) if line.startswith("$ ")]
+        for start, end in pairwise([*starts, len(lines)]):
+            shown = re.split(
+                rf"^{re.escape(LEFT_OUT)}$", "\n".join(lines[start + 1 : end]), flags=re.MULTILINE
+            )
+            yield lines[start][2:], [part.strip("\n").splitlines() for part in shown if part.strip()]
+
+
+WITH_EXAMPLES = [page for page in PAGES if blocks("console", page)]
+
+
+def stands_in(part: list[str], lines: list[str]) -> int | None:
+    """Where these lines stand, one after another; None where they do not."""
+    starts = range(len(lines) - len(part) + 1)
+    return next((at for at in starts if lines[at : at + len(part)] == part), None)
+
+
+def test_it_starts_with_the_two_commands() -> None:
+    assert blocks("sh")[:2] == [
+        "pip install -e . && pplan profile vgg19 && pplan solve --gpus 8 && pplan export torchgpipe\n",
+        'pip install -e ".[test]" && pytest\n',
+    ]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 160
+
+
+def test_continuous_integration_runs_its_test_command() -> None:
+    assert blocks("sh")[1] in (ROOT / ".ci/run").read_text()
+
+
+def headings(text: str) -> list[str]:
+    """As links name them."""
+    return [
+        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_links_lead_somewhere(page: str) -> None:
+    folder = ROOT if page == "README.md" else ROOT / "docs"
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        file, _, heading = link.partition("#")
+        if not link.startswith("https://"):
+            assert not file or (folder / file).is_file(), link
+            target = PAGES[Path(file).name or page] if heading and not file.startswith("../") else ""
+            known = [
+                re.sub(r"[^\w -]", "", own.lower()) for own in re.findall(r"^#+ (.*)", target, re.MULTILINE)
+            ]
+            assert not target or heading in [own.replace(" ", "-") for own in known], link
+
+
+def test_every_page_is_listed() -> None:
+    listed = set(re.findall(r"\((?:docs/)?([\w-]+\.md)\)", PAGES["index.md"]))
+    assert listed == set(PAGES) - {"README.md", "index.md"}
+    assert set(re.findall(r"\(docs/([\w-]+\.md)\)", README)) == listed
+
+
+@pytest.mark.parametrize("runtime", ["torchgpipe", "fairscale", "deepspeed"])
+def test_its_scripts_are_the_examples(runtime: str) -> None:
+    script = (ROOT / f"examples/train_{runtime}.py").read_text()
+    assert script in blocks("python", "exporting.md")
+    assert len(script.splitlines()) < 30
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the example shows, and those that its commands make."""
+    folder = tmp_path_factory.mktemp("example")
+    (folder / "gpt.csv").write_text(blocks("csv", EXAMPLE)[0])
+    (folder / "machine.toml").write_text(blocks("toml", EXAMPLE)[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for command, _ in examples(EXAMPLE):
+            patch.setattr(sys, "argv", shlex.split(command))
+            main()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_EXAMPLES)
+def test_its_commands_print_what_it_says(
+    page: str,
+    example: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One after another in a folder with the files of the example."""
+    names = ("gpt.csv", "machine.toml") if page == EXAMPLE else [path.name for path in example.iterdir()]
+    for name in names:
+        shutil.copy(example / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", WIDTH)
+    capsys.readouterr()
+    for command, parts in examples(page):
+        monkeypatch.setattr(sys, "argv", shlex.split(command))
+        main()
+        captured = capsys.readouterr()
+        printed = [line.rstrip() for line in (captured.out + captured.err).splitlines()]
+        assert parts, command
+        for part in parts:
+            at = stands_in(part, printed)
+            assert at is not None, "\n".join([command, "does not print", *part, "but", *printed])
+            printed = printed[at + len(part) :]
+
+
+def test_examples_are_there() -> None:
+    assert {EXAMPLE, "solving.md", "explaining.md", "exporting.md"} <= set(WITH_EXAMPLES)
+    assert sum(len(list(examples(page))) for page in WITH_EXAMPLES) > 15
+
+
+def test_the_options_that_they_name_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    named = dict[str, set[str]]()
+    shown = "".join(block for page in PAGES for block in blocks("sh", page))
+    for line in shown.replace("\\\n", "").splitlines():
+        for command in re.findall(r"\bpplan [^#&]+", line):
+            _, verb, *words = shlex.split(command)
+            named.setdefault(verb, set()).update(word for word in words if word.startswith("--"))
+    assert len(named) > 8
+    for verb, options in named.items():
+        monkeypatch.setattr(sys, "argv", ["pplan", verb, "--help"])
+        main()
+        known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+        assert options <= known, verb
+
+
+def test_its_machine_of_two_kinds_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text(blocks("toml", "machines.md")[0])
+    machine = pplan.topology(path)
+    assert [machine.device(rank).speed for rank in (0, 3, 4, 7)] == [1.0, 1.0, 0.2, 0.2]
+
+
+def test_they_name_every_planner() -> None:
+    assert names_in_table("solving.md", "\n## Named planners") == list(PLANNERS)
+    assert not [name for name in PLANNERS if f"`{name}" not in PAGES["planners.md"]]
+
+
+def test_they_name_every_runtime() -> None:
+    assert sorted(names_in_table("exporting.md", "# Exports and training")) == sorted(EXPORTERS)
+
+
+def test_they_name_every_schedule() -> None:
+    assert names_in_table("schedules.md", "# Schedules") == list(SCHEDULES)
+
+
+def test_they_name_every_function() -> None:
+    named = {name for name in re.findall(r"`(\w+)\b", PAGES["python-api.md"]) if name in pplan.__all__}
+    assert named == {name for name in pplan.__all__ if not name.startswith("__")}
+
+
+@pytest.mark.parametrize(("heading", "model"), [("## Profile", Profile), ("## Plan", Plan)])
+def test_the_keys_of_the_files_are_those(heading: str, model: type[Profile] | type[Plan]) -> None:
+    table = PAGES["file-formats.md"].split(f"\n{heading}:")[1].split("\n| --- ")[1].split("\n\n")[0]
+    named = {name for row in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    known = {field.alias or name for name, field in model.model_fields.items()}
+    assert named <= known
+    assert {name for name, field in model.model_fields.items() if field.is_required()} <= named
+
+
+def test_the_architecture_names_what_there_is() -> None:
+    named = re.findall(r"`([\w./]+(?:\.py|/))`", PAGES["architecture.md"])
+    assert len(named) > 30
+    soon = {"pplan/api/"}
+    assert not [name for name in named if name not in soon and not (ROOT / name).exists()]
