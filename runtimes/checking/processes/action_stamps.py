@@ -1,0 +1,3 @@
+"""When each action of a process starts and ends."""
+
+from __future__ import annotations
