@@ -23,7 +23,7 @@ import torch
 from verified import verified
 
 from pplan import profile as measure
-from pplan.cli.check_cases import prepared
+from pplan.api.check_cases import prepared
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.joint_search import find

@@ -13,11 +13,11 @@ from .options import whole_number, word
 from .streams import console, remark, result, watched
 
 if TYPE_CHECKING:
+    from ..api.check import CheckOptions
+    from ..api.load import PlanAndProfile
     from ..runtimes.checking.job import Predicted
     from ..runtimes.checking.report import Check
-    from .checking import CheckOptions
     from .output import Target
-    from .simulated_plan import Measured
 
 RUNTIMES = ("torch", "torchgpipe", "fairscale", "deepspeed")
 PlanFile = Annotated[
@@ -125,13 +125,13 @@ def check_command(
 
     Several nodes: torchrun --nnodes 2 ... --no-python pplan check PLAN
     """
+    from ..api.check import CheckOptions
+    from ..api.load import read_plan
     from ..cost_models.errors import UsageError
     from ..cost_models.quantities import parse_seconds
     from ..runtimes.checking.calibration_file import Calibration
-    from .checking import CheckOptions
     from .newest import named_or_newest
     from .settings import parse_settings
-    from .simulated_plan import read_plan
 
     if calibrate and calibration is not None:
         raise UsageError("check: both --calibrate and --calibration", "Give one of them.")
@@ -161,11 +161,12 @@ def check_command(
     _fail(found, fail_above)
 
 
-def _run(read: Measured, options: CheckOptions) -> Check | None:
+def _run(read: PlanAndProfile, options: CheckOptions) -> Check | None:
     """Of several processes that a torchrun started, one says what went wrong: the one that failed."""
+    from ..api.check import check_plan, run_here
+    from ..api.provenance import made_by
     from ..runtimes.checking.launching import Telling
-    from .checking import check_plan, run_here
-    from .provenance import command_line, made_by
+    from .invocation import command_line
 
     told = Telling(doing=remark, predicted=_announce) if watched() else Telling(predicted=_announce)
     folder = read.plan_file.parent
@@ -195,7 +196,7 @@ def _announce(name: str, predicted: Predicted) -> None:
     remark(f"Predicted, {name}: {format_seconds(predicted.step_seconds)}{more}")
 
 
-def _tell(found: Check, read: Measured, *, save: bool, as_json: bool, calibrate: bool) -> None:
+def _tell(found: Check, read: PlanAndProfile, *, save: bool, as_json: bool, calibrate: bool) -> None:
     if as_json:
         result(found.to_json())
     else:
@@ -208,16 +209,48 @@ def _tell(found: Check, read: Measured, *, save: bool, as_json: bool, calibrate:
         place.put(found.to_json())
         remark(f"Wrote {place.path}")
     if calibrate:
-        from .check_calibration import write_and_solve
-
-        write_and_solve(found, read, stem)
+        _write_calibration(found, read, stem)
 
 
-def _stem(read: Measured) -> str:
+def _write_calibration(found: Check, read: PlanAndProfile, stem: str) -> None:
+    """Writes the calibration and the topology beside the plan, and says what solving again finds."""
+    from ..api.calibrate import calibrate
+    from .output import Target
+
+    made = calibrate(found, read, stem)
+    if made is None:
+        return
+    for path, content in made.files.items():
+        Target(path, replace=False, own=True).put(content)
+    remark(f"Wrote {' and '.join(map(str, made.files))}")
+    again = made.again
+    if isinstance(again, str):
+        remark(f"Solved again: {again}")
+        return
+    from ..cost_models.quantities import format_seconds
+
+    plan, step = read.plan, format_seconds(again.prediction.step_seconds)
+    same = (again.balance, again.schedule, again.micro_batches, again.replicas) == (
+        plan.balance,
+        plan.schedule,
+        plan.micro_batches,
+        plan.replicas,
+    )
+    if same:
+        remark(f"Solved again with it: the plan stays, its step is {step}")
+        return
+    remark(
+        f"Solved again with it: {', '.join(map(str, again.balance))}, {again.micro_batches} x "
+        f"{again.micro_batch_size}, {again.schedule}: {step}; "
+        f"pplan solve --topology {made.topology_file} writes it"
+    )
+
+
+def _stem(read: PlanAndProfile) -> str:
     return read.plan_file.name.removesuffix(".json").removesuffix(".plan")
 
 
-def _saved(read: Measured) -> Target:
+def _saved(read: PlanAndProfile) -> Target:
     """NAME.check.json beside NAME.plan.json: an earlier one goes that nobody changed."""
     from .output import Target
 

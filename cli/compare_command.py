@@ -63,13 +63,13 @@ def compare_command(
     as_json: AsJson = False,
 ) -> None:
     """Compare plans side by side: step, samples/s, bubble, memory, devices and gap."""
-    from .. import compare
+    from ..api.explain import compare
     from .newest import named_or_newest
     from .streams import console, result
 
     paths = plan_files or [named_or_newest(None, ("plan",))]
     if planners or len(paths) == 1:
-        from .simulated_plan import read_plan
+        from ..api.load import read_plan
 
         profile_file = read_plan(paths[0], profile_file).profile_file
     elif profile_file is not None:

@@ -83,9 +83,9 @@ def explain_command(
             )
     balance = None if current is None else balance_of(current)
 
-    from .. import explain
+    from ..api.explain import explain
+    from ..api.load import read_plan
     from .newest import named_or_newest
-    from .simulated_plan import read_plan
     from .streams import console, result
 
     read = read_plan(named_or_newest(plan_file, ("plan",)), profile_file)

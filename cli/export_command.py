@@ -93,14 +93,15 @@ def export_command(
     as_json: AsJson = False,
 ) -> None:
     """Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."""
+    from ..api.provenance import made_by
     from ..cost_models.document import MadeBy, write_whole
     from ..cost_models.runtime import runtime_named
     from ..planner.plan_file import Plan
     from ..runtimes.formats.export_document import default_device, hash_layers
     from ..runtimes.formats.exporters import SUFFIXES, export
+    from .invocation import command_line
     from .newest import named_or_newest
     from .output import chosen_target, file_stem
-    from .provenance import command_line, made_by
     from .settings import parse_settings
 
     name = runtime_named(runtime).name
@@ -159,9 +160,9 @@ def _script(
 
     Raises FileError for the plan's profile, ModelError for what that names, ExportError.
     """
+    from ..api.load import read_plan
     from ..planner.plan_file import Plan
     from ..runtimes.scripts.script import needs_profile, script_for
-    from .simulated_plan import read_plan
 
     if not needs_profile(document):
         return script_for(document, Plan.load(source), None, path=path, plan_path=plan_path, device=device)

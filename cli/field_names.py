@@ -14,6 +14,12 @@ FIELDS: dict[str, str] = {
     name: "--" + name.replace("_", "-")
     for name in [
         "accumulate",
+        "backward_ms",
+        "emulate",
+        "even",
+        "forward_ms",
+        "transfer_ms",
+        "weight_ms",
         "backend",
         "bandwidth",
         "calibrate",
@@ -28,7 +34,6 @@ FIELDS: dict[str, str] = {
         "device",
         "devices",
         "dtype",
-        "emulate",
         "fail_above",
         "format",
         "force",

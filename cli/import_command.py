@@ -71,9 +71,10 @@ def import_command(
     Columns: name, forward_seconds, backward_seconds, activation_bytes, parameter_bytes; optional saved_bytes,
     micro_batch_size, backward_input_seconds; times also as forward_ms and so on.
     """
-    from .. import import_profile
+    from ..api.profiles import import_profile
+    from ..api.provenance import made_by
+    from .invocation import command_line
     from .output import chosen_target, file_stem
-    from .provenance import command_line, made_by
 
     profile = import_profile(
         file,

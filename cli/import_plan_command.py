@@ -104,13 +104,14 @@ def import_plan_command(
 ) -> None:
     """Make a plan of the partition that another tool holds: a balance or parts list, a Megatron layout,
     torchtitan's module names, a device_map, or what pplan export wrote."""
-    from .. import import_plan
+    from ..api.import_plan import import_plan
+    from ..api.provenance import made_by
     from ..cost_models.document import as_text, read_bytes, sha256
     from ..cost_models.runtime import runtime_named
     from ..profiler.profile_file import Profile
+    from .invocation import command_line
     from .newest import named_or_newest
     from .output import chosen_target, file_stem
-    from .provenance import command_line, made_by
 
     machine = MachineOptions(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()
     path = named_or_newest(profile_file, ("profile",))

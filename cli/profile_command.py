@@ -186,12 +186,13 @@ def profile_command(
 
     What was measured before is taken from the cache. Ctrl-C writes what there is; --resume continues it.
     """
-    from .. import profile as measure
+    from ..api.profiles import profile as measure
+    from ..api.provenance import made_by
     from ..cost_models.errors import UsageError
     from ..cost_models.quantities import parse_seconds
     from ..profiler.interrupted import Interrupted
+    from .invocation import command_line
     from .output import chosen_target, file_stem
-    from .provenance import command_line, made_by
     from .settings import parse_settings
 
     sample = None if input_shape is None else shape(input_shape, "--input")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -11,15 +11,17 @@ import typer
 
 from ..cost_models.errors import FileError, UsageError
 from ..cost_models.schedules import SCHEDULES
-from .given_costs import GivenCosts, check_size, check_steady_size, milliseconds
 from .machine_options import Bandwidth, Gpu, GpusPerNode, Latency, MachineOptions, Memory, TopologyFile
 from .options import whole_number, word
 
 if TYPE_CHECKING:
-    from ..cost_models.schedules import Program
-    from .simulation import Simulation
+    from ..api.simulation import Simulation
+    from ..api.stage_costs import StageCosts
+    from ..planner.layout import Overrides
 
 T = TypeVar("T")
+MOST_MILLISECONDS = 1e9
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def _costs(name: str, text: str) -> Any:
@@ -146,11 +148,12 @@ def simulate_command(
     actions: Actions = False,
 ) -> None:
     """Simulate a step of a plan, or of given costs, under any schedule: its timeline, and where time goes."""
+    from ..planner.layout import Overrides
     from .simulation_output import Pictures, show
 
     if actions and not as_json:
         raise UsageError("simulate --actions: without --json", "Give both: pplan simulate --json --actions")
-    asked = Asked(schedule, stages, micro_batches, virtual_stages, transfers, replicas)
+    asked = Overrides(schedule, stages, micro_batches, virtual_stages, transfers, replicas)
     pictures = Pictures(trace, svg, force)
     costs = {
         "--forward-ms": forward_ms,
@@ -164,26 +167,15 @@ def simulate_command(
             {"PLAN": plan_file, "--profile": profile_file, "--replicas": replicas, **machine.by_name}
         )
         pictures.check()
-        found = simulate_costs(costs, asked)
+        found = _simulate_costs(costs, asked)
     else:
-        from .simulated_plan import read_plan, simulate_read
+        from ..api.load import read_plan
+        from ..api.simulate import simulate_files
 
         read = read_plan(_plan_file(plan_file), profile_file)
         pictures.check(read.plan_file, read.profile_file, topology)
-        found = simulate_read(read, asked, machine)
+        found = simulate_files(read, asked, machine.arguments(), topology)
     show(found, pictures, as_json=as_json, actions=actions)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the options say of the schedule; None: as the plan says, or what the schedule is used with."""
-
-    schedule: str | None
-    stages: int | None
-    micro_batches: int | None
-    virtual_stages: int | None
-    transfers: str = "overlapped"
-    replicas: int | None = None
 
 
 def _plan_file(named: Path | None) -> Path:
@@ -206,35 +198,29 @@ def _refuse_with_costs(others: dict[str, Any]) -> None:
             )
 
 
-def simulate_costs(costs: dict[str, str | None], asked: Asked) -> Simulation:
+def _simulate_costs(costs: dict[str, str | None], asked: Overrides) -> Simulation:
     """A step of the costs given. Raises UsageError."""
-    from ..cost_models.timeline import simulate
-    from .simulation import LONG_ENOUGH, Simulation
+    from ..api.simulate import simulate_costs
 
-    given = _given(costs)
-    schedule = SCHEDULES[_needed("--schedule", "1f1b", asked.schedule)]
-    stages = _needed("--stages", "8", asked.stages or _stages_of(given))
-    count = _needed("--micro-batches", "32", asked.micro_batches)
-    chunks = schedule.default_virtual_stages if asked.virtual_stages is None else asked.virtual_stages
-    check_size(stages, count, chunks)
-    if not schedule.synchronous:
-        check_steady_size(stages, LONG_ENOUGH * stages, chunks)
-    program = with_options(lambda: schedule.program(stages, count, chunks))
-    return Simulation(
-        schedule=schedule,
-        micro_batches=count,
-        virtual_stages=chunks,
-        timeline=simulate(program, given.costs(program, asked.transfers)),
-        notes=(*_notes(program, given), *told(asked.transfers)),
+    given = _stage_costs(costs)
+    return simulate_costs(
+        given,
+        schedule=_needed("--schedule", "1f1b", asked.schedule),
+        stages=_needed("--stages", "8", asked.stages or _stages_of(given)),
+        micro_batches=_needed("--micro-batches", "32", asked.micro_batches),
+        virtual_stages=asked.virtual_stages,
+        transfers=asked.transfers,
     )
 
 
-def _given(costs: dict[str, str | None]) -> GivenCosts:
+def _stage_costs(costs: dict[str, str | None]) -> StageCosts:
+    from ..api.stage_costs import StageCosts
+
     def values(name: str) -> tuple[float, ...] | None:
         text = costs[name]
         return None if text is None else milliseconds(text, name)
 
-    return GivenCosts(
+    return StageCosts(
         forward=milliseconds(_needed("--forward-ms", "18.5", costs["--forward-ms"]), "--forward-ms"),
         backward=milliseconds(_needed("--backward-ms", "37", costs["--backward-ms"]), "--backward-ms"),
         weight=values("--weight-ms"),
@@ -250,37 +236,24 @@ def _needed(name: str, example: str, value: T | None) -> T:
     return value
 
 
-def _stages_of(given: GivenCosts) -> int | None:
+def _stages_of(given: StageCosts) -> int | None:
     """The stages, where values are given for each."""
     most = max(len(given.forward), len(given.backward), len(given.weight or ()))
     return most if most > 1 else None
 
 
-def told(transfers: str) -> list[str]:
-    """A note where transfers do not overlap."""
-    return [] if transfers == "overlapped" else [f"transfers are {transfers}"]
+def milliseconds(text: str, name: str) -> tuple[float, ...]:
+    """`18.5` or `18.5,20,19` as seconds. Raises UsageError."""
+    return tuple(_seconds(part.strip(), f"{name} {text}", name) for part in text.split(","))
 
 
-def _notes(program: Program, given: GivenCosts) -> list[str]:
-    notes = []
-    if program.parts > 1:
-        notes.append(
-            f"each of the {program.parts:g} virtual stages of a device takes an equal part of its costs"
-        )
-    if given.weight is not None and not program.splits_backward:
-        notes.append(
-            "the schedule does not split the backward: a B is --backward-ms and --weight-ms together"
-        )
-    return notes
-
-
-def with_options(make: Callable[[], T]) -> T:
-    """What `make` returns; an error of it names the option instead of the argument."""
-    try:
-        return make()
-    except UsageError as error:
-        for argument in ("virtual stages", "micro-batches", "stages"):
-            if error.what.startswith(f"{argument} "):
-                option = f"--{argument.replace(' ', '-')}"
-                raise UsageError(option + error.what.removeprefix(argument), error.hint) from error
-        raise
+def _seconds(part: str, shown: str, name: str) -> float:
+    hint = f"Give milliseconds, one value or one a stage: {name} 18.5 or {name} 18.5,20,19"
+    if not _NUMBER.fullmatch(part):
+        raise UsageError(f"{shown}: {part!r} is not a number of milliseconds", hint)
+    value = float(part)
+    if value < 0:
+        raise UsageError(f"{shown}: {part} must not be negative", hint)
+    if not math.isfinite(value) or value > MOST_MILLISECONDS:
+        raise UsageError(f"{shown}: {part} must be at most {MOST_MILLISECONDS:.0f}", hint)
+    return value / 1e3

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from ..api.simulation import Simulation
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.plan_file import TIE
 from .figures import percent, ranges, three_digits
 from .ledger_table import StageMemory, print_ledger
-from .simulation import Simulation
 from .table_style import Column, figure, line, table, text, titled
 from .timeline_drawing import print_drawing
 

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..api.provenance import made_by
+from ..api.simulation import Simulation
 from ..cost_models.document import MadeBy, write_whole
 from ..cost_models.errors import FileError, UsageError
+from .invocation import command_line
 from .output import Target
-from .provenance import command_line, made_by
-from .simulation import Simulation
 from .streams import console, remark, result
 
 
@@ -83,7 +84,7 @@ def show(found: Simulation, pictures: Pictures, *, as_json: bool, actions: bool)
 
 def _print(found: Simulation, *, as_json: bool, actions: bool) -> None:
     if as_json:
-        from .simulation_file import simulation_file
+        from ..api.simulation_file import simulation_file
 
         origin = made_by(MadeBy(), command=command_line())
         result(simulation_file(found, origin, actions=actions).to_json())

@@ -97,12 +97,13 @@ def solve_command(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."""
-    from .. import solve
+    from ..api.provenance import made_by
+    from ..api.solve import solve
     from ..cost_models.document import as_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
+    from .invocation import command_line
     from .newest import named_or_newest
     from .output import chosen_target, file_stem
-    from .provenance import command_line, made_by
     from .sweep_command import SweepOptions, run_sweep
 
     _check_owners(
@@ -205,7 +206,7 @@ def _frontier_target(plan: Target) -> Target:
 
 
 def _frontier(profile: Profile, points: int, given: Mapping[str, Any]) -> Frontier:
-    from .. import frontier
+    from ..api.solve import frontier
 
     own = {name: value for name, value in given.items() if name not in ("objective", "price")}
     return frontier(profile, points=points, **own)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..api.provenance import made_by
 from ..cost_models.document import write_whole
 from ..cost_models.errors import InfeasibleError
+from .invocation import command_line
 from .output import Target
-from .provenance import command_line, made_by
 from .streams import console, remark, result
 from .sweep_options import grid_of
 from .sweep_table import as_csv, print_sweep
@@ -41,7 +42,7 @@ def run_sweep(options: SweepOptions, profile: Profile, given: Mapping[str, Any])
 
     What the grid has replaces what is given. Raises UsageError, FileError, MachineError.
     """
-    from .. import sweep
+    from ..api.solve import sweep
 
     grid = options.grid
     if options.csv is not None:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
+from ..api.simulation import Simulation
 from ..cost_models.quantities import format_seconds
 from ..cost_models.simulator.result import Span, Timeline, Transfer
 from .simulate_tables import answer_lines
-from .simulation import Simulation
 from .timeline_drawing import spans_by_stage
 
 WIDTH, MARGIN, LEFT, ROW, GAP = 1400.0, 16.0, 84.0, 26.0, 14.0

@@ -55,7 +55,7 @@ class Session:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from .provenance import installed
+        from ..api.provenance import installed
 
         print(f"pplan {installed('pplan') or '(not installed)'}")
         raise typer.Exit

@@ -15,14 +15,16 @@ import networkx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("cost_models", "profiler", "planner", "runtimes", "cli")
+ROOMS = ("cost_models", "profiler", "planner", "runtimes", "pplan/api", "cli")
 MAY_IMPORT = {
     "cost_models": set[str](),
     "profiler": {"cost_models"},
     "planner": {"cost_models"},
     "runtimes": {"cost_models", "profiler", "planner"},
-    "cli": {"cost_models", "profiler", "planner", "runtimes"},
+    "api": {"cost_models", "profiler", "planner", "runtimes", "verification"},
+    "cli": {"cost_models", "profiler", "planner", "runtimes", "verification", "api"},
 }
+"""By the folder's name under `pplan.`; imports for type checkers and inside functions count."""
 FROM_RUNTIMES = {"planner": {"planner.plan_file"}}
 """What a room may take of another, where that is not all of it."""
 WITHOUT_CIRCLES = ("cost_models", "planner")
@@ -60,25 +62,40 @@ def imported(path: Path) -> Iterator[tuple[str, bool]]:
                 yield f"{module}.{name.name}".removeprefix("pplan.").lstrip("."), id(node) in top
 
 
+def top_folder(module: str) -> str:
+    """The folder of a module of pplan's; what is in none, `pplan` itself, is "pplan"."""
+    parts = module.removeprefix("pplan.").split(".")
+    return parts[0] if parts[0] in {*MAY_IMPORT, "verification", "pplan"} else ""
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_imports_run_one_way(room: str) -> None:
     files = sources(room)
+    own = room.removeprefix("pplan/")
     assert files
     for path in files:
         for module, _ in imported(path):
-            other = module.split(".")[0]
-            if other in ROOMS and other != room:
-                assert other in MAY_IMPORT[room], f"{path} imports {module}"
-                allowed = FROM_RUNTIMES.get(other) if room == "runtimes" else None
+            other = top_folder(module)
+            if other not in ("", own):
+                assert other in MAY_IMPORT[own], f"{path} imports {module}"
+                allowed = FROM_RUNTIMES.get(other) if own == "runtimes" else None
                 if allowed and module != other:
                     assert any(module.startswith(name) for name in allowed), f"{path} imports {module}"
+
+
+def test_the_public_api_is_above_all_but_the_command_line() -> None:
+    names = [module for module, _ in imported(ROOT / "pplan/__init__.py")]
+    assert {"api", "cost_models", "planner", "profiler"} <= {top_folder(name) for name in names}
+    assert "cli" not in {top_folder(name) for name in names}
 
 
 def drawn(folder: str) -> dict[str, set[str]]:
     """By file of the folder, those of its files that it imports: at its top, inside functions and for type
     checkers alike. A package stands for its `__init__.py`."""
     paths = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        .removeprefix("pplan.")
+        .removesuffix(".__init__"): path
         for path in sources(folder)
     }
     return {
@@ -93,7 +110,7 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
     return [sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1]
 
 
-@pytest.mark.parametrize("folder", WITHOUT_CIRCLES)
+@pytest.mark.parametrize("folder", [*WITHOUT_CIRCLES, "pplan/api", "cli"])
 def test_no_files_import_each_other_in_a_circle(folder: str) -> None:
     imports = drawn(folder)
     assert sum(map(len, imports.values())) > len(imports)
@@ -191,18 +208,20 @@ def test_planner_and_cost_models_need_no_torch(without_torch: dict[str, str]) ->
 def test_every_folder_is_packaged() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {"pplan"} | {
-        "pplan." + ".".join(init.parent.relative_to(ROOT).parts)
+        "pplan." + ".".join(init.parent.relative_to(ROOT).parts).removeprefix("pplan.")
         for room in ROOMS
         for init in (ROOT / room).rglob("__init__.py")
     }
     folders |= {"pplan.verification"}
     assert set(settings["packages"]) == folders
     with_code = {
-        "pplan." + ".".join(path.parent.relative_to(ROOT).parts) for room in ROOMS for path in sources(room)
+        "pplan." + ".".join(path.parent.relative_to(ROOT).parts).removeprefix("pplan.")
+        for room in ROOMS
+        for path in sources(room)
     }
     assert with_code <= folders
     links = {path.name for path in (ROOT / "typings/pplan").iterdir()}
-    assert links == {"__init__.py", *ROOMS, "verification"}
+    assert links == {"__init__.py", *MAY_IMPORT, "verification"}
     assert not list(ROOT.rglob("profile.py")), "profile.py would shadow the standard library's"
 
 
@@ -224,7 +243,10 @@ def test_the_wheel_holds_everything(tmp_path: Path) -> None:
     assert templates
     assert {path.name for path in (site / "pplan" / scripts).glob("*.template")} == templates
     modules = [
-        ".".join(("pplan", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        "pplan."
+        + ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        .removeprefix("pplan.")
+        .removesuffix(".__init__")
         for room in ROOMS
         for path in sources(room)
     ]
@@ -234,7 +256,7 @@ sys.path.insert(0, {str(site)!r})
 for name in {modules!r}:
     module = importlib.import_module(name)
     assert pathlib.Path(module.__file__).is_relative_to({str(site)!r}), module.__file__
-for name in ("pplan", *{[f"pplan.{room}" for room in ROOMS]!r}):
+for name in ("pplan", *{[f"pplan.{room}" for room in MAY_IMPORT]!r}):
     folder = pathlib.Path(importlib.import_module(name).__file__).parent
     assert (folder / "py.typed").exists(), name
 """

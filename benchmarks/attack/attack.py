@@ -36,9 +36,14 @@ LATE = ("pipedream", "pipedream-2bw")
 Solver = Callable[[Case, Problem], Plan]
 
 
+def reference(case: Case) -> ProfileReference:
+    """The profile that the chain would be of."""
+    return REFERENCE.model_copy(update={"dtype": case.dtype})
+
+
 def quickly_solved(case: Case, problem: Problem) -> Plan:
     """The same without what the answer is compared with, which takes as long again."""
-    return solve_for(case.objective, problem, model="attacked", profile=REFERENCE, compared=False)
+    return solve_for(case.objective, problem, model="attacked", profile=reference(case), compared=False)
 
 
 def solved(case: Case, problem: Problem) -> Plan:
@@ -49,7 +54,7 @@ def solved(case: Case, problem: Problem) -> Plan:
             case.topology,
             case.wishes,
             model="attacked",
-            profile=REFERENCE,
+            profile=reference(case),
             profiles=case.profiles,
         )
     return quickly_solved(case, problem)
@@ -68,7 +73,7 @@ def attacked(case: Case, solver: Solver = solved) -> Result:
 
 def _attack(case: Case, solver: Solver, result: Result) -> None:
     try:
-        problem = problem_of(case.chain, case.topology, case.wishes, REFERENCE, case.profiles)
+        problem = problem_of(case.chain, case.topology, case.wishes, reference(case), case.profiles)
     except UsageError as error:
         result.refused = error.what
         return
@@ -215,7 +220,7 @@ class _Attack:
             case.topology,
             case.wishes,
             model="attacked",
-            profile=REFERENCE,
+            profile=reference(case),
             profiles=case.profiles,
         )
         return answer.prediction.step_seconds

@@ -36,6 +36,7 @@ KINDS: dict[str, int] = {
     "cost": 6,
     "frontier": 5,
     "explain": 5,
+    "states": 8,
 }
 """Kinds of problems, and how often they come."""
 RUNTIMES = (
@@ -64,6 +65,11 @@ class Case:
     wishes: Wishes
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     objective: Objective = field(default_factory=Objective)
+
+    @property
+    def dtype(self) -> str:
+        """In which the chain was measured."""
+        return "bfloat16" if self.wishes.precision in ("mixed", "bf16") else "float32"
 
 
 def kind_of(seed: int) -> str:
@@ -149,11 +155,24 @@ class _Maker:
             made["schedule"] = str(self.rng.choice(NAMED))
         if self.kind == "planners":
             made["planner"] = str(self.rng.choice(PLANNERS))
+        if self.kind == "states":
+            made |= self._states()
         if self.kind == "throughput" and self.rng.random() < 0.4:
             made["planner"] = "pipedream"
         if self.kind == "options" or (self.kind not in ("plain", "many") and self.rng.random() < 0.25):
             made |= self._options(chain, topology.gpus, made["mini_batch"])
         return Wishes(**made)
+
+    def _states(self) -> dict[str, Any]:
+        """In which numbers a plan trains, and what replicas spread over them."""
+        made = {
+            "precision": str(self.rng.choice(["fp32", "mixed", "bf16"])),
+            "zero": self._between(0, 3),
+            "optimizer": str(self.rng.choice(["momentum", "adamw", "adamw-8bit"])),
+        }
+        if made["precision"] != "fp32":
+            made["gradient_dtype"] = str(self.rng.choice(["auto", "fp32", "bf16"]))
+        return made
 
     def _options(self, chain: Chain, gpus: int, batch: int) -> dict[str, Any]:
         """Some of the options that leave plans out."""
@@ -182,7 +201,7 @@ class _Maker:
 
     def _with_memory(self, chain: Chain, topology: Topology, wishes: Wishes) -> tuple[Topology, Wishes]:
         """Devices with little memory, or a limit besides it."""
-        tight = {"memory": 1.0, "infeasible": 1.0, "least memory": 0.3, "frontier": 0.3, "plain": 0.0}
+        tight = {"plain": 0.0, "memory": 1.0, "infeasible": 1.0, "states": 0.6}
         if self.rng.random() >= tight.get(self.kind, 0.3) or self.kind == "many":
             return topology, wishes
         costs = chain.at(chain.sizes[-1])

@@ -45,7 +45,7 @@ def solve_raises(
 ) -> Callable[[BaseException], None]:
     """Makes `pplan solve` meet an error in its middle."""
     profile.save(here / "toy.profile.json", force=False)
-    return lambda error: monkeypatch.setattr("pplan.solve", _raising(error))
+    return lambda error: monkeypatch.setattr("pplan.api.solve.solve", _raising(error))
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])

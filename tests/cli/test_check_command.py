@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.cli.checking import CheckOptions, model_spec
+from pplan.api.check import CheckOptions, model_spec
 from pplan.cost_models.errors import MachineError
 from pplan.planner.plan_file import Alternative, Plan
 from pplan.profiler.profile_file import Profile
@@ -105,9 +105,9 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
             told.predicted(case.name, case.predicted)
         return found
 
-    monkeypatch.setattr("pplan.cli.checking.run_in_processes", pretend)
-    monkeypatch.setattr("pplan.cli.checking.cores", lambda: 2)
-    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 0)
+    monkeypatch.setattr("pplan.api.check.run_in_processes", pretend)
+    monkeypatch.setattr("pplan.api.check.cores", lambda: 2)
+    monkeypatch.setattr("pplan.api.check.gpus", lambda: 0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return asked
@@ -184,8 +184,8 @@ def test_fail_above(
     said: str,
 ) -> None:
     planned()
-    monkeypatch.setattr("pplan.cli.checking.run_in_processes", lambda job, _: pretended(job, plain))
-    monkeypatch.setattr("pplan.cli.checking.cores", lambda: 2)
+    monkeypatch.setattr("pplan.api.check.run_in_processes", lambda job, _: pretended(job, plain))
+    monkeypatch.setattr("pplan.api.check.cores", lambda: 2)
     ran = run("check", "toy.plan.json", "--fail-above", above, "--json")
     assert ran.status == status
     assert ran.err == (said and f"{said}\n")
@@ -255,11 +255,11 @@ def test_gpus_are_taken_where_there_are_enough(
     run: Run, planned: Callable[..., Plan], jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned()
-    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 2)
+    monkeypatch.setattr("pplan.api.check.gpus", lambda: 2)
     assert run("check", "toy.plan.json").status == 0
     assert run("check", "toy.plan.json", "--device", "cpu").status == 0
     assert [job.device for job in jobs] == ["cuda", "cpu"]
-    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 1)
+    monkeypatch.setattr("pplan.api.check.gpus", lambda: 1)
     ran = run("check", "toy.plan.json", "--device", "cuda")
     assert ran.lines[0] == "pplan: check: the plan takes 2 devices, here are 1 CUDA device and 2 cores"
 
@@ -358,13 +358,13 @@ def test_gpus_for_one_process(
 ) -> None:
     """A GPU for each stage; the host's launches are part of the prediction, nothing is summed up."""
     planned(schedule="gpipe")
-    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 2)
+    monkeypatch.setattr("pplan.api.check.gpus", lambda: 2)
     ran = run("check", "--runtime", "torchgpipe", "--no-even")
     document = jobs[0].runtime_cases[0].document
     assert isinstance(document, TorchgpipeExport)
     assert (jobs[0].device, document.devices) == ("cuda", ["cuda:0", "cuda:1"])
     assert "one after another" not in ran.out
-    monkeypatch.setattr("pplan.cli.checking.gpus", lambda: 1)
+    monkeypatch.setattr("pplan.api.check.gpus", lambda: 1)
     ran = run("check", "--runtime", "torchgpipe", "--device", "cuda")
     assert ran.lines[-2] == "pplan: check: the plan takes 2 devices, here are 1 CUDA device and 2 cores"
 
@@ -373,7 +373,7 @@ def test_deepspeed(
     run: Run, planned: Callable[..., Plan], jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned()
-    monkeypatch.setattr("pplan.cli.check_runtimes.find_spec", lambda _: object())
+    monkeypatch.setattr("pplan.api.check_runtimes.find_spec", lambda _: object())
     ran = run("check", "--runtime", "deepspeed")
     assert ran.status == 0
     (job,) = jobs
@@ -392,7 +392,7 @@ def test_a_missing_package(
     runtime: str,
 ) -> None:
     planned()
-    monkeypatch.setattr("pplan.cli.check_runtimes.find_spec", lambda _: None)
+    monkeypatch.setattr("pplan.api.check_runtimes.find_spec", lambda _: None)
     ran = run("check", "toy.plan.json", "--runtime", runtime)
     assert (ran.status, ran.out, jobs) == (2, "", [])
     assert ran.lines == [
@@ -408,8 +408,8 @@ def test_a_process_that_fails(
         raise MachineError("check: rank 1 died while step 2 (plan): exit status 7", "It printed nothing.")
 
     planned()
-    monkeypatch.setattr("pplan.cli.checking.run_in_processes", fail)
-    monkeypatch.setattr("pplan.cli.checking.cores", lambda: 2)
+    monkeypatch.setattr("pplan.api.check.run_in_processes", fail)
+    monkeypatch.setattr("pplan.api.check.cores", lambda: 2)
     ran = run("check", "toy.plan.json")
     assert (ran.status, ran.out) == (2, "")
     assert ran.lines == [

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import pplan
 from pplan.cli.streams import remark
 from pplan.profiler.profile_file import Profile
 
@@ -26,7 +25,7 @@ def asked(here: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch) -> dict
         seen.update(options, model=model)
         return profile
 
-    monkeypatch.setattr(pplan, "profile", measure)
+    monkeypatch.setattr("pplan.api.profiles.profile", measure)
     return seen
 
 
@@ -107,7 +106,7 @@ def test_the_file_is_named_after_the_model(
     run: Run, here: Path, asked: dict[str, Any], profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = profile.model_copy(update={"model": "zoo/../big:make it"})
-    monkeypatch.setattr(pplan, "profile", lambda *_, **__: named)
+    monkeypatch.setattr("pplan.api.profiles.profile", lambda *_, **__: named)
     del asked
     assert run("profile", "whatever").lines == ["Wrote zoo_.._big_make_it.profile.json"]
     assert (here / "zoo_.._big_make_it.profile.json").exists()
@@ -186,7 +185,7 @@ def test_the_bar_shows_the_layer_in_hand_on_a_terminal(
         progress(Progress("warm-up", 4, "features[0]", 0.5))
         return profile
 
-    monkeypatch.setattr(pplan, "profile", measure)
+    monkeypatch.setattr("pplan.api.profiles.profile", measure)
     monkeypatch.setattr("pplan.cli.profile_command.watched", lambda: True)
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("TERM", "xterm")

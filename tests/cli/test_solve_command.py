@@ -30,7 +30,7 @@ def asked(here: Path, profile: Profile, plan: Plan, monkeypatch: pytest.MonkeyPa
         seen.update(wishes, profile=profile)
         return plan.model_copy(update={"made_by": type(plan.made_by)()})
 
-    monkeypatch.setattr(pplan, "solve", solve)
+    monkeypatch.setattr("pplan.api.solve.solve", solve)
     return seen
 
 

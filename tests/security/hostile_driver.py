@@ -74,10 +74,10 @@ def _outside(path: object) -> bool:
 
 def ran(arguments: list[str], folder: str) -> dict[str, Any]:
     global watching
-    from pplan.cli import checking
+    from pplan.api import check
     from pplan.cli.app import main
 
-    checking.run_in_processes = refuse  # type: ignore[assignment, attr-defined]
+    check.run_in_processes = refuse  # type: ignore[assignment, attr-defined]
     os.chdir(folder)
     out, err = io.StringIO(), io.StringIO()
     seen.clear()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..cost_models.errors import PplanError
+from ..cost_models.layer import Chain
 from ..cost_models.machines.topology_text import to_toml
-from ..cost_models.quantities import format_seconds
 from ..cost_models.topology import Device, Group, Topology
 from ..planner.joint_search import find
 from ..planner.plan_file import Plan
@@ -16,17 +17,24 @@ from ..planner.wishes import Wishes
 from ..runtimes.checking.calibration_file import Calibration
 from ..runtimes.checking.job import Corrections
 from ..runtimes.checking.report import Check
-from .output import Target
-from .planned_machine import planned_machine
-from .simulated_plan import Measured
-from .streams import remark
+from .load import PlanAndProfile
+from .machine import planned_machine
 
 
-def write_and_solve(found: Check, read: Measured, stem: str) -> None:
-    """Writes the calibration and the topology beside the plan, and says what solving again finds."""
+@dataclass(frozen=True)
+class Calibrated:
+    """`files`: what to write beside the plan. `again`: the plan solved again, or why there is none."""
+
+    files: Mapping[Path, str]
+    topology_file: Path
+    again: Plan | str
+
+
+def calibrate(found: Check, read: PlanAndProfile, stem: str) -> Calibrated | None:
+    """What a check's corrections are good for; None where it has none. `stem` begins the files' names."""
     corrections = found.corrections
     if corrections is None:
-        return
+        return None
     folder = read.plan_file.parent
     calibration = Calibration(
         backend=found.backend,
@@ -37,44 +45,22 @@ def write_and_solve(found: Check, read: Measured, stem: str) -> None:
     )
     topology, profiles = planned_machine(read.plan, read.profile, folder)
     corrected = corrected_topology(topology, corrections, slower_alone(found))
-    files = {
-        folder / f"{stem}.calibration.json": calibration.to_json(),
-        folder / f"{stem}.topology.toml": to_toml(
-            corrected, f"{topology.describe()}, as pplan check measured it"
-        ),
-    }
-    for path, content in files.items():
-        Target(path, replace=False, own=True).put(content)
-    remark(f"Wrote {' and '.join(map(str, files))}")
+    topology_file = folder / f"{stem}.topology.toml"
+    described = to_toml(corrected, f"{topology.describe()}, as pplan check measured it")
+    files = {folder / f"{stem}.calibration.json": calibration.to_json(), topology_file: described}
+    return Calibrated(files, topology_file, _solved_again(read, corrected, profiles))
+
+
+def _solved_again(read: PlanAndProfile, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
     try:
         wishes = Wishes(**read.plan.wishes.model_dump())
-        problem = problem_of(read.profile.chain(), corrected, wishes, read.plan.profile, profiles)
+        problem = problem_of(read.profile.chain(), topology, wishes, read.plan.profile, profiles)
         answer = find(problem)
     except PplanError as error:
-        remark(f"Solved again: {error.what}")
-        return
+        return error.what
     if answer.best is None:
-        remark("Solved again: no plan fits")
-        return
-    again = bare_plan(problem, answer.best, answer.found, model=read.plan.model, profile=read.plan.profile)
-    _say(again, read.plan, folder / f"{stem}.topology.toml")
-
-
-def _say(again: Plan, plan: Plan, topology: Path) -> None:
-    step = format_seconds(again.prediction.step_seconds)
-    same = (again.balance, again.schedule, again.micro_batches, again.replicas) == (
-        plan.balance,
-        plan.schedule,
-        plan.micro_batches,
-        plan.replicas,
-    )
-    if same:
-        remark(f"Solved again with it: the plan stays, its step is {step}")
-        return
-    remark(
-        f"Solved again with it: {', '.join(map(str, again.balance))}, {again.micro_batches} x "
-        f"{again.micro_batch_size}, {again.schedule}: {step}; pplan solve --topology {topology} writes it"
-    )
+        return "no plan fits"
+    return bare_plan(problem, answer.best, answer.found, model=read.plan.model, profile=read.plan.profile)
 
 
 def slower_alone(found: Check) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..cost_models import arguments
 from ..cost_models.errors import MachineError, PplanError, UsageError
 from ..cost_models.quantities import counted
 from ..cost_models.runtime import runtime_named
@@ -22,11 +23,73 @@ from ..runtimes.checking.report import PLAN, Check
 from ..runtimes.checking.variants import variants
 from .check_cases import EVEN, Prepared, even_plan, prepared
 from .check_runtimes import TORCH, Placed, check_runtime, for_runtime, serial_note
-from .planned_machine import planned_machine
+from .load import as_plan, check_layers, profile_and_reference
+from .machine import planned_machine
 
 LEAST_SIZE = 1024
 """Bytes of the smallest transfer that is measured."""
 Runner = Callable[[Job], Measured | None]
+
+
+def check(
+    plan: Plan | str | Path,
+    profile: Profile | str | Path,
+    *,
+    runtime: str = "torch",
+    model: str | None = None,
+    settings: Mapping[str, object] | None = None,
+    loss: str | None = None,
+    device: Literal["auto", "cpu", "cuda"] | str = "auto",
+    emulate: bool = False,
+    even: bool = True,
+    calibrate: bool = False,
+    steps: int = 5,
+    timeout: float = 120.0,
+) -> Check:
+    """Runs `plan`, made from `profile`, for `steps` timed steps in processes of this machine.
+
+    `runtime`: torch (torch.distributed.pipelining), torchgpipe, fairscale or deepspeed; where it does not run
+    the plan itself, the plan's best alternative for it is checked, which a note says.
+
+    They make the model again by the name in its profile where that is torchvision's or transformers' own; one
+    of yours is named by `model` (its code is imported then, and else never), with `settings`, what it was
+    profiled with, and a `loss` of yours likewise. `device`: CUDA with a GPU each, "cpu" with
+    one thread each, or what there is enough of. `emulate`: the stages wait as long as the plan says they
+    compute. `even`: the even split of as many stages runs
+    beside it. `calibrate`: other schedules run first, and overhead, link and slowdown are fitted to them.
+    `timeout`: seconds after which a step that does not end is given up.
+
+    Of the result: `of_plan` and `cases`, each with `measured_step_seconds`, `predicted_step_seconds` (written
+    down before the steps, from the stages measured alone), `planned_step_seconds` (the plan's own), `error`,
+    `stages` and `losses`, which are held against the plain model's.
+
+    Raises UsageError, FileError, ExportError (the runtime does not run the plan), MachineError: too few
+    devices, a missing package, or a process that failed, died or hangs, with its own words.
+    """
+    folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
+    named = Path(plan).name if isinstance(plan, str | Path) else "plan"
+    plan = as_plan(plan)
+    measured, reference = profile_and_reference(profile, "", "")
+    check_layers(plan, reference)
+    arguments.word("device", device)
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device {device!r} is not known", "Use auto, cpu or cuda.")
+    options = CheckOptions(
+        runtime=arguments.word("runtime", runtime),
+        model=arguments.optional_word("model", model),
+        settings=arguments.settings("settings", settings) or {},
+        loss=arguments.optional_word("loss", loss),
+        device=device,
+        emulate=arguments.flag("emulate", emulate),
+        even=arguments.flag("even", even),
+        calibrate=arguments.flag("calibrate", calibrate),
+        steps=arguments.whole("steps", steps),
+        timeout_seconds=arguments.number("timeout", timeout),
+    )
+    found = check_plan(plan, measured, folder, named, options, run_in_processes)
+    if found is None:
+        raise MachineError("check: nothing was measured", "Call it outside torchrun.")
+    return found
 
 
 @dataclass(frozen=True)
@@ -180,7 +243,7 @@ def chosen_device(devices: int, options: CheckOptions, *, one_process: bool = Fa
     if options.device == "cuda" or (needed > cores() and not one_process):
         raise MachineError(
             f"check: the plan takes {counted(needed, 'device')}, here are {here}",
-            "With --emulate its stages wait instead of computing; --device cpu shares the cores.",
+            "With `emulate` its stages wait instead of computing; `device='cpu'` shares the cores.",
         )
     return "cpu"
 

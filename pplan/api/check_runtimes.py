@@ -72,7 +72,7 @@ class Placed:
         """Raises ExportError where there is none."""
         made = even_plan(plan, self.chain, self.topology, self.profiles)
         if isinstance(made, str):
-            raise ExportError(made, "Check the plan alone: --no-even.")
+            raise ExportError(made, "Check the plan alone: `even=False`.")
         return made
 
 
@@ -82,11 +82,11 @@ def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
         raise UsageError(
             f"check: no steps are run on {runtime!r}", f"Use one of {', '.join((TORCH, *EXPORTS))}."
         )
-    for option, given in (("--emulate", emulate), ("--calibrate and --calibration", calibrate)):
+    for option, given in (("`emulate`", emulate), ("`calibrate` and `calibration`", calibrate)):
         if given:
             raise UsageError(
-                f"check: {option} with --runtime {runtime}: only torch.distributed.pipelining does that",
-                "Leave it out, or check with --runtime torch.",
+                f"check: {option} with runtime={runtime!r}: only torch.distributed.pipelining does that",
+                "Leave it out, or check with runtime='torch'.",
             )
     if find_spec(runtime) is None:
         raise MachineError(

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.measured_on import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
@@ -18,8 +19,7 @@ from ..planner.problem import Problem
 from ..planner.solve import problem_of
 from ..planner.wishes import Wishes
 from ..profiler.profile_warnings import profiled_device
-from . import arguments
-from .own_profiles import own_profiles
+from .machine import own_profiles
 
 if TYPE_CHECKING:
     from ..planner.plan_file import ProfileReference

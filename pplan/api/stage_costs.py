@@ -1,9 +1,7 @@
-"""The costs of a pipeline as they are given on the command line, instead of a plan's."""
+"""The costs of a pipeline as a user gives them, instead of a plan's."""
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -14,14 +12,12 @@ if TYPE_CHECKING:
     from ..cost_models.schedules import Program, StageSlot
     from ..cost_models.simulator.costs import Array, Costs
 
-MOST_MILLISECONDS = 1e9
 MOST_ACTIONS = 2_000_000
 """Of a step: some hundred bytes each."""
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True)
-class GivenCosts:
+class StageCosts:
     """Seconds of the stages, one value or one a stage; `transfer` one, one a stage, or one a boundary."""
 
     forward: tuple[float, ...]
@@ -46,23 +42,23 @@ class GivenCosts:
     def _check(self, program: Program) -> None:
         stages = program.devices
         named = (
-            ("--forward-ms", self.forward),
-            ("--backward-ms", self.backward),
-            ("--weight-ms", self.weight or (0.0,)),
+            ("forward_ms", self.forward),
+            ("backward_ms", self.backward),
+            ("weight_ms", self.weight or (0.0,)),
         )
         for name, values in named:
             if len(values) not in (1, stages):
                 raise _wrong_count(name, values, stages, f"Give one value, or one for each stage: {stages}.")
         between = f"Give one value, or one for each of the {stages - 1} boundaries between the stages."
         if len(self.transfer) not in (1, stages - 1, stages):
-            raise _wrong_count("--transfer-ms", self.transfer, stages, between)
+            raise _wrong_count("transfer_ms", self.transfer, stages, between)
         if program.splits_backward and self.weight is None:
             raise UsageError(
-                "--weight-ms is missing: the schedule runs the gradient of the weights apart",
-                "Give it, as in --weight-ms 9.3; --backward-ms is then the gradient of the input alone.",
+                "`weight_ms` is missing: the schedule runs the gradient of the weights apart",
+                "Give it, as in weight_ms=9.3; `backward_ms` is then the gradient of the input alone.",
             )
         if not any(self.forward + self.backward + (self.weight or ())):
-            raise UsageError("--forward-ms and --backward-ms are 0: there is no step", "Give one above 0.")
+            raise UsageError("`forward_ms` and `backward_ms` are 0: there is no step", "Give one above 0.")
 
     def _latency(self, program: Program) -> Array:
         """By pipe and cut."""
@@ -80,7 +76,7 @@ class GivenCosts:
         boundary = low if high - low == 1 else stages - 1
         if boundary == len(self.transfer):
             raise UsageError(
-                f"--transfer-ms: {len(self.transfer)} values, and the schedule sends from the last stage to "
+                f"`transfer_ms`: {len(self.transfer)} values, and the schedule sends from the last stage to "
                 "the first",
                 f"Give {stages} values, the last for that transfer, or one for all.",
             )
@@ -89,24 +85,7 @@ class GivenCosts:
 
 def _wrong_count(name: str, values: tuple[float, ...], stages: int, hint: str) -> UsageError:
     shown = ",".join(f"{1e3 * value:g}" for value in values[:8]) + (",…" if len(values) > 8 else "")
-    return UsageError(f"{name} {shown}: {len(values)} values for {stages} stages", hint)
-
-
-def milliseconds(text: str, name: str) -> tuple[float, ...]:
-    """`18.5` or `18.5,20,19` as seconds. Raises UsageError."""
-    return tuple(_seconds(part.strip(), f"{name} {text}", name) for part in text.split(","))
-
-
-def _seconds(part: str, shown: str, name: str) -> float:
-    hint = f"Give milliseconds, one value or one a stage: {name} 18.5 or {name} 18.5,20,19"
-    if not _NUMBER.fullmatch(part):
-        raise UsageError(f"{shown}: {part!r} is not a number of milliseconds", hint)
-    value = float(part)
-    if value < 0:
-        raise UsageError(f"{shown}: {part} must not be negative", hint)
-    if not math.isfinite(value) or value > MOST_MILLISECONDS:
-        raise UsageError(f"{shown}: {part} must be at most {MOST_MILLISECONDS:.0f}", hint)
-    return value / 1e3
+    return UsageError(f"{name}={shown}: {len(values)} values for {stages} stages", hint)
 
 
 def check_size(stages: int, micro_batches: int, virtual_stages: int) -> None:
@@ -114,7 +93,7 @@ def check_size(stages: int, micro_batches: int, virtual_stages: int) -> None:
     actions = _actions(stages, micro_batches, virtual_stages)
     if actions > MOST_ACTIONS:
         raise UsageError(
-            f"--stages {stages} and --micro-batches {micro_batches}: {actions} actions, at most "
+            f"stages={stages} and micro_batches={micro_batches}: {actions} actions, at most "
             f"{MOST_ACTIONS} are simulated",
             "Use fewer of either.",
         )
@@ -126,7 +105,7 @@ def check_steady_size(stages: int, micro_batches: int, virtual_stages: int) -> N
     actions = _actions(stages, micro_batches, virtual_stages)
     if actions > MOST_ACTIONS:
         raise UsageError(
-            f"--stages {stages}: the steady state shows after {micro_batches} micro-batches, {actions} "
+            f"stages={stages}: the steady state shows after {micro_batches} micro-batches, {actions} "
             f"actions, at most {MOST_ACTIONS} are simulated",
             "Use fewer stages, or a synchronous schedule.",
         )

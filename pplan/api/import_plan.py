@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from ..cost_models import arguments
 from ..cost_models.document import read_text
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.measured_on import check_processor_seconds
@@ -20,7 +21,78 @@ from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import notes_of, profiled_device, warnings_of
 from ..runtimes.reading.partition import Partition
 from ..runtimes.reading.read import read_partition, with_virtual_stages
-from .own_profiles import own_profiles
+from .load import profile_and_reference
+from .machine import own_profiles
+from .provenance import made_by
+
+
+def import_plan(
+    source: str | Path,
+    profile: Profile | str | Path,
+    *,
+    gpus: int | None = None,
+    gpus_per_node: int | None = None,
+    gpu: str | None = None,
+    memory_bytes: int | None = None,
+    bandwidth: float | Sequence[float] | None = None,
+    latency: float | Sequence[float] | None = None,
+    topology: str | Path | None = None,
+    runtime: str | None = None,
+    mini_batch: int | None = None,
+    micro_batches: int | Literal["auto"] | None = None,
+    schedule: str | None = None,
+    virtual_stages: int | None = None,
+    replicas: int | None = None,
+    recompute: str | None = None,
+    optimizer: str = "sgd",
+    seconds_of: Literal["cpu"] | str | None = None,
+    precision: Literal["auto", "fp32", "mixed", "bf16"] | str = "auto",
+    gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] | str = "auto",
+    zero: int = 0,
+    profile_file: str = "",
+    profile_sha256: str = "",
+) -> Plan:
+    """The partition that another tool holds, as a plan of the layers of `profile`.
+
+    `source` is a file, or the partition itself: "12,34" (a balance list), "0,12,46" (DeepSpeed's parts),
+    "Et*3|t*5L" (a Megatron layout; also the options it stands among), torchtitan's lists of module names, a
+    device_map, or what `export` wrote. `virtual_stages` are those of a device, `replicas` those of every
+    stage; `gpus` defaults to what the partition takes. What is not given is as the source says: else the best
+    schedule of 1f1b and gpipe (interleaved, where devices have several stages), the best number of
+    micro-batches, recomputation where it does not fit without. The rest as for `solve`.
+
+    A plan that does not fit says so in its warnings. Raises UsageError, FileError (the source, the profile,
+    the topology).
+    """
+    measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
+    options = ImportOptions(
+        gpus=arguments.optional_whole("gpus", gpus),
+        machine={
+            "gpu": arguments.optional_word("gpu", gpu),
+            "memory_bytes": arguments.optional_whole("memory_bytes", memory_bytes, example="16 * 2**30"),
+            "bandwidth": arguments.by_level("bandwidth", bandwidth, "(300e9, 25e9)"),
+            "latency": arguments.by_level("latency", latency, "(5e-6, 20e-6)"),
+            "gpus_per_node": arguments.optional_whole("gpus_per_node", gpus_per_node),
+            "file": None if topology is None else arguments.path("topology", topology),
+            "profiled": profiled_device(measured),
+        },
+        runtime=arguments.optional_word("runtime", runtime),
+        mini_batch=arguments.optional_whole("mini_batch", mini_batch),
+        micro_batches=arguments.whole_or_auto("micro_batches", micro_batches),
+        schedule=arguments.optional_word("schedule", schedule),
+        virtual_stages=arguments.optional_whole("virtual_stages", virtual_stages),
+        replicas=arguments.optional_whole("replicas", replicas),
+        recompute=arguments.optional_word("recompute", recompute),
+        optimizer=arguments.word("optimizer", optimizer),
+        seconds_of=arguments.optional_word("seconds_of", seconds_of),
+        precision=arguments.word("precision", precision),
+        gradient_dtype=arguments.word("gradient_dtype", gradient_dtype),
+        zero=arguments.whole("zero", zero, at_least=0),
+    )
+    if not isinstance(source, Path):
+        source = arguments.word("source", source)
+    plan = imported_plan(source, measured, reference, options)
+    return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
 
 
 @dataclass(frozen=True)
@@ -108,6 +180,6 @@ def _micro_batches(read: Partition, given: FixedPartition, mini_batch: int | Non
         raise UsageError(
             f"a mini-batch of {mini_batch} does not divide into micro-batches of {read.samples} samples on "
             f"each of {given.replicas} replicas, as the partition says",
-            "Give --micro-batches, or another --mini-batch or --replicas.",
+            "Give `micro_batches`, or another `mini_batch` or `replicas`.",
         )
     return mini_batch // whole

@@ -1,15 +1,12 @@
-"""What wrote a file: versions, the command line and the time."""
+"""What wrote a file: versions, the command and the time."""
 
 from __future__ import annotations
 
 import platform
-import shlex
-import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
 from ..cost_models.document import MadeBy
-from .invocation import GIVEN
 
 
 def made_by(known: MadeBy, *, command: str = "", measured: MadeBy | None = None) -> MadeBy:
@@ -27,12 +24,6 @@ def made_by(known: MadeBy, *, command: str = "", measured: MadeBy | None = None)
         cuda=known.cuda or measured.cuda,
         driver=known.driver or measured.driver,
     )
-
-
-def command_line() -> str:
-    """The command as it was typed, or as `main` was given it."""
-    given = GIVEN.get()
-    return shlex.join(["pplan", *(sys.argv[1:] if given is None else given)])
 
 
 def installed(package: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pplan.cli.arguments import whole
+from pplan.cost_models.arguments import whole
 from pplan.cost_models.errors import UsageError
 
 

@@ -1,0 +1,79 @@
+"""Why a plan is as it is, and plans side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..cost_models import arguments
+from ..cost_models.errors import UsageError
+from ..planner.explanation.compare import Comparison
+from ..planner.explanation.compare import compare as compare_plans
+from ..planner.explanation.current_split import CurrentSplit
+from ..planner.explanation.explain import Explanation
+from ..planner.explanation.explain import explain as explain_plan
+from ..planner.explanation.explain_context import context_of
+from ..planner.plan_file import Plan
+from ..profiler.profile_file import Profile
+from .load import as_plan, check_layers, profile_and_reference
+from .machine import planned_machine
+
+
+def explain(
+    plan: Plan | str | Path,
+    profile: Profile | str | Path,
+    *,
+    current: Sequence[int] | None = None,
+    replicas: int = 1,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+) -> Explanation:
+    """Why `plan`, made from `profile`, is as it is, on the machine that it was made for.
+
+    Of the result: `limits` (the critical path, the busiest stage, whether memory forbids a faster plan),
+    `second_best` and `other_stages`, `holds` (the bandwidth and the layers' seconds at which another plan
+    becomes better) and `what_if` (one more GPU, double the bandwidth or memory, recomputation forced or
+    forbidden). `current`: the layers of each stage of a split in use, each on `replicas` devices, with so
+    many `micro_batches` and that `schedule` (else the best for it): `current` of the result says why it is
+    slower.
+
+    Raises UsageError (a profile of other layers, a split that cannot be), FileError.
+    """
+    split = arguments.wholes("current", current)
+    of_it = (
+        arguments.whole("replicas", replicas),
+        arguments.optional_whole("micro_batches", micro_batches),
+        arguments.optional_word("schedule", schedule),
+    )
+    used = None if split is None else CurrentSplit(split, *of_it)
+    folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
+    plan = as_plan(plan)
+    measured, reference = profile_and_reference(profile, "", "")
+    check_layers(plan, reference)
+    machine, profiles = planned_machine(plan, measured, folder)
+    return explain_plan(plan, measured.chain(), machine, profiles, used)
+
+
+def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = None) -> Comparison:
+    """The plans side by side: step, samples/s, bubble, memory, devices and gap of each.
+
+    With the `profile` that the first was made from, what every named planner makes of its problem, too. Of
+    the result: `rows`, and `first_slower`, the first plan's seconds a sample over those of the best of the
+    others, less 1.
+
+    Raises UsageError (no plan, a profile of other layers), FileError.
+    """
+    if not plans:
+        raise UsageError("compare: no plan is given", "Give plans, or the paths of their files.")
+    named = [
+        (str(plan) if isinstance(plan, str | Path) else f"plan {number}", as_plan(plan))
+        for number, plan in enumerate(plans)
+    ]
+    if profile is None:
+        return compare_plans(named)
+    first = named[0][1]
+    measured, reference = profile_and_reference(profile, "", "")
+    check_layers(first, reference)
+    folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
+    machine, profiles = planned_machine(first, measured, folder)
+    return compare_plans(named, context_of(first, measured.chain(), machine, profiles))

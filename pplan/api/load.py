@@ -1,0 +1,106 @@
+"""Plans and profiles as a caller gives them: themselves, or the paths of their files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..cost_models import arguments
+from ..cost_models.document import as_text, read_bytes, sha256
+from ..cost_models.errors import FileError, UsageError
+from ..planner.plan_file import Plan, ProfileReference
+from ..profiler.profile_file import Profile
+
+
+def load_profile(path: str | Path) -> Profile:
+    """The profile in a file. Raises FileError."""
+    return Profile.load(arguments.path("path", path))
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan in a file. Raises FileError."""
+    return Plan.load(arguments.path("path", path))
+
+
+def as_plan(plan: Plan | str | Path) -> Plan:
+    """The plan, read where it is named by its path."""
+    if isinstance(plan, str | Path):
+        return load_plan(plan)
+    check_is_plan(plan)
+    return plan
+
+
+def check_is_plan(plan: Plan) -> None:
+    """Raises UsageError where it is none."""
+    arguments.instance(
+        "plan", plan, Plan, 'Give what pplan.solve returns, or pplan.load_plan("a.plan.json").'
+    )
+
+
+def check_layers(plan: Plan, profile: ProfileReference) -> None:
+    """Raises UsageError where the profile has other layers than the plan's."""
+    if plan.profile.layers_sha256 not in ("", profile.layers_sha256):
+        raise UsageError(
+            f"profile {profile.file or 'given'}: has other layers than the one that the plan for "
+            f"{plan.model} was made from ({plan.profile.file or 'without a name'})",
+            "Give that profile, or plan again with pplan.solve.",
+        )
+
+
+def profile_and_reference(
+    profile: Profile | str | Path, file: str, sha: str
+) -> tuple[Profile, ProfileReference]:
+    """The profile, read where it is named by its path, and what a plan says of it."""
+    file, sha = arguments.word("profile_file", file), arguments.word("profile_sha256", sha)
+    if isinstance(profile, str | Path):
+        path = Path(profile)
+        content = read_bytes(path, "profile")
+        profile = Profile.parse(as_text(content, path, "profile"), str(path))
+        file, sha = file or path.name, sha or sha256(content)
+    arguments.instance(
+        "profile", profile, Profile, "Give what pplan.profile returns, or the path of its file."
+    )
+    return profile, ProfileReference(
+        file=file,
+        sha256=sha or sha256(profile.to_json()),
+        layers_sha256=profile.layers_sha256,
+        dtype=profile.dtype,
+        amp=profile.amp,
+        device_name=profile.device_name or profile.device,
+        granularity=profile.granularity,
+        estimated=profile.estimated,
+        device=profile.device,
+    )
+
+
+@dataclass(frozen=True)
+class PlanAndProfile:
+    """A plan and the profile that it was made from, as read from their files."""
+
+    plan: Plan
+    profile: Profile
+    plan_file: Path
+    profile_file: Path
+
+
+def read_plan(path: Path, profile_file: Path | None) -> PlanAndProfile:
+    """The plan in a file, with the profile of its name beside it, or the one that is named.
+
+    Raises FileError for either, and for a profile that the plan was not made from.
+    """
+    plan = Plan.load(path)
+    beside = path.parent / Path(plan.profile.file).name
+    if profile_file is None and not beside.is_file():
+        raise FileError(
+            f"{path}: was made from {plan.profile.file or 'a nameless profile'}, which is not beside it",
+            "Put it there, or name it as `profile`.",
+        )
+    where = beside if profile_file is None else profile_file
+    content = read_bytes(where, "profile")
+    if sha256(content) != plan.profile.sha256:
+        raise FileError(
+            f"{where}: is not the profile that {path} was made from (SHA-256 {sha256(content)[:12]}…, "
+            f"the plan says {plan.profile.sha256[:12]}…)",
+            f"Name the right one as `profile`, or plan again: pplan solve {where}",
+        )
+    return PlanAndProfile(plan, Profile.parse(as_text(content, where, "profile"), str(where)), path, where)

@@ -1,0 +1,66 @@
+"""The machine that a plan is for: its topology, and the profiles that kinds of devices have of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..cost_models import arguments
+from ..cost_models.errors import FileError
+from ..cost_models.layer import Chain
+from ..cost_models.machines.measured_on import PROCESSOR, check_processor_seconds_of
+from ..cost_models.machines.topology_options import described_topology, make_topology
+from ..cost_models.topology import Topology
+from ..planner.layout import Overrides, devices_needed, machine_of
+from ..planner.plan_file import Plan
+from ..profiler.profile_file import Profile
+from ..profiler.profile_warnings import profiled_device
+
+
+def topology(name: str | Path, *, gpus: int | None = None) -> Topology:
+    """The devices and links of a machine, such as "dgx-a100", or of a TOML file, on `gpus` devices.
+
+    `gpus` defaults to those of one machine, or of the file; more are several machines. `.device(rank)` and
+    `.link(a, b)` are what costs are made of.
+
+    Raises UsageError, FileError.
+    """
+    return described_topology(arguments.path("name", name), arguments.optional_whole("gpus", gpus))
+
+
+def planned_machine(plan: Plan, profile: Profile, folder: Path) -> tuple[Topology, dict[str, Chain]]:
+    """The topology, and the profiles of the kinds of devices that have their own, in `folder`.
+
+    Raises FileError.
+    """
+    topology = make_topology(
+        gpus=devices_needed(plan, Overrides()),
+        file=machine_of(plan, "plan"),
+        profiled=profiled_device(profile),
+    )
+    return topology, own_profiles(topology, folder)
+
+
+def own_profiles(topology: Topology, folder: Path, seconds_of: str | None = PROCESSOR) -> dict[str, Chain]:
+    """The layers as measured on them, by the name that the topology gives the file; names are relative to
+    `folder`.
+
+    Raises FileError, and UsageError where one of a GPU was measured on a processor and `seconds_of` does not
+    say that it is meant.
+    """
+    made = {}
+    for kind in topology.kinds:
+        if kind.profile is not None:
+            profile = _profile(folder / kind.profile, kind.name)
+            if seconds_of is None:
+                check_processor_seconds_of(profiled_device(profile), kind)
+            made[kind.profile] = profile.chain()
+    return made
+
+
+def _profile(path: Path, kind: str) -> Profile:
+    if not path.is_file():  # a device, say, of which there is no end
+        raise FileError(
+            f"{path}: no such file; the topology says that it is the profile of {kind}",
+            "Put it beside the topology or plan that names it, or give the `topology` that it is beside.",
+        )
+    return Profile.load(path)

@@ -1,0 +1,263 @@
+"""Profiles: measured of a model, or made of costs from elsewhere; and the model itself, as it is profiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ..cost_models import arguments
+from ..cost_models.document import MadeBy
+from ..cost_models.errors import MachineError, UsageError
+from ..profiler.importing.importer import ImportOptions
+from ..profiler.importing.importer import import_profile as import_file
+from ..profiler.profile_file import Profile
+from .provenance import made_by
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..profiler.loaded_model import LoadedModel
+    from ..profiler.sweep import Progress
+
+    ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
+
+
+def profile(
+    model: str | nn.Module,
+    example_input: ExampleInput | None = None,
+    *,
+    input_shape: Sequence[int] | None = None,
+    classes: int | None = None,
+    micro_batch_sizes: Sequence[int] | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    granularity: str | None = None,
+    keep_together: Sequence[str] = (),
+    settings: Mapping[str, object] | None = None,
+    loss: str | None = None,
+    compile: bool = False,
+    channels_last: bool = False,
+    amp: Literal["bf16", "fp16"] | None = None,
+    tf32: bool = False,
+    budget_seconds: float = 60.0,
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+    calibrate: str | Path | Profile | None = None,
+    cache: bool = False,
+    resume: bool = False,
+    remark: Callable[[str], None] | None = None,
+) -> Profile:
+    """Measures every layer of `model`, forward and backward, at several micro-batch sizes.
+
+    `model` is a torchvision model's name, `hf:` and a transformers model's name, `package.module:factory`, or
+    a module with its `example_input`: a tensor, a tuple of forward's arguments, or a dict of its keyword
+    arguments, with at least one sample along dimension 0. `settings` are the factory's keyword arguments, or
+    keys of the transformers configuration (also layers, hidden, heads, sequence, vocabulary). `input_shape`
+    is that of one sample. `dtype` defaults to the model's own, `device` to CUDA where there is one ("meta":
+    layers and bytes only; "analytic:h100", any preset or a TOML file: seconds estimated from FLOPs and bytes,
+    with the efficiencies of `calibrate`, a measured profile of the same model, where it is given).
+
+    `granularity`: "block" (cuts that one tensor crosses), "fine" (any number), or "module:PATTERN[,PATTERN]";
+    no cut is allowed between layers that match a pattern of `keep_together`. `loss`: "cross-entropy", "mse",
+    "none" or "package.module:function" of the model's output; else what is usual for such a model. `compile`,
+    `channels_last`, `amp` and `tf32`: as the training will run.
+
+    The measuring takes about `budget_seconds` over all sizes together; `progress` is told what is in hand.
+
+    `cache`: a profile of the same layers, input, dtype, device and versions that an earlier run kept is
+    taken, whatever the model's name, and this one is kept ($PPLAN_CACHE, else ~/.cache/pplan). `resume`: so
+    are the passes of a run that was interrupted or killed. `remark` is told of it, a line each.
+
+    Raises UsageError, FileError (`calibrate`, the TOML file), ModelError, MachineError. At Ctrl-C, after a
+    micro-batch size was measured, the KeyboardInterrupt holds what there is as its `profile`.
+    """
+    _require_torch()
+    from ..profiler.analytic import target_named
+    from ..profiler.machine import device_named, dtype_named
+    from ..profiler.measure import profile_model
+
+    # A model can take long to build: what is refused anyway is refused before.
+    seed = arguments.whole("seed", seed, at_least=0, at_most=2**63 - 1)
+    sizes = arguments.wholes("micro_batch_sizes", micro_batch_sizes)
+    budget_seconds = arguments.number("budget_seconds", budget_seconds)
+    settings = arguments.settings("settings", settings)
+    granularity = arguments.optional_word("granularity", granularity)
+    loss = arguments.optional_word("loss", loss)
+    keep_together = arguments.words("keep_together", keep_together)
+    arguments.optional_word("amp", amp)
+    flags = {"compile": compile, "channels_last": channels_last, "tf32": tf32, "cache": cache}
+    for name, value in {**flags, "resume": resume}.items():
+        arguments.flag(name, value)
+    for name, told in {"progress": progress, "remark": remark}.items():
+        arguments.function(name, told)
+    if calibrate is not None and not isinstance(calibrate, Profile):
+        calibrate = arguments.path("calibrate", calibrate)
+    target = target_named(arguments.optional_word("device", device), calibrate)
+    device = device if target is None else "meta"
+    device_named(device)
+    if dtype is not None:
+        dtype_named(arguments.word("dtype", dtype))
+    loaded = _loaded(
+        model,
+        example_input,
+        input_shape=arguments.wholes("input_shape", input_shape),
+        classes=arguments.optional_whole("classes", classes),
+        settings=settings,
+        seed=seed,
+        on_meta=device == "meta",
+    )
+    return profile_model(
+        loaded,
+        granularity=granularity,
+        keep_together=keep_together,
+        loss=loss,
+        compile=compile,
+        channels_last=channels_last,
+        amp=amp,
+        tf32=tf32,
+        micro_batch_sizes=sizes,
+        dtype=dtype,
+        device=device,
+        budget_seconds=budget_seconds,
+        seed=seed,
+        progress=progress,
+        estimate_for=target,
+        cache=cache,
+        resume=resume,
+        remark=remark,
+    )
+
+
+def import_profile(
+    path: str | Path,
+    *,
+    format: Literal["pipedream", "csv", "json"] | str | None = None,
+    model: str | None = None,
+    micro_batch_size: int | None = None,
+    granularity: Literal["block", "fine"] | str | None = None,
+    dtype: str = "float32",
+) -> Profile:
+    """The profile of costs from elsewhere: PipeDream's graph.txt, or a table as CSV or JSON, one row a layer.
+
+    `format` defaults to what the content tells, `model`, its name, to the file's. `micro_batch_size` is that
+    of a file that does not say it (default: 128 for a graph, as PipeDream's own; 1 for a table).
+    `granularity` of a graph: "block" (cuts that one tensor crosses; the default) or "fine" (each operation a
+    layer). Columns of a table: name, forward_seconds, backward_seconds, activation_bytes (the output),
+    parameter_bytes; optional saved_bytes (else the output's), micro_batch_size, backward_input_seconds; times
+    also as forward_ms and so on. With one micro-batch size, costs at any other scale with the samples, and
+    plans say so.
+
+    Raises UsageError, FileError (the file, with the line or index).
+    """
+    options = ImportOptions(
+        format=arguments.optional_word("format", format),
+        model=arguments.optional_word("model", model),
+        micro_batch_size=arguments.optional_whole("micro_batch_size", micro_batch_size),
+        granularity=arguments.optional_word("granularity", granularity),
+        dtype=arguments.word("dtype", dtype),
+    )
+    imported = import_file(arguments.path("path", path), options)
+    return imported.model_copy(update={"made_by": made_by(MadeBy())})
+
+
+def sequential(
+    model: nn.Module,
+    example_input: ExampleInput,
+    *,
+    granularity: str = "block",
+    keep_together: Sequence[str] = (),
+) -> nn.Sequential:
+    """`model` as an nn.Sequential of its layers, one element a layer of the profile, sharing its parameters.
+
+    `example_input`, `granularity` and `keep_together` as for `profile`. Where several tensors cross a cut,
+    the layers hand each other a tuple; the nn.Sequential itself takes the tensor, or the tuple of all tensors
+    of the input in their order, and returns what the model returns.
+
+    Raises ModelError where the model cannot be taken apart, MachineError without torch.
+    """
+    _require_torch()
+    from torch import nn
+
+    from ..profiler.sequential import sequential as as_sequential
+
+    granularity = arguments.word("granularity", granularity)
+    keep_together = arguments.words("keep_together", keep_together)
+    arguments.instance("model", model, nn.Module, "Give a torch.nn.Module.")
+    return as_sequential(
+        model,
+        example_input,
+        granularity=granularity,
+        keep_together=keep_together,
+    )
+
+
+def load_model(
+    name: str,
+    *,
+    classes: int | None = None,
+    input_shape: Sequence[int] | None = None,
+    settings: Mapping[str, object] | None = None,
+    seed: int = 0,
+) -> tuple[nn.Module, ExampleInput]:
+    """The model that `profile` builds for this name and options, and an example input of at least one sample.
+
+    The example is a tensor, a tuple of forward's arguments, or a dict of its keyword arguments.
+
+    Raises UsageError, ModelError, MachineError.
+    """
+    _require_torch()
+    from ..profiler.models import load_model as load
+
+    loaded = load(
+        arguments.word("name", name),
+        classes=arguments.optional_whole("classes", classes),
+        input_shape=arguments.wholes("input_shape", input_shape),
+        settings=arguments.settings("settings", settings),
+        seed=arguments.whole("seed", seed, at_least=0, at_most=2**63 - 1),
+    )
+    example = loaded.example
+    if example.kwargs and not example.args:
+        return loaded.module, example.kwargs
+    return loaded.module, example.args[0] if len(example.args) == 1 else example.args
+
+
+def _loaded(
+    model: str | nn.Module,
+    example_input: ExampleInput | None,
+    *,
+    input_shape: Sequence[int] | None,
+    classes: int | None,
+    settings: Mapping[str, object] | None,
+    seed: int,
+    on_meta: bool,
+) -> LoadedModel:
+    from torch import nn
+
+    from ..profiler.models import from_module
+    from ..profiler.models import load_model as load
+
+    if isinstance(model, str):
+        if example_input is not None:
+            raise UsageError(
+                f"example_input is given with the name {model!r}", "Give input_shape, or the module itself."
+            )
+        return load(
+            model, classes=classes, input_shape=input_shape, settings=settings, seed=seed, on_meta=on_meta
+        )
+    arguments.instance("model", model, nn.Module, "Give the name of a model, or a torch.nn.Module.")
+    if example_input is None:
+        raise UsageError("a module is given without example_input", "Give a batch of its input as a tensor.")
+    if input_shape is not None or classes is not None or settings:
+        raise UsageError(
+            "input_shape, classes or settings are given with a module", "Leave them away: the module decides."
+        )
+    return from_module(model, example_input)
+
+
+def _require_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        raise MachineError(f"torch cannot be imported: {error}", "Install it: pip install torch") from error

@@ -1,0 +1,191 @@
+"""A simulated step: of a plan, on its machine or another one, or of costs given instead of a plan's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..cost_models import arguments
+from ..cost_models.errors import UsageError
+from ..cost_models.machines.measured_on import check_processor_seconds
+from ..cost_models.machines.topology_options import make_topology
+from ..cost_models.quantities import format_seconds
+from ..cost_models.schedules import SCHEDULES, Program
+from ..cost_models.timeline import Timeline
+from ..cost_models.timeline import simulate as simulate_program
+from ..cost_models.topology import Topology
+from ..planner.layout import Overrides, devices_needed, machine_of
+from ..planner.plan_file import TIE, Plan
+from ..planner.simulated import simulate_plan
+from ..profiler.profile_file import Profile
+from ..profiler.profile_warnings import profiled_device
+from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
+from .machine import own_profiles
+from .simulation import LONG_ENOUGH, Simulation
+from .stage_costs import StageCosts, check_size, check_steady_size
+
+T = TypeVar("T")
+
+
+def simulate(
+    plan: Plan | str | Path,
+    profile: Profile | str | Path,
+    *,
+    topology: str | Path | None = None,
+    schedule: str | None = None,
+    stages: int | None = None,
+    micro_batches: int | None = None,
+    virtual_stages: int | None = None,
+    replicas: int | None = None,
+) -> Timeline:
+    """A step of `plan`, simulated with the costs of `profile`: start and end of every action.
+
+    `plan` and `profile` may be the paths of their files. `topology` is a machine's name or a TOML file; None
+    is the machine that the plan was made for. `schedule`, `stages` (devices of the pipeline),
+    `micro_batches`, `virtual_stages` (of a device) and `replicas` (of every stage) override the plan's, as
+    `pplan simulate` does. The plan's replicas stay, or have to be named where they cannot; other `stages`
+    than the plan's are on one device each. Of the result: `step_seconds`, `bubble`, `stage_times`,
+    `peak_in_flight`, `spans`, `transfers`.
+
+    Raises UsageError (numbers that the schedule, the mini-batch or the cuts do not allow, a profile of other
+    layers), FileError.
+    """
+    made = as_plan(plan)
+    measured, reference = profile_and_reference(profile, "", "")
+    check_layers(made, reference)
+    overrides = Overrides(
+        schedule=arguments.optional_word("schedule", schedule),
+        stages=arguments.optional_whole("stages", stages),
+        micro_batches=arguments.optional_whole("micro_batches", micro_batches),
+        virtual_stages=arguments.optional_whole("virtual_stages", virtual_stages),
+        replicas=arguments.optional_whole("replicas", replicas),
+    )
+    file = None if topology is None else arguments.path("topology", topology)
+    machine = make_topology(
+        gpus=devices_needed(made, overrides),
+        file=machine_of(made, "plan") if file is None else file,
+        profiled=profiled_device(measured),
+    )
+    if file is not None:
+        check_processor_seconds(profiled_device(measured), machine, made.wishes.seconds_of)
+    profiles = own_profiles(machine, Path() if file is None else file.parent)
+    chain = measured.chain()
+    return _with_fields(lambda: simulate_plan(made, chain, machine, overrides, profiles)).timeline
+
+
+def simulate_files(
+    read: PlanAndProfile, overrides: Overrides, machine: Mapping[str, Any], topology: Path | None = None
+) -> Simulation:
+    """A step of the plan, on its machine or as `machine`, arguments of `make_topology`, and the topology's
+    file say. Raises UsageError, FileError."""
+    plan, chain = read.plan, read.profile.chain()
+    made = _topology(read, machine, topology, devices_needed(plan, overrides))
+    profiles = own_profiles(made, read.plan_file.parent if topology is None else topology.parent)
+    found = _with_fields(lambda: simulate_plan(plan, chain, made, overrides, profiles))
+    as_it_is = overrides == Overrides()
+    own = found if as_it_is else simulate_plan(plan, chain, made, profiles=profiles)
+    simulated = Simulation(
+        schedule=found.schedule,
+        micro_batches=overrides.micro_batches or plan.micro_batches,
+        virtual_stages=found.virtual_stages,
+        timeline=found.timeline,
+        plan=read.plan_file.name,
+        mini_batch=plan.mini_batch,
+        plan_seconds=None if own is found else own.timeline.step_seconds,
+        layers=found.layers,
+        memory=found.memory,
+    )
+    bare = Simulation(
+        own.schedule, plan.micro_batches, own.virtual_stages, own.timeline, mini_batch=plan.mini_batch
+    )
+    given = topology is not None or any(value is not None for value in machine.values())
+    unlike = _differences(plan, bare.mini_batch_seconds, given=given)
+    return replace(simulated, notes=(*found.notes, *transfer_note(overrides.transfers), *unlike))
+
+
+def simulate_costs(
+    costs: StageCosts,
+    *,
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    virtual_stages: int | None = None,
+    transfers: str = "overlapped",
+) -> Simulation:
+    """A step of the costs given. Raises UsageError."""
+    own = SCHEDULES[schedule]
+    chunks = own.default_virtual_stages if virtual_stages is None else virtual_stages
+    check_size(stages, micro_batches, chunks)
+    if not own.synchronous:
+        check_steady_size(stages, LONG_ENOUGH * stages, chunks)
+    program = _with_fields(lambda: own.program(stages, micro_batches, chunks))
+    return Simulation(
+        schedule=own,
+        micro_batches=micro_batches,
+        virtual_stages=chunks,
+        timeline=simulate_program(program, costs.costs(program, transfers)),
+        notes=(*_notes(program, costs), *transfer_note(transfers)),
+    )
+
+
+def transfer_note(transfers: str) -> list[str]:
+    """A note where transfers do not overlap."""
+    return [] if transfers == "overlapped" else [f"transfers are {transfers}"]
+
+
+def _notes(program: Program, costs: StageCosts) -> list[str]:
+    notes = []
+    if program.parts > 1:
+        notes.append(
+            f"each of the {program.parts:g} virtual stages of a device takes an equal part of its costs"
+        )
+    if costs.weight is not None and not program.splits_backward:
+        notes.append(
+            "the schedule does not split the backward: a B is `backward_ms` and `weight_ms` together"
+        )
+    return notes
+
+
+def _with_fields(make: Callable[[], T]) -> T:
+    """What `make` returns; an error of it that begins with a number of stages names the field."""
+    try:
+        return make()
+    except UsageError as error:
+        found = re.match(r"(virtual stages|micro-batches|stages) (\d+)", error.what)
+        if found is None:
+            raise
+        field = found[1].replace(" ", "_").replace("-", "_")
+        raise UsageError(f"{field}={found[2]}{error.what[found.end() :]}", error.hint) from error
+
+
+def _topology(read: PlanAndProfile, machine: Mapping[str, Any], file: Path | None, gpus: int) -> Topology:
+    """The machine that the plan was made for, with what the options change of it; another one where they name
+    a topology or a GPU."""
+    plan, profile = read.plan, read.profile
+    another = file is not None or machine.get("gpu") is not None
+    topology = make_topology(
+        gpus=gpus,
+        **machine,
+        file=file if another else machine_of(plan, str(read.plan_file)),
+        profiled=profiled_device(profile),
+    )
+    if another:
+        check_processor_seconds(profiled_device(profile), topology, plan.wishes.seconds_of)
+    return topology
+
+
+def _differences(plan: Plan, step: float, *, given: bool) -> list[str]:
+    """That the plan as it is takes `step` seconds, other than it says: it was made for another machine.
+    `given`: the user named one."""
+    said = plan.prediction.step_seconds
+    # A difference that does not show would read as a contradiction.
+    if abs(step - said) <= 1e3 * TIE * said or format_seconds(step) == format_seconds(said):
+        return []
+    advice = "" if given else "; name that with `topology`, `gpu`, `bandwidth` or `latency`"
+    return [
+        f"the plan as it is takes {format_seconds(step)} here, it says {format_seconds(said)}: it was made "
+        f"for {plan.topology or 'another machine'}{advice}"
+    ]

@@ -1,0 +1,40 @@
+"""A second opinion on a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..cost_models import arguments
+from ..planner.plan_file import Plan
+from ..profiler.profile_file import Profile
+from ..verification.documents import LARGEST_PROFILE, read_content
+from ..verification.report import Report
+from ..verification.verify import Sources, sources_of
+from ..verification.verify import verify as verify_sources
+from .load import check_is_plan
+
+
+def verify(plan: Plan | str | Path, profile: Profile | str | Path | None = None) -> Report:
+    """A second opinion on `plan`: all of it worked out again, by code that shares nothing with `solve`.
+
+    `plan` and `profile` may be the paths of their files; without `profile` the file that the plan names is
+    taken, beside the plan's. Of the result: `agrees`; `lines`, each with its `name`, its `state` ("ok",
+    "differs" or "not checked"), what the plan `said` and what was `found`; `differing`; `to_json()`.
+
+    Raises UsageError, FileError (a file that cannot be read, or is broken).
+    """
+    if isinstance(plan, str | Path):
+        path = profile if isinstance(profile, str | Path) else None
+        made = sources_of(Path(plan), None if path is None else Path(path))
+    else:
+        check_is_plan(plan)
+        made = Sources(plan.to_json().encode(), "plan")
+        if isinstance(profile, str | Path):
+            made.profile = read_content(Path(profile), "profile", LARGEST_PROFILE)
+            made.profile_name, made.folder = str(profile), Path(profile).parent
+    if profile is not None and not isinstance(profile, str | Path):
+        arguments.instance(
+            "profile", profile, Profile, "Give what pplan.profile returns, or the path of its file."
+        )
+        made.profile, made.profile_name, made.is_file = profile.to_json().encode(), "profile", False
+    return verify_sources(made)
