@@ -44,7 +44,7 @@ MicroBatchSizes = Annotated[
     typer.Option(
         "--micro-batch-sizes",
         metavar="1,2,4,8",
-        help="Samples of a micro-batch to measure at; else powers of two.",
+        help="Micro-batch sizes to measure; default: powers of two.",
     ),
 ]
 Dtype = Annotated[
@@ -52,7 +52,7 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="float32",
-        help="Or float16, bfloat16, float64: of weights and input; else the model's own.",
+        help="Or float16, bfloat16, float64: of weights and input; default: the model's own.",
     ),
 ]
 Device = Annotated[
@@ -60,8 +60,8 @@ Device = Annotated[
     typer.Option(
         "--device",
         metavar="cpu|cuda|cuda:N|meta|analytic:GPU",
-        help="Where to measure; else CUDA where there is one. meta: layers and bytes only; analytic:h100 or "
-        "analytic:my.toml: estimated from FLOPs and bytes.",
+        help="Where to measure; default: CUDA where there is one. meta: layers and bytes only; analytic:h100 "
+        "or analytic:my.toml: estimated from FLOPs and bytes.",
     ),
 ]
 Calibrate = Annotated[
@@ -102,8 +102,8 @@ Loss = Annotated[
     typer.Option(
         "--loss",
         metavar="NAME",
-        help="cross-entropy, mse, none or package.module:function, computed by the last stage; else what is "
-        "usual for such a model.",
+        help="cross-entropy, mse, none or package.module:function, computed by the last stage; default: what "
+        "is usual for such a model.",
     ),
 ]
 Compile = Annotated[bool, typer.Option("--compile", help="Measure each layer under torch.compile.")]
@@ -129,7 +129,7 @@ Layers = Annotated[int | None, _size("--layers", "Blocks (of encoder and decoder
 Hidden = Annotated[int | None, _size("--hidden", "Width of the blocks.")]
 Heads = Annotated[int | None, _size("--heads", "Attention heads.")]
 Sequence = Annotated[int | None, _size("--sequence", "Tokens of a sample.")]
-Vocabulary = Annotated[int | None, _size("--vocabulary", "Tokens that there are.")]
+Vocabulary = Annotated[int | None, _size("--vocabulary", "Size of the vocabulary.")]
 
 Budget = Annotated[
     str, typer.Option("--budget", metavar="60s", help="How long to measure, over all sizes together.")
@@ -140,7 +140,7 @@ Seed = Annotated[
         "--seed",
         parser=whole_number("--seed", at_least=0),
         metavar="N",
-        help="Of the random weights and inputs.",
+        help="Random seed, of weights and inputs.",
     ),
 ]
 

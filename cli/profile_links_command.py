@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 LinksFile = Annotated[
     Path | None,
-    typer.Option("-o", "--output", metavar="FILE", help="Where to write; else links.toml."),
+    typer.Option("-o", "--output", metavar="FILE", help="Where to write; default: links.toml."),
 ]
 LinksAsJson = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON, not tables.")]
 Sizes = Annotated[
     str | None,
-    typer.Option("--sizes", metavar="1KiB,16MiB", help="Bytes of a transfer; else from 1 KiB to 16 MiB."),
+    typer.Option("--sizes", metavar="1KiB,16MiB", help="Bytes of a transfer; default: from 1 KiB to 16 MiB."),
 ]
 Repeats = Annotated[
     int,
@@ -134,7 +134,7 @@ def _levels(measured: MeasuredLinks, console: Console) -> Table:
     """The fitted links, a row for each level."""
     from ..cost_models.quantities import format_rate, format_seconds
     from ..profiler.measured_links import LEVEL_TITLES
-    from .figures import percent
+    from .number_format import percent
     from .table_style import figure, table, word
 
     columns = [

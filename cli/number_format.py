@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+SAME = 1e-9
+"""Share of a step by which another may differ and still take as long."""
+
 
 def percent(share: float) -> str:
     """`0.0612` as `6.1 %`."""
@@ -18,6 +21,26 @@ def three_digits(value: float) -> str:
     if size < 99.95:
         return f"{value:.1f}"
     return f"{value:.0f}"
+
+
+def compared(step: float, own: float) -> str:
+    """A step against one's own: `1.25 x slower`; in percent where the factor would read 1.00."""
+    factor = max(step, own) / min(step, own)
+    if factor - 1 <= SAME:
+        return "the same"
+    if factor < 1.005:
+        return compared_percent(step, own)
+    return f"{three_digits(factor)} x {'slower' if step > own else 'faster'}"
+
+
+def compared_percent(step: float, own: float) -> str:
+    """A step against one's own: `3.1 % slower`."""
+    share = step / own - 1
+    if abs(share) <= SAME:
+        return "the same"
+    if abs(share) < 5e-4:
+        return "nearly the same"
+    return f"{percent(share)} slower" if share > 0 else f"{percent(1 - step / own)} faster"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -20,10 +20,11 @@ def named_or_newest(named: Path | None, kinds: Sequence[str]) -> Path:
         return named
     found = [path for kind in kinds for path in Path().glob(f"*.{kind}.json") if path.is_file()]
     if not found:
+        files = " or ".join(f"*.{kind}.json" for kind in kinds)
         raise FileError(
-            f"no {' or '.join(kinds)} named, and no {' or '.join(f'*.{kind}.json' for kind in kinds)} here",
+            f"no {' or '.join(kinds)} named, and no {files} in this directory",
             f"Name one, or make one first, as in: {MAKES[kinds[0]]}",
         )
     newest = max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
-    remark(f"Using {newest} (newest {' or '.join(kinds)} here)")
+    remark(f"Using {newest} (newest {' or '.join(kinds)} in this directory)")
     return newest
