@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .field_names import as_options
 from .options import AsJson, Force, Output, shape, sizes, whole_number, word
 from .streams import console, printable, remark, watched
 
@@ -190,7 +189,7 @@ def profile_command(
     from ..api.provenance import made_by
     from ..cost_models.errors import UsageError
     from ..cost_models.quantities import parse_seconds
-    from ..profiler.interrupted import Interrupted
+    from ..profiler.profile_file import Interrupted
     from .invocation import command_line
     from .output import chosen_target, file_stem
     from .settings import parse_settings
@@ -245,7 +244,7 @@ def profile_command(
                 progress=progress,
                 cache=not no_cache,
                 resume=resume,
-                remark=lambda text: remark(as_options(text)),
+                remark=remark,
             )
     except Interrupted as interruption:
         write(interruption.profile)

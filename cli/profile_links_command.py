@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ..profiler.launched import Launched
     from ..profiler.measured_links import LevelName, MeasuredLinks
+    from ..profiler.torchrun_env import Launched
     from .output import Target
 
 LinksFile = Annotated[
@@ -55,7 +55,7 @@ def profile_links_command(
     torchrun --no-python --nproc-per-node 2 pplan profile-links
     """
     from ..cost_models.errors import PplanError
-    from ..profiler.launched import launched
+    from ..profiler.torchrun_env import launched
     from .output import chosen_target
 
     process = launched(os.environ)

@@ -20,7 +20,7 @@ from ..cost_models.quantities import format_bytes
 from ..cost_models.schedules import schedule_named
 from .balance import balance_table
 from .candidate import ScoredPlan
-from .joint_search import BEST, find, planned_by
+from .joint_search import BEST, find, plan_with
 from .pipeline_config import SEARCHED, PipelineConfig
 from .plan_stages import run_in_words
 from .planners import planner_named
@@ -146,7 +146,7 @@ def _one_of(fields: list[str]) -> str:
 def _no_plan_of_planner(problem: Problem, others: ScoredPlan | None) -> InfeasibleError:
     """Of a named planner, which may know why; others may have a plan."""
     named = problem.wishes.planner
-    why = planned_by(planner_named(named), problem)
+    why = plan_with(planner_named(named), problem)
     hint = "Nor is there any other plan: check the options."
     if others is not None:
         hint = f"Without `planner` there is one: {run_in_words(others)}."

@@ -15,7 +15,7 @@ from ..cost_models.runtime import Runtime, runtime_named
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .candidate import Proposal
-from .constrained import constrained
+from .constrained import limit_cuts
 from .pipeline_config import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, PipelineConfig, pipeline_configs, some
 from .search.budget import SearchBudget
 from .search.placements import MOST_DEVICES, Placement, placements
@@ -138,7 +138,7 @@ class Problem:
     @cached_property
     def space(self) -> Space:
         """The plans under the limits, for the runtime."""
-        chain, limits = constrained(self.chain, self.wishes)
+        chain, limits = limit_cuts(self.chain, self.wishes)
         return Space(
             chain=chain,
             topology=self.topology,

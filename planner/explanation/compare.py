@@ -11,7 +11,7 @@ from ..candidate import ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find
 from ..pipeline_config import SEARCHED
 from ..plan_file import TIE, Plan, Wished
-from ..plan_stages import bubble, planned_stages
+from ..plan_stages import bubble, plan_stages
 from .explain_context import ExplainContext
 
 
@@ -141,7 +141,7 @@ def _of_planner(
         step_seconds=plan.step_seconds,
         samples_per_second=config.mini_batch / plan.step_seconds,
         bubble=bubble(space, plan),
-        memory_bytes=max(stage.memory_bytes for stage in planned_stages(space, plan)),
+        memory_bytes=max(stage.memory_bytes for stage in plan_stages(space, plan)),
         devices=plan.proposal.used,
         # Of a schedule that is not in the running nothing was proven.
         gap=plan.step_seconds / bound - 1 if 0 < bound <= plan.step_seconds else None,

@@ -48,7 +48,7 @@ class Objective:
                 )
 
 
-def objective_of(text: str, prices: Mapping[str, float] | None = None) -> Objective:
+def parse_objective(text: str, prices: Mapping[str, float] | None = None) -> Objective:
     """`step-time`, `throughput`, `memory`, `memory:10%` or `cost`. Raises UsageError."""
     name, colon, share = text.partition(":")
     if name not in OBJECTIVES:
@@ -72,7 +72,7 @@ def _share(text: str, share: str) -> float:
     return float(found[1]) / 100
 
 
-def prices_of(text: str) -> dict[str, float]:
+def parse_prices(text: str) -> dict[str, float]:
     """`2.5`, or `A100=2.5,T4=0.35`: dollars per device hour. Raises UsageError."""
     prices: dict[str, float] = {}
     for part in text.split(","):

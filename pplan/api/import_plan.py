@@ -13,9 +13,9 @@ from ..cost_models.document import read_text
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.measured_on import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
-from ..planner.fixed_partition import FixedPartition, given_plan
+from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan, ProfileReference
-from ..planner.solve import problem_of
+from ..planner.solve import build_problem
 from ..planner.wishes import Wishes
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import notes_of, profiled_device, warnings_of
@@ -128,8 +128,8 @@ def imported_plan(
     check_processor_seconds(profiled_device(profile), topology, options.seconds_of)
     file = options.machine["file"]
     profiles = own_profiles(topology, Path() if file is None else file.parent, options.seconds_of)
-    problem = problem_of(chain, topology, _wishes(read, given, options), reference, profiles)
-    return given_plan(
+    problem = build_problem(chain, topology, _wishes(read, given, options), reference, profiles)
+    return plan_partition(
         problem,
         given,
         model=profile.model,

@@ -13,10 +13,10 @@ from ..cost_models.errors import UsageError
 from ..cost_models.machines.measured_on import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
 from ..planner.joint_search import BEST
-from ..planner.objectives.objective import ANY, Objective, objective_of, prices_of
+from ..planner.objectives.objective import ANY, Objective, parse_objective, parse_prices
 from ..planner.planners import planner_named
 from ..planner.problem import Problem
-from ..planner.solve import problem_of
+from ..planner.solve import build_problem
 from ..planner.wishes import Wishes
 from ..profiler.profile_warnings import profiled_device
 from .machine import own_profiles
@@ -75,7 +75,7 @@ class ProblemArguments:
         check_processor_seconds(profiled_device(measured), machine, wishes.seconds_of)
         folder = Path() if self.topology is None else Path(self.topology).parent
         own = own_profiles(machine, folder, wishes.seconds_of)
-        return problem_of(measured.chain(), machine, wishes, reference, own)
+        return build_problem(measured.chain(), machine, wishes, reference, own)
 
     def _wishes(self) -> Wishes:
         return Wishes(
@@ -103,7 +103,7 @@ class ProblemArguments:
     @property
     def aim(self) -> Objective:
         """Raises UsageError."""
-        return objective_of(arguments.word("objective", self.objective), _prices(self.price))
+        return parse_objective(arguments.word("objective", self.objective), _prices(self.price))
 
 
 def _prices(price: Any) -> dict[str, float]:
@@ -111,7 +111,7 @@ def _prices(price: Any) -> dict[str, float]:
     if price is None:
         return {}
     if isinstance(price, str):
-        return prices_of(price)
+        return parse_prices(price)
     if isinstance(price, Mapping):
         return {
             arguments.word("price", kind): arguments.number(f"price[{kind!r}]", own)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ..profiler.loaded_model import LoadedModel
     from ..profiler.sweep import Progress
+    from ..profiler.user_model.loaded_model import LoadedModel
 
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
 

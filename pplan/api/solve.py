@@ -10,11 +10,11 @@ from typing import Any, Literal
 from ..cost_models import arguments
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import UsageError
-from ..planner.objectives.frontier import frontier_of
+from ..planner.objectives.frontier import build_frontier
 from ..planner.objectives.frontier_file import Frontier
 from ..planner.objectives.solved import solve_for
 from ..planner.plan_file import Plan
-from ..planner.sweep import Sweep, points_of, solve_points
+from ..planner.sweep import Sweep, list_points, solve_points
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import notes_of, warnings_of
 from .load import profile_and_reference
@@ -168,7 +168,7 @@ def frontier(
             )
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
     problem = ProblemArguments(**options).problem(measured, reference)
-    found = frontier_of(
+    found = build_frontier(
         problem,
         model=measured.model,
         profile=reference,
@@ -204,7 +204,7 @@ def sweep(
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
     rows = solve_points(
         partial(_solved_point, measured, reference.file, reference.sha256, options),
-        points_of(grid),
+        list_points(grid),
         backend=arguments.word("backend", backend),
         jobs=arguments.optional_whole("jobs", jobs),
     )

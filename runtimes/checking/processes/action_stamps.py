@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ....profiler.clocks import Clock, CpuClock, CudaClock
+from ....profiler.passes.clocks import Clock, CpuClock, CudaClock
 from ..job import StageSeconds
 
 

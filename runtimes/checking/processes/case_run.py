@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ....profiler.inputs import ModelInput
+from ....profiler.user_model.loaded_model import ModelInput
 from ..job import Case, CasePrediction, CaseResult, Job, Losses, RunSeconds, RuntimeCase, StageSeconds
 from .measurement_target import MeasurementTarget, load_target
 from .pipeline_adapter import PipelineAdapter

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....profiler.inputs import ModelInput
+from ....profiler.user_model.loaded_model import ModelInput
 from ... import fairscale, torchgpipe
 from ...formats.pipe_export import FairscaleExport, TorchgpipeExport
 from ..job import CasePrediction, RuntimeCase, StageSeconds

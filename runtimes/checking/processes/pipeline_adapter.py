@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....profiler.inputs import ModelInput
+from ....profiler.user_model.loaded_model import ModelInput
 from ..job import CasePrediction, StageSeconds
 from .action_stamps import Stamps
 from .plain_model import apply_sgd

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....profiler.launched import Launched
+from ....profiler.torchrun_env import Launched
 from ..job import Job, LinkSeconds
 from .rank_journal import RankJournal
 

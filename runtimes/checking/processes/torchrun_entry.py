@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....cost_models.errors import MachineError
-from ....profiler.launched import Launched
+from ....profiler.torchrun_env import Launched
 from ..job import CheckMeasurements, Job
 from .rank_journal import RankJournal, describe_failure
 from .worker import run_job

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ....profiler.launched import Launched, launched
 from ....profiler.machine import device_name
 from ...formats.pipe_export import PipeExport
 from ..calibration import fit_corrections
