@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ....profiler.machine import device_name
+from ....profiler.torchrun_env import Launched, launched
 from ...formats.pipe_export import PipeExport
 from ..calibration import fit_corrections
 from ..job import Case, CaseResult, CheckMeasurements, Corrections, Job, RuntimeCase
