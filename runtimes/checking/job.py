@@ -193,7 +193,8 @@ class Job(Record):
         return self.model_copy(update={"model": self.model.model_copy(update={"by_user": tuple(names)})})
 
     def _counts(self) -> list[int]:
-        return [case.processes for case in (*self.cases, *self.calibration, *self.runtime_cases)]
+        every: list[Case | RuntimeCase] = [*self.cases, *self.calibration, *self.runtime_cases]
+        return [case.processes for case in every]
 
 
 class CasePrediction(Record):

@@ -52,7 +52,8 @@ def run_job(job: Job, process: Launched, journal: RankJournal) -> CheckMeasureme
     if tried:
         # Every process has the same figures, and so fits the same.
         corrections = fit_corrections(job.calibration, tried, links)
-    results = [run(case, corrections, job.compared_steps) for case in (*job.cases, *job.runtime_cases)]
+    cases: list[Case | RuntimeCase] = [*job.cases, *job.runtime_cases]
+    results = [run(case, corrections, job.compared_steps) for case in cases]
     if dist.is_initialized():
         dist.destroy_process_group()
     if process.rank:
