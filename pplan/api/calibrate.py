@@ -14,9 +14,9 @@ from ..planner.joint_search import find
 from ..planner.plan_file import Plan
 from ..planner.solve import bare_plan, build_problem
 from ..planner.wishes import Wishes
-from ..runtimes.checking.calibration_file import Calibration
+from ..runtimes.checking.calibration import Calibration
+from ..runtimes.checking.check_report import Check
 from ..runtimes.checking.job import Corrections
-from ..runtimes.checking.report import Check
 from .load import PlanAndProfile
 from .machine import planned_machine
 
