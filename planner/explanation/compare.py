@@ -10,7 +10,7 @@ from ...cost_models.document import Document, Record
 from ..candidate import ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find
 from ..pipeline_config import SEARCHED
-from ..plan_file import TIE, Plan, Wished
+from ..plan_file import TIE, Plan, PlanOptions
 from ..plan_stages import bubble, planned_stages
 from .explain_context import ExplainContext
 
@@ -83,14 +83,15 @@ def _problem(plan: Plan) -> Key:
 
 def _bound(plan: Plan) -> tuple[Key, float]:
     """What was proven of all plans of the problem; 0 where there was no search, or one of some of them."""
-    asked = plan.wishes.model_dump(exclude=set(_NOT_NARROWING))
-    narrowed = asked != Wished().model_dump(exclude=set(_NOT_NARROWING))
+    default = PlanOptions()
+    same = {name: getattr(default, name) for name in _NOT_NARROWING}
+    narrowed = replace(plan.wishes, **same) != default
     nothing = plan.was_given or narrowed or plan.objective is not None
     return _problem(plan), 0.0 if nothing else plan.prediction.lower_bound_seconds
 
 
 _NOT_NARROWING = ("mini_batch", "optimizer", "runtime", "time_limit", "planner", "robust", "seconds_of")
-"""Wishes that leave the search all plans of a problem, or are of the problem."""
+"""Options that leave the search all plans of a problem, or are of the problem."""
 
 
 def _proven(plan: Plan, bounds: Sequence[tuple[Key, float]]) -> float:

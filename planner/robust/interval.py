@@ -10,10 +10,10 @@ from ...cost_models.timeline import runs_side_by_side
 from ..assembly import Assembly
 from ..asynchronous import running
 from ..candidate import ScoredPlan
+from ..plan_options import ASYNCHRONOUS
 from ..scoring import assembly_of
 from ..search.space import Space
 from ..stage_table import Floats
-from ..wishes import ASYNCHRONOUS
 from .draws import Draws, draws_of
 from .resampled import Resampled, known
 from .steady import steady_steps
