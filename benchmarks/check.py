@@ -29,7 +29,7 @@ from pplan.cost_models.topology import Device, Link, Topology, two_level_topolog
 from pplan.planner.joint_search import find
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.solve import bare_plan, problem_of
+from pplan.planner.solve import bare_plan, build_problem
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.job import Case, CaseResult, Job, Measured, Predicted, StageSeconds, Waits
 from pplan.runtimes.checking.job import Link as CutLink
@@ -187,7 +187,7 @@ def plans(name: str, devices: int) -> Iterator[tuple[str, Plan | str, Profile, T
             runtime="torchgpipe", planner=planner, use_all=True,
         )  # fmt: skip
         try:
-            problem = problem_of(profile.chain(), topology, wishes, reference, {})
+            problem = build_problem(profile.chain(), topology, wishes, reference, {})
             answer = find(problem)
             best = answer.best
             made = "no plan" if best is None else verified(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pplan.profiler.inputs import ModelInput
-from pplan.profiler.loaded_model import LoadedModel
 from pplan.profiler.models import load_model
+from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 
 MODELS = ("vgg19", "resnet50", "vit_b_16", "densenet121", "transformer")
 

@@ -30,12 +30,12 @@ from training_rows import TRAINED, print_training
 
 from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.stage_bytes import StageBytes, stage_workspace
-from pplan.profiler.layers import LayerChain, chain_of
+from pplan.profiler.chain.layers import LayerChain, chain_of
 from pplan.profiler.measure import profile_model
-from pplan.profiler.memory.counted_pass import counted_pass
 from pplan.profiler.memory.live_bytes import meter_of
 from pplan.profiler.memory.workspace import StepMemory, peak_of_step
-from pplan.profiler.timing import OutputGradients, backward
+from pplan.profiler.offload.fitting import counted_pass
+from pplan.profiler.passes.timing import OutputGradients, backward
 
 
 @dataclass(frozen=True)

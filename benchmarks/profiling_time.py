@@ -20,13 +20,12 @@ import torch
 
 import pplan
 from pplan.profiler import size_run
-from pplan.profiler.clocks import Clock, CpuClock, CudaClock
-from pplan.profiler.inputs import ModelInput
-from pplan.profiler.loaded_model import LoadedModel
 from pplan.profiler.machine import device_named
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import load_model
-from pplan.profiler.timing import OutputGradients, run_whole
+from pplan.profiler.passes.clocks import Clock, CpuClock, CudaClock
+from pplan.profiler.passes.timing import OutputGradients, run_whole
+from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 
 PASSES = ("run_layers", "run_whole", "run_parts")
 

@@ -20,7 +20,7 @@ import numpy as np
 from pplan.cost_models.schedules import schedule_named
 from pplan.cost_models.simulator.accelerated import available
 from pplan.cost_models.simulator.costs import Costs
-from pplan.cost_models.simulator.dependencies import order_of
+from pplan.cost_models.simulator.dependencies import resolve_order
 from pplan.cost_models.timeline import simulate, step_seconds
 
 REPEATS = 9
@@ -77,7 +77,7 @@ def row(case: Case) -> str:
     schedule, given = schedule_named(case.schedule), costs(case)
 
     def prepared() -> object:
-        return order_of(schedule.program(case.stages, case.micro_batches))
+        return resolve_order(schedule.program(case.stages, case.micro_batches))
 
     program = schedule.program(case.stages, case.micro_batches)
     engines: tuple[Literal["python", "numba"], ...] = ("python", "numba") if available() else ("python",)
@@ -85,7 +85,7 @@ def row(case: Case) -> str:
     cells = [f"{figure:>10.3f}" for figure in figures] + [f"{'-':>10}"] * (2 - len(figures))
     size = f"{case.stages} x {case.micro_batches}"
     return (
-        f"{case.schedule:>8} {size:>9} {case.candidates:>11,} {len(order_of(program)):>8,} "
+        f"{case.schedule:>8} {size:>9} {case.candidates:>11,} {len(resolve_order(program)):>8,} "
         f"{case.target_milliseconds:>7g} {' '.join(cells)} {milliseconds(prepared):>8.1f} "
         f"{bytes_an_action(case):>13.0f}"
     )

@@ -18,12 +18,11 @@ from pplan.cost_models.memory import ledger
 from pplan.cost_models.precision import training_precision
 from pplan.planner.stage_table import StageTable
 from pplan.profiler.analytic import target_named
-from pplan.profiler.autocast_on_meta import AutocastOnMeta
-from pplan.profiler.inputs import ModelInput
-from pplan.profiler.loaded_model import LoadedModel
 from pplan.profiler.measure import profile_model
+from pplan.profiler.passes.autocast_on_meta import AutocastOnMeta
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.structure import as_on_the_cpu
+from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 
 TRAINED = ("vgg19", "resnet50", "densenet121", "vit_b_16", "transformer", "tied", "mlp")
 Choice = tuple[str, str, bool, torch.dtype]

@@ -1,7 +1,7 @@
 """The console script. `main` alone prints errors and chooses the exit status; verbs raise.
 
 0    done
-1    a defect of pplan
+1    an internal error of pplan
 2    what the user or the machine must change
 3    no feasible plan
 130  interrupted
@@ -69,7 +69,7 @@ def _report(error: Exception, given: Sequence[str], *, debug: bool) -> int:
         traceback.print_exception(error)
     if known is None:
         first = printable((str(error).splitlines() or [""])[0])
-        message = f"a defect of pplan: {type(error).__name__}{': ' if first else ''}{first}"
+        message = f"internal error: {type(error).__name__}{': ' if first else ''}{first}"
         print(f"pplan: {message}\n  {_REPORT}", file=sys.stderr)
         _tell_json(given, {"status": 1, "kind": "defect", "message": message, "advice": _REPORT})
         return 1
@@ -80,7 +80,7 @@ def _report(error: Exception, given: Sequence[str], *, debug: bool) -> int:
     return known.exit_status
 
 
-_REPORT = "Please report it to its makers, with what the same command prints as pplan --debug ..."
+_REPORT = "Please report it, with what the same command prints as pplan --debug ..."
 
 
 def _tell_json(given: Sequence[str], error: Mapping[str, object]) -> None:

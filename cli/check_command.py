@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 RUNTIMES = ("torch", "torchgpipe", "fairscale", "deepspeed")
 PlanFile = Annotated[
-    Path | None, typer.Argument(metavar="PLAN", help="A plan; else the newest here.", show_default=False)
+    Path | None,
+    typer.Argument(metavar="PLAN", help="A plan; default: newest in this directory.", show_default=False),
 ]
 ProfileFile = Annotated[
     Path | None,
@@ -64,7 +65,8 @@ Device = Annotated[
 Emulate = Annotated[
     bool,
     typer.Option(
-        "--emulate", help="Stages wait as long as the plan says they compute: for more devices than here."
+        "--emulate",
+        help="Stages wait as long as the plan says they compute: for more devices than this machine has.",
     ),
 ]
 NoEven = Annotated[bool, typer.Option("--no-even", help="Do not run the even split beside the plan.")]
@@ -130,7 +132,7 @@ def check_command(
     from ..cost_models.errors import UsageError
     from ..cost_models.quantities import parse_seconds
     from ..runtimes.checking.calibration_file import Calibration
-    from .newest import named_or_newest
+    from .default_input import named_or_newest
     from .settings import parse_settings
 
     if calibrate and calibration is not None:
@@ -260,7 +262,7 @@ def _saved(read: PlanAndProfile) -> Target:
 def _fail(found: Check, fail_above: float | None) -> None:
     """Ends with status 4 where a prediction is off by more, or the losses are not the plain model's."""
     from .check_tables import signed
-    from .figures import percent
+    from .number_format import percent
 
     if fail_above is None:
         return

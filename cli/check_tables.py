@@ -7,7 +7,7 @@ from rich.table import Table
 
 from ..cost_models.quantities import counted, format_bytes, format_rate, format_seconds
 from ..runtimes.checking.report import PLAN, SAME_LOSS, Check, CheckedCase
-from .figures import percent, ranges, three_digits
+from .number_format import compared, percent, ranges, three_digits
 from .table_style import figure, line, table, text, titled, word
 
 
@@ -18,7 +18,7 @@ def print_check(found: Check, console: Console) -> None:
     titled(console, "The step", _steps(found, console))
     for case in found.cases:
         name = "the plan" if case.name == PLAN else case.name
-        titled(console, f"Stages of {name}, seconds of a micro-batch", _stages(case, console))
+        titled(console, f"Stages of {name}; time per micro-batch per replica", _stages(case, console))
     for case in found.cases:
         if case.devices and any(own.measured_bytes is not None for own in case.devices):
             titled(console, f"Peak memory, {case.name}", _memory(case, console))
@@ -134,9 +134,11 @@ def _gain(found: Check) -> list[str]:
     said = []
     for other in found.cases:
         if other.name != PLAN:
-            ratio = other.measured_step_seconds / own
-            word = f"{three_digits(ratio)} x faster" if ratio >= 1 else f"{three_digits(1 / ratio)} x slower"
-            said.append(f"The plan is {word} than the {other.name}, measured.")
+            versus = compared(own, other.measured_step_seconds)
+            than = {"the same": "as fast as", "nearly the same": "nearly as fast as"}.get(
+                versus, f"{versus} than"
+            )
+            said.append(f"The plan is {than} the {other.name}, measured.")
     return said
 
 

@@ -30,7 +30,9 @@ def share(text: str) -> float:
 Plans = Annotated[
     list[Path],
     typer.Argument(
-        metavar="[PLAN]...", help="Plans; of one, else the newest here, with --planners.", show_default=False
+        metavar="[PLAN]...",
+        help="Plans; default: newest in this directory, with --planners.",
+        show_default=False,
     ),
 ]
 Planners = Annotated[
@@ -64,7 +66,7 @@ def compare_command(
 ) -> None:
     """Compare plans side by side: step, samples/s, bubble, memory, devices and gap."""
     from ..api.explain import compare
-    from .newest import named_or_newest
+    from .default_input import named_or_newest
     from .streams import console, result
 
     paths = plan_files or [named_or_newest(None, ("plan",))]
@@ -75,7 +77,7 @@ def compare_command(
     elif profile_file is not None:
         raise UsageError(
             f"compare --profile {profile_file}: without --planners",
-            "The figures of several plans are those in their files: leave it away, or give --planners.",
+            "The figures of several plans are those in their files: omit it, or give --planners.",
         )
     made = compare(*paths, profile=profile_file)
     if as_json:
@@ -92,7 +94,7 @@ def _tell(made: Comparison, fail_above: float | None) -> None:
     slower = made.first_slower
     if fail_above is None or slower is None or slower <= fail_above:
         return
-    from .figures import percent
+    from .number_format import percent
     from .streams import remark
 
     remark(f"{made.rows[0].name} is {percent(slower)} slower than the best of the others")

@@ -7,8 +7,8 @@ from rich.table import Table
 
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.explanation.compare import Compared, Comparison
-from ..planner.plan_file import TIE
-from .figures import percent, three_digits
+from .field_names import as_options
+from .number_format import compared, percent, three_digits
 from .table_style import figure, line, table, text
 
 
@@ -18,7 +18,7 @@ def print_comparison(made: Comparison, console: Console) -> None:
     if made.notes:
         console.print()
     for note in made.notes:
-        line(console, f"Note: {note}")
+        line(console, f"Note: {as_options(note)}")
 
 
 def _rows(made: Comparison, console: Console) -> Table:
@@ -26,12 +26,12 @@ def _rows(made: Comparison, console: Console) -> Table:
         text("plan\n", folds_at=10),
         figure("step\n"),
         figure("samples/s\n", leaves=7),
-        text("against\nthe first", folds_at=9),
+        text("vs. the\nfirst", folds_at=9),
         figure("bubble\n", leaves=4),
         figure("most\nmemory", leaves=6),
         figure("GPUs\n", leaves=5),
         figure("gap\n", leaves=3),
-        text("how, or why not\n", leaves=1, folds_at=12),
+        text("configuration\n/ reason", leaves=1, folds_at=13),
     ]
     return table(console, columns, [_row(row, index == 0) for index, row in enumerate(made.rows)])
 
@@ -41,24 +41,13 @@ def _row(row: Compared, first: bool) -> list[str]:
         row.name,
         "-" if row.step_seconds is None else format_seconds(row.step_seconds),
         "-" if row.samples_per_second is None else three_digits(row.samples_per_second),
-        "-" if first else _against(row.slower),
+        "-" if first or row.slower is None else compared(1 + row.slower, 1),
         "-" if row.bubble is None else percent(row.bubble),
         "-" if row.memory_bytes is None else format_bytes(row.memory_bytes),
         "-" if row.devices is None else str(row.devices),
         "-" if row.gap is None else percent(row.gap),
-        row.reason or _how(row),
+        as_options(row.reason) if row.reason else _how(row),
     ]
-
-
-def _against(slower: float | None) -> str:
-    """Seconds a sample against those of the first."""
-    if slower is None:
-        return "-"
-    if abs(slower) <= TIE:
-        return "the same"
-    if slower > 0:
-        return f"{three_digits(1 + slower)} x slower"
-    return f"{three_digits(1 / (1 + slower))} x faster"
 
 
 def _how(row: Compared) -> str:

@@ -13,7 +13,7 @@ from .options import whole_number, word
 
 PlanFile = Annotated[
     Path | None,
-    typer.Argument(metavar="PLAN", help="A plan; else the newest here.", show_default=False),
+    typer.Argument(metavar="PLAN", help="A plan; default: newest in this directory.", show_default=False),
 ]
 ProfileFile = Annotated[
     Path | None,
@@ -34,7 +34,7 @@ Replicas = Annotated[
     typer.Option(
         "--replicas",
         metavar="R",
-        help="Devices that share each of its stages; else 1.",
+        help="Devices that share each of its stages; default: 1.",
         parser=whole_number("--replicas", at_least=1),
         rich_help_panel="The split in use",
     ),
@@ -44,7 +44,7 @@ MicroBatches = Annotated[
     typer.Option(
         "--micro-batches",
         metavar="M",
-        help="Into which it cuts the mini-batch; else the best number.",
+        help="Into which it cuts the global batch; default: the best number.",
         parser=whole_number("--micro-batches", at_least=1),
         rich_help_panel="The split in use",
     ),
@@ -54,7 +54,7 @@ Schedule = Annotated[
     typer.Option(
         "--schedule",
         metavar="NAME",
-        help="That it runs; else the best that the plan might have.",
+        help="Its schedule; default: the best that the plan might have.",
         parser=word("--schedule", SCHEDULES),
         rich_help_panel="The split in use",
     ),
@@ -85,7 +85,7 @@ def explain_command(
 
     from ..api.explain import explain
     from ..api.load import read_plan
-    from .newest import named_or_newest
+    from .default_input import named_or_newest
     from .streams import console, result
 
     read = read_plan(named_or_newest(plan_file, ("plan",)), profile_file)

@@ -17,8 +17,9 @@ from ..planner.explanation.plan_summary import PlanSummary
 from ..planner.explanation.runner_up import RunnerUp
 from ..planner.explanation.sensitivity import WORTH, Sensitivity, Turn
 from ..planner.explanation.what_if import WhatIf
-from ..planner.plan_file import TIE, PlannedStage
-from .figures import percent, ranges
+from ..planner.plan_file import PlannedStage
+from .field_names import as_options
+from .number_format import SAME, compared_percent, percent, ranges
 from .table_style import figure, line, table, text, titled, word
 
 MOST_PLACES = 10
@@ -41,18 +42,18 @@ def print_explanation(found: Explanation, console: Console) -> None:
     line(console, answer, style="bold")
     for further in more:
         line(console, further)
-    titled(console, "What the step waits for: its critical path", _path(found.limits, console))
-    titled(console, "What comes next to it", _rivals(found, console))
+    titled(console, "Critical path: what the step waits for", _path(found.limits, console))
+    titled(console, "Runner-up plans", _rivals(found, console))
     if found.holds:
-        title = f"How far the answer holds: where another plan is better by more than {percent(WORTH)}"
+        title = f"Sensitivity: where another plan is better by more than {percent(WORTH)}"
         titled(console, title, _holds(found.holds, console))
-    titled(console, "What a change would bring, each by itself", _what_if(found, console))
+    titled(console, "What-if (one change at a time)", _what_if(found, console))
     if found.current is not None:
         _print_current(found.current, console)
     if found.notes:
         console.print()
     for note in found.notes:
-        line(console, f"Note: {note}")
+        line(console, f"Note: {as_options(note)}")
 
 
 def answer_lines(found: Explanation) -> list[str]:
@@ -71,13 +72,13 @@ def answer_lines(found: Explanation) -> list[str]:
     else:
         lines.append("Memory forbids no faster plan.")
     if found.better is not None:
-        lines.append(f"It is not the best for its wishes: {_takes(found.better, plan)}.")
+        lines.append(f"It is not the best for its options: {_takes(found.better, plan)}.")
     return lines
 
 
 def _takes(other: PlanSummary, own: PlanSummary) -> str:
     step = other.step_seconds
-    return f"{described(other)} takes {format_seconds(step)}, {compared(step, own.step_seconds)}"
+    return f"{described(other)} takes {format_seconds(step)}, {compared_percent(step, own.step_seconds)}"
 
 
 def described(plan: PlanSummary) -> str:
@@ -92,16 +93,6 @@ def described(plan: PlanSummary) -> str:
     if plan.recompute != "never":
         parts.append(f"recompute {plan.recompute.replace('_', '-')}")
     return ", ".join(parts)
-
-
-def compared(step: float, own: float) -> str:
-    """A step against the plan's own."""
-    share = step / own - 1
-    if abs(share) <= TIE:
-        return "the same"
-    if abs(share) < 5e-4:
-        return "nearly the same"
-    return f"{percent(share)} slower" if share > 0 else f"{percent(1 - step / own)} faster"
 
 
 def _path(limits: Limits, console: Console) -> Table:
@@ -127,16 +118,16 @@ def _where(share: PathShare) -> str:
 
 def _rivals(found: Explanation, console: Console) -> Table:
     columns = [
-        text("another", folds_at=12),
+        text("differs in", folds_at=12),
         figure("step"),
-        text("against the plan", folds_at=10),
+        text("vs. this plan", folds_at=10),
         text("the best plan found", folds_at=20),
         word("proven", leaves=1),
     ]
     rows = [_rival_row(rival, found.plan) for rival in (found.second_best, found.other_stages)]
     tie = found.as_fast
     if tie is not None:
-        same = compared(tie.step_seconds, found.plan.step_seconds)
+        same = compared_percent(tie.step_seconds, found.plan.step_seconds)
         rows.insert(0, ["as fast", format_seconds(tie.step_seconds), same, described(tie), "-"])
     return table(console, columns, rows)
 
@@ -145,7 +136,7 @@ def _rival_row(rival: RunnerUp, own: PlanSummary) -> list[str]:
     if rival.plan is None:
         return [rival.differs, "-", "-", "none fits", _yes(rival.proven)]
     step = rival.plan.step_seconds
-    against = compared(step, own.step_seconds)
+    against = compared_percent(step, own.step_seconds)
     return [rival.differs, format_seconds(step), against, described(rival.plan), _yes(rival.proven)]
 
 
@@ -157,7 +148,7 @@ def _holds(reaches: Sequence[Sensitivity], console: Console) -> Table:
     columns = [
         text("what", folds_at=14),
         text("from", folds_at=10),
-        text("then better", folds_at=20),
+        text("better plan", folds_at=20),
         figure("its step", leaves=1),
         figure("the plan's", leaves=2),
     ]
@@ -189,7 +180,7 @@ def _what_if(found: Explanation, console: Console) -> Table:
     columns = [
         word("change"),
         figure("step"),
-        text("against the plan", folds_at=10),
+        text("vs. this plan", folds_at=10),
         text("the best plan found", folds_at=20),
         word("proven", leaves=1),
     ]
@@ -198,10 +189,10 @@ def _what_if(found: Explanation, console: Console) -> Table:
 
 def _what_if_row(row: WhatIf, own: PlanSummary) -> list[str]:
     if row.plan is None:
-        return [row.change, "-", "-", row.reason, "-"]
+        return [as_options(row.change), "-", "-", as_options(row.reason), "-"]
     step = row.plan.step_seconds
-    against = compared(step, own.step_seconds)
-    return [row.change, format_seconds(step), against, described(row.plan), _yes(row.proven)]
+    against = compared_percent(step, own.step_seconds)
+    return [as_options(row.change), format_seconds(step), against, described(row.plan), _yes(row.proven)]
 
 
 def _print_current(found: SplitComparison, console: Console) -> None:
@@ -211,7 +202,7 @@ def _print_current(found: SplitComparison, console: Console) -> None:
     line(
         console,
         f"The split in use, {described(own)}, takes {format_seconds(own.step_seconds)}: "
-        f"{compared(own.step_seconds, step)}.",
+        f"{compared_percent(own.step_seconds, step)}.",
         style="bold",
     )
     for better, words in (
@@ -222,13 +213,15 @@ def _print_current(found: SplitComparison, console: Console) -> None:
             line(console, f"{words}: {format_seconds(better.step_seconds)} ({described(better)}).")
     for note in found.notes:
         line(console, f"{note[:1].upper()}{note[1:]}.")
-    title = "Where the difference comes from: what the busiest stage of each does with the step"
+    title = "Where the difference comes from: the step of the busiest stage of each"
     titled(console, title, _causes(found, console))
     titled(console, "The stages of the split in use", _stages(found.current, console))
     titled(console, "The stages of the plan", _stages(found.plan, console))
 
 
 def _causes(found: SplitComparison, console: Console) -> Table:
+    own, step = found.current.plan.step_seconds, found.plan.plan.step_seconds
+    least = SAME * own
     columns = [
         text("what", folds_at=12),
         figure(f"split:\nstage {found.current.busiest.stage}"),
@@ -236,22 +229,18 @@ def _causes(found: SplitComparison, console: Console) -> Table:
         figure("more\n"),
     ]
     rows = [
-        [cause.name, _tidy(cause.current_seconds), _tidy(cause.plan_seconds), _more(cause.more_seconds)]
-        for cause in found.causes
+        [cause.name, *_difference(cause.current_seconds, cause.plan_seconds, least)] for cause in found.causes
     ]
-    own, step = found.current.plan.step_seconds, found.plan.plan.step_seconds
-    rows.append(["step", format_seconds(own), format_seconds(step), _more(own - step)])
+    rows.append(["step", *_difference(own, step, least)])
     return table(console, columns, rows, rule_before=len(rows) - 1)
 
 
-def _tidy(seconds: float) -> str:
-    return "-" if seconds <= 0 else format_seconds(seconds)
-
-
-def _more(seconds: float) -> str:
-    if seconds == 0:
-        return "-"
-    return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
+def _difference(current: float, plan: float, least: float) -> list[str]:
+    """Both and how much more the first is; what is not above `least` is left by the rounding of sums."""
+    more = current - plan
+    sign = "+" if more > 0 else "-"
+    shown = ["-" if seconds <= least else format_seconds(seconds) for seconds in (current, plan, abs(more))]
+    return [*shown[:2], shown[2] if shown[2] == "-" else sign + shown[2]]
 
 
 def _stages(side: Side, console: Console) -> Table:

@@ -38,14 +38,15 @@ RuntimeName = Annotated[
     str, typer.Argument(metavar="RUNTIME", help=f"One of {', '.join(RUNTIMES)}.", show_default=False)
 ]
 PlanFile = Annotated[
-    Path | None, typer.Argument(metavar="PLAN", help="A plan; else the newest here.", show_default=False)
+    Path | None,
+    typer.Argument(metavar="PLAN", help="A plan; default: newest in this directory.", show_default=False),
 ]
 Device = Annotated[
     str | None,
     typer.Option(
         "--device",
         metavar="cuda|cpu",
-        help="Where the stages will stand: else on what the plan is for; cpu is for trying the file out.",
+        help="Where the stages will be; default: what the plan is for; cpu is for trying the file out.",
         parser=word("--device", ("cuda", "cpu")),
     ),
 ]
@@ -63,7 +64,7 @@ ProfileFile = Annotated[
     typer.Option(
         "--profile",
         metavar="FILE",
-        help="For --script, the plan's profile; else the one of its name beside it.",
+        help="For --script, the plan's profile; default: the one it names, beside it.",
     ),
 ]
 ModelName = Annotated[
@@ -99,8 +100,8 @@ def export_command(
     from ..planner.plan_file import Plan
     from ..runtimes.formats.export_document import default_device, hash_layers
     from ..runtimes.formats.exporters import SUFFIXES, export
+    from .default_input import named_or_newest
     from .invocation import command_line
-    from .newest import named_or_newest
     from .output import chosen_target, file_stem
     from .settings import parse_settings
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..planner.objectives.frontier_file import Frontier, Point
 from ..planner.plan_file import Plan
-from .figures import three_digits
+from .number_format import three_digits
 from .table_style import figure, line, table, text, titled, word
 
 SHOWN = 8
@@ -26,10 +26,10 @@ def print_frontier(frontier: Frontier, console: Console) -> None:
         figure("memory"),
         word("", leaves=2),
         text("stages", folds_at=20),
-        text("how", leaves=1, folds_at=24),
+        text("configuration", leaves=1, folds_at=24),
     ]
     rows = [_row(point) for point in frontier.points]
-    titled(console, "Step time against the most that a GPU holds", table(console, columns, rows))
+    titled(console, "Step time vs. peak memory of a GPU", table(console, columns, rows))
     console.print()
     line(console, _proof(frontier))
 

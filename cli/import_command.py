@@ -24,20 +24,20 @@ Format = Annotated[
     typer.Option(
         "--format",
         metavar="pipedream|csv|json",
-        help="What the file is; else told by its content.",
+        help="Format of the file; default: detected from its content.",
         parser=word("--format", ("pipedream", "csv", "json")),
     ),
 ]
 ModelName = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="What the model is called; else as the file is.")
+    str | None, typer.Option("--model", metavar="NAME", help="The model's name; default: the file's.")
 ]
 MicroBatchSize = Annotated[
     int | None,
     typer.Option(
         "--micro-batch-size",
         metavar="N",
-        help="Samples that the costs are for, where the file does not say it; else 128 of a graph, 1 of a "
-        "table.",
+        help="Samples that the costs are for, where the file does not say it; default: 128 of a graph, 1 of "
+        "a table.",
         parser=whole_number("--micro-batch-size", at_least=1),
     ),
 ]

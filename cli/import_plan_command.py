@@ -36,14 +36,16 @@ Source = Annotated[
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="FILE", help="Of the model's layers; else the newest profile here."),
+    typer.Option(
+        "--profile", metavar="FILE", help="Of the model's layers; default: newest profile in this directory."
+    ),
 ]
 Schedule = Annotated[
     str | None,
     typer.Option(
         "--schedule",
         metavar="NAME",
-        help="Where the partition does not say it; else the faster of 1f1b and gpipe.",
+        help="Where the partition does not say it; default: the faster of 1f1b and gpipe.",
         parser=word("--schedule", SCHEDULES),
     ),
 ]
@@ -52,7 +54,7 @@ Recompute = Annotated[
     typer.Option(
         "--recompute",
         metavar="never|always|except-last|auto",
-        help="Where the partition does not say it; else where it does not fit without.",
+        help="Where the partition does not say it; default: if out of memory.",
         parser=word("--recompute", ("never", "always", "except-last", "auto")),
     ),
 ]
@@ -109,8 +111,8 @@ def import_plan_command(
     from ..cost_models.document import as_text, read_bytes, sha256
     from ..cost_models.runtime import runtime_named
     from ..profiler.profile_file import Profile
+    from .default_input import named_or_newest
     from .invocation import command_line
-    from .newest import named_or_newest
     from .output import chosen_target, file_stem
 
     machine = MachineOptions(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()

@@ -22,7 +22,7 @@ Gpus = Annotated[
     _machine(
         "--gpus",
         "N",
-        "How many GPUs there are; else `gpus` of --topology.",
+        "How many GPUs there are; default: `gpus` of --topology.",
         parser=whole_number("--gpus", at_least=1),
     ),
 ]
@@ -39,13 +39,11 @@ Gpu = Annotated[
 Memory = Annotated[str | None, _machine("--memory", "16GiB", "Memory of each GPU.")]
 Bandwidth = Annotated[
     str | None,
-    _machine(
-        "--bandwidth", "300GB/s[,25GB/s]", "Bytes a second between GPUs, inside a server and between servers."
-    ),
+    _machine("--bandwidth", "300GB/s[,25GB/s]", "Link bandwidth, inside a server and between servers."),
 ]
 Latency = Annotated[
     str | None,
-    _machine("--latency", "5us[,20us]", "Time of an empty transfer, inside a server and between servers."),
+    _machine("--latency", "5us[,20us]", "Link latency, inside a server and between servers."),
 ]
 TopologyFile = Annotated[
     Path | None,

@@ -42,7 +42,7 @@ Points = Annotated[
     _objective(
         "--points",
         "N",
-        "Of --frontier: at most so many plans, 2 % of memory apart; else 24.",
+        "Of --frontier: at most so many plans, 2 % of memory apart; default: 24.",
         parser=whole_number("--points", at_least=1),
     ),
 ]
@@ -61,7 +61,7 @@ Backend = Annotated[
     _sweep(
         "--backend",
         "processes|dask|ray",
-        "Of --sweep: where it runs, on this machine or a cluster; else in processes.",
+        "Of --sweep: where it runs, on this machine or a cluster; default: processes.",
     ),
 ]
 Jobs = Annotated[
@@ -69,7 +69,7 @@ Jobs = Annotated[
     _sweep(
         "--jobs",
         "N",
-        "Of --sweep: how many run side by side; else as many as there are cores.",
+        "Of --sweep: how many run at once; default: one per core.",
         parser=whole_number("--jobs", at_least=1),
     ),
 ]

@@ -17,7 +17,12 @@ from ..cost_models.errors import UsageError
 
 Output = Annotated[
     Path | None,
-    typer.Option("-o", "--output", metavar="FILE", help="Where to write; else a name made of the model's."),
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="Where to write; default: named after the model, as MODEL.plan.json.",
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file, whatever it is.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the file's JSON instead of tables.")]

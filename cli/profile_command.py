@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .field_names import as_options
 from .options import AsJson, Force, Output, shape, sizes, whole_number, word
 from .streams import console, printable, remark, watched
 
@@ -44,7 +43,7 @@ MicroBatchSizes = Annotated[
     typer.Option(
         "--micro-batch-sizes",
         metavar="1,2,4,8",
-        help="Samples of a micro-batch to measure at; else powers of two.",
+        help="Micro-batch sizes to measure; default: powers of two.",
     ),
 ]
 Dtype = Annotated[
@@ -52,7 +51,7 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="float32",
-        help="Or float16, bfloat16, float64: of weights and input; else the model's own.",
+        help="Or float16, bfloat16, float64: of weights and input; default: the model's own.",
     ),
 ]
 Device = Annotated[
@@ -60,8 +59,8 @@ Device = Annotated[
     typer.Option(
         "--device",
         metavar="cpu|cuda|cuda:N|meta|analytic:GPU",
-        help="Where to measure; else CUDA where there is one. meta: layers and bytes only; analytic:h100 or "
-        "analytic:my.toml: estimated from FLOPs and bytes.",
+        help="Where to measure; default: CUDA where there is one. meta: layers and bytes only; analytic:h100 "
+        "or analytic:my.toml: estimated from FLOPs and bytes.",
     ),
 ]
 Calibrate = Annotated[
@@ -102,8 +101,8 @@ Loss = Annotated[
     typer.Option(
         "--loss",
         metavar="NAME",
-        help="cross-entropy, mse, none or package.module:function, computed by the last stage; else what is "
-        "usual for such a model.",
+        help="cross-entropy, mse, none or package.module:function, computed by the last stage; default: what "
+        "is usual for such a model.",
     ),
 ]
 Compile = Annotated[bool, typer.Option("--compile", help="Measure each layer under torch.compile.")]
@@ -129,7 +128,7 @@ Layers = Annotated[int | None, _size("--layers", "Blocks (of encoder and decoder
 Hidden = Annotated[int | None, _size("--hidden", "Width of the blocks.")]
 Heads = Annotated[int | None, _size("--heads", "Attention heads.")]
 Sequence = Annotated[int | None, _size("--sequence", "Tokens of a sample.")]
-Vocabulary = Annotated[int | None, _size("--vocabulary", "Tokens that there are.")]
+Vocabulary = Annotated[int | None, _size("--vocabulary", "Size of the vocabulary.")]
 
 Budget = Annotated[
     str, typer.Option("--budget", metavar="60s", help="How long to measure, over all sizes together.")
@@ -140,7 +139,7 @@ Seed = Annotated[
         "--seed",
         parser=whole_number("--seed", at_least=0),
         metavar="N",
-        help="Of the random weights and inputs.",
+        help="Random seed, of weights and inputs.",
     ),
 ]
 
@@ -190,7 +189,7 @@ def profile_command(
     from ..api.provenance import made_by
     from ..cost_models.errors import UsageError
     from ..cost_models.quantities import parse_seconds
-    from ..profiler.interrupted import Interrupted
+    from ..profiler.profile_file import Interrupted
     from .invocation import command_line
     from .output import chosen_target, file_stem
     from .settings import parse_settings
@@ -245,7 +244,7 @@ def profile_command(
                 progress=progress,
                 cache=not no_cache,
                 resume=resume,
-                remark=lambda text: remark(as_options(text)),
+                remark=remark,
             )
     except Interrupted as interruption:
         write(interruption.profile)

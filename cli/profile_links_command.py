@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ..profiler.launched import Launched
     from ..profiler.measured_links import LevelName, MeasuredLinks
+    from ..profiler.torchrun_env import Launched
     from .output import Target
 
 LinksFile = Annotated[
     Path | None,
-    typer.Option("-o", "--output", metavar="FILE", help="Where to write; else links.toml."),
+    typer.Option("-o", "--output", metavar="FILE", help="Where to write; default: links.toml."),
 ]
 LinksAsJson = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON, not tables.")]
 Sizes = Annotated[
     str | None,
-    typer.Option("--sizes", metavar="1KiB,16MiB", help="Bytes of a transfer; else from 1 KiB to 16 MiB."),
+    typer.Option("--sizes", metavar="1KiB,16MiB", help="Bytes of a transfer; default: from 1 KiB to 16 MiB."),
 ]
 Repeats = Annotated[
     int,
@@ -55,7 +55,7 @@ def profile_links_command(
     torchrun --no-python --nproc-per-node 2 pplan profile-links
     """
     from ..cost_models.errors import PplanError
-    from ..profiler.launched import launched
+    from ..profiler.torchrun_env import launched
     from .output import chosen_target
 
     process = launched(os.environ)
@@ -134,7 +134,7 @@ def _levels(measured: MeasuredLinks, console: Console) -> Table:
     """The fitted links, a row for each level."""
     from ..cost_models.quantities import format_rate, format_seconds
     from ..profiler.measured_links import LEVEL_TITLES
-    from .figures import percent
+    from .number_format import percent
     from .table_style import figure, table, word
 
     columns = [

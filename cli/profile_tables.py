@@ -11,7 +11,7 @@ from rich.table import Table
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..profiler.profile_file import LayerMeasurement, MeasuredLoss, Profile, ProfiledLayer, WholeMeasurement
 from .field_names import as_options
-from .figures import percent, three_digits
+from .number_format import percent, three_digits
 from .table_style import Column, figure, line, table, text, titled
 
 HEAVIEST = 10
@@ -28,7 +28,7 @@ def print_profile(profile: Profile, console: Console) -> None:
     if not profile.structure_only:
         titled(
             console,
-            "The layers' sums, the untouched model, and their ratio (closing ratio)",
+            "Layer sum vs. end-to-end time; ratio: layer-sum coverage",
             _totals(profile, console),
         )
     if profile.loss is not None and not profile.structure_only:

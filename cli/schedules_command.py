@@ -32,7 +32,7 @@ def _print(console: Console) -> None:
     columns = [
         word("name\n"),
         text("bubble\n", folds_at=20),
-        text("micro-batches\nheld", folds_at=20),
+        text("micro-batches\nin flight", folds_at=20),
         figure("weights\n", leaves=3),
         figure("stale by\n", leaves=2),
     ]

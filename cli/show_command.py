@@ -16,7 +16,7 @@ def show_command(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="FILE", help="A profile or a plan; else the newest of them here.", show_default=False
+            metavar="FILE", help="A profile or a plan; default: newest in this directory.", show_default=False
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the file's JSON.")] = False,
@@ -25,7 +25,7 @@ def show_command(
     from ..cost_models.document import read_text
     from ..cost_models.seal import escaped
     from ..profiler.profile_file import Profile
-    from .newest import named_or_newest
+    from .default_input import named_or_newest
     from .streams import console, result
 
     path = named_or_newest(file, ("profile", "plan"))

@@ -36,7 +36,9 @@ def _costs(name: str, text: str) -> Any:
 PlanFile = Annotated[
     Path | None,
     typer.Argument(
-        metavar="PLAN", help="A plan; else the newest here, unless costs are given.", show_default=False
+        metavar="PLAN",
+        help="A plan; default: newest in this directory, unless costs are given.",
+        show_default=False,
     ),
 ]
 ScheduleName = Annotated[
@@ -62,7 +64,7 @@ MicroBatches = Annotated[
     typer.Option(
         "--micro-batches",
         metavar="M",
-        help="Of a step; a plan's mini-batch is cut into so many.",
+        help="Of a step; a plan's global batch is cut into so many.",
         parser=whole_number("--micro-batches", at_least=1),
     ),
 ]
@@ -80,7 +82,7 @@ Replicas = Annotated[
     typer.Option(
         "--replicas",
         metavar="R",
-        help="Devices that share each stage of a plan whose layers are cut anew; else as many as now.",
+        help="Devices that share each stage of a plan whose layers are cut anew; default: as many as now.",
         parser=whole_number("--replicas", at_least=1),
     ),
 ]
@@ -91,7 +93,7 @@ Transfers = Annotated[
     typer.Option(
         "--transfers",
         metavar="|".join(TRANSFERS),
-        help="Whether a stage computes on while it sends and receives, or waits for either, or both.",
+        help="Whether communication overlaps computation, or a stage waits for its sends, receives or both.",
         parser=word("--transfers", TRANSFERS),
     ),
 ]
@@ -101,7 +103,7 @@ Backward = Annotated[
 ]
 Weight = Annotated[str | None, _costs("--weight-ms", "The gradient of the weights.")]
 Transfer = Annotated[
-    str | None, _costs("--transfer-ms", "From a stage to the next, and back: latency only. Else 0.")
+    str | None, _costs("--transfer-ms", "From a stage to the next, and back: latency only; default: 0.")
 ]
 ProfileFile = Annotated[
     Path | None,
@@ -180,7 +182,7 @@ def simulate_command(
 
 def _plan_file(named: Path | None) -> Path:
     """The plan that is named, or the newest. Raises FileError where there is none."""
-    from .newest import named_or_newest
+    from .default_input import named_or_newest
 
     try:
         return named_or_newest(named, ("plan",))
@@ -194,7 +196,7 @@ def _refuse_with_costs(others: dict[str, Any]) -> None:
         if value is not None:
             raise UsageError(
                 f"simulate: both {name} {value} and costs",
-                "Costs such as --forward-ms stand for themselves: leave one of the two away.",
+                "Costs such as --forward-ms stand for themselves: omit one of the two.",
             )
 
 

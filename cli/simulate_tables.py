@@ -10,8 +10,9 @@ from rich.table import Table
 from ..api.simulation import Simulation
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.plan_file import TIE
-from .figures import percent, ranges, three_digits
+from .field_names import as_options
 from .ledger_table import StageMemory, print_ledger
+from .number_format import compared, percent, ranges, three_digits
 from .table_style import Column, figure, line, table, text, titled
 from .timeline_drawing import print_drawing
 
@@ -31,7 +32,7 @@ def print_simulation(found: Simulation, console: Console) -> None:
     if found.notes:
         console.print()
     for note in found.notes:
-        line(console, f"Note: {note}")
+        line(console, f"Note: {as_options(note)}")
 
 
 def answer_lines(found: Simulation) -> list[str]:
@@ -57,12 +58,9 @@ def answer_lines(found: Simulation) -> list[str]:
 
 
 def _against_the_plan(plan: str, step: float, own: float) -> str:
-    as_it_is = f"{plan} as it is takes {format_seconds(own)}"
-    if abs(step - own) <= TIE * own:
-        return f"{as_it_is}: the same."
-    if step > own:
-        return f"{as_it_is}: this is {three_digits(step / own)} x slower."
-    return f"{as_it_is}: this is {three_digits(own / step)} x faster."
+    found = compared(step, own)
+    verb = "" if found.endswith("the same") else "this is "
+    return f"{plan} as it is takes {format_seconds(own)}: {verb}{found}."
 
 
 def _stages(found: Simulation, console: Console) -> Table:

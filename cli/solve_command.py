@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 
 ProfileFile = Annotated[
     Path | None,
-    typer.Argument(metavar="PROFILE", help="A profile; else the newest here.", show_default=False),
+    typer.Argument(
+        metavar="PROFILE", help="A profile; default: newest in this directory.", show_default=False
+    ),
 ]
 
 
@@ -101,8 +103,8 @@ def solve_command(
     from ..api.solve import solve
     from ..cost_models.document import as_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
+    from .default_input import named_or_newest
     from .invocation import command_line
-    from .newest import named_or_newest
     from .output import chosen_target, file_stem
     from .sweep_command import SweepOptions, run_sweep
 
@@ -179,7 +181,7 @@ def _check_owners(*owners: tuple[str, bool, Mapping[str, object]]) -> None:
         for option, value in options.items():
             if value is not None and not given:
                 raise UsageError(
-                    f"{option} {value}: is of {owner.split()[0]}", f"Give {owner}, say, or leave it away."
+                    f"{option} {value}: is of {owner.split()[0]}", f"Give {owner}, say, or omit it."
                 )
 
 
@@ -189,13 +191,13 @@ def _check_together(sweep: list[str], frontier: bool, output: Path | None, aim: 
     from ..cost_models.errors import UsageError
 
     if sweep and frontier:
-        raise UsageError("--frontier with --sweep: one or the other", "Leave one of the two away.")
+        raise UsageError("--frontier with --sweep: one or the other", "Omit one of the two.")
     if sweep and output is not None:
         raise UsageError(f"-o {output}: a sweep writes no plan", "Give --csv FILE for its rows.")
     if frontier and aim != "--objective step-time":
         raise UsageError(
             f"--frontier with {aim}: it is of step time against memory",
-            "Leave one of the two away.",
+            "Omit one of the two.",
         )
 
 

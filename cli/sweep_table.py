@@ -11,8 +11,8 @@ from rich.console import Console
 
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..planner.sweep import Sweep, SweepRow
-from .figures import percent, three_digits
 from .frontier_table import shape
+from .number_format import percent, three_digits
 from .table_style import figure, line, table, text, word
 
 FIGURES = [name for name in SweepRow.model_fields if name not in ("point", "warnings")]
@@ -32,7 +32,7 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
         figure("used", leaves=4),
         text("stages", leaves=6, folds_at=16),
         *([] if "schedule" in keys else [word("schedule", leaves=2)]),
-        text("how, or why not", folds_at=20),
+        text("configuration / reason", folds_at=20),
     ]
     rows = [[*(_shown(key, row.point[key]) for key in keys), *_cells(row, keys)] for row in sweep.rows]
     console.print(table(console, columns, rows), crop=False)

@@ -35,7 +35,7 @@ def topology_command(
         typer.Option(
             "--gpus",
             metavar="N",
-            help="How many GPUs; else those of the file, or of two machines.",
+            help="How many GPUs; default: those of the file, or of two machines.",
             parser=whole_number("--gpus", at_least=1),
         ),
     ] = None,

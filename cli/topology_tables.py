@@ -18,7 +18,7 @@ from ..cost_models.machines.presets import PRESETS
 from ..cost_models.machines.transfer_times import SIZES, AllReduce, all_reduces, transfers
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..cost_models.topology import Topology
-from .figures import ranges
+from .number_format import ranges
 from .table_style import figure, line, table, text, titled, word
 
 

@@ -34,12 +34,12 @@ MiniBatch = Annotated[
     _training(
         "--mini-batch",
         "B",
-        "Samples of one optimizer step; else 32 for each GPU, as nearly as micro-batches make it.",
+        "Global batch: samples of one optimizer step; default: about 32 for each GPU.",
         parser=whole_number("--mini-batch", at_least=1),
     ),
 ]
 MicroBatches = Annotated[
-    str, _training("--micro-batches", "M|auto", "How many equal parts a mini-batch is cut into.")
+    str, _training("--micro-batches", "M|auto", "How many equal parts the global batch is cut into.")
 ]
 Schedule = Annotated[
     str,
@@ -63,7 +63,7 @@ Optimizer = Annotated[
     _training(
         "--optimizer",
         "|".join(OPTIMIZERS),
-        "What keeps state beside the weights.",
+        "Optimizer (sets state memory).",
         parser=word("--optimizer", OPTIMIZERS),
     ),
 ]
@@ -72,7 +72,7 @@ Precision = Annotated[
     _training(
         "--precision",
         "|".join(PRECISIONS),
-        "Of weights and states; else mixed where the profile is 16-bit or of autocast, fp32 where it is not.",
+        "Of weights and states; default: mixed if the profile is 16-bit or of autocast, else fp32.",
         parser=word("--precision", ("auto", *PRECISIONS)),
     ),
 ]
@@ -81,7 +81,7 @@ GradientDtype = Annotated[
     _training(
         "--gradient-dtype",
         "|".join(GRADIENT_DTYPES),
-        "In which micro-batches add up; else that of the weights (Megatron, DeepSpeed: fp32 for bf16).",
+        "Type of accumulated gradients; default: that of the weights (Megatron, DeepSpeed: fp32 for bf16).",
         parser=word("--gradient-dtype", ("auto", *GRADIENT_DTYPES)),
     ),
 ]
@@ -96,7 +96,7 @@ Zero = Annotated[
 ]
 Planner = Annotated[
     str,
-    _search("--planner", "NAME", "best, the joint search, or what a known tool would do: see pplan compare."),
+    _search("--planner", "NAME", "best: the joint search; or what a known tool would do: pplan compare."),
 ]
 TimeLimit = Annotated[
     str, _search("--time-limit", "30s", "Processor time for the whole answer; the search counts its work.")

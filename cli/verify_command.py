@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 PlanFile = Annotated[
     Path | None,
-    typer.Argument(metavar="[PLAN]", help="A plan; else the newest here.", show_default=False),
+    typer.Argument(metavar="[PLAN]", help="A plan; default: newest in this directory.", show_default=False),
 ]
 ProfileFile = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[PROFILE]", help="Its profile; else the one it names, beside it.", show_default=False
+        metavar="[PROFILE]", help="Its profile; default: the one it names, beside it.", show_default=False
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -32,7 +32,7 @@ def verify_command(
 ) -> None:
     """Verify a plan: everything in it worked out again, by code that shares nothing with the planner."""
     from ..verification.verify import verify_files
-    from .newest import named_or_newest
+    from .default_input import named_or_newest
     from .streams import console, remark, result
 
     report = verify_files(named_or_newest(plan_file, ("plan",)), profile_file)

@@ -190,6 +190,6 @@ class Chain:
         return np.maximum(line, table[:, right]) if share > 1 else line
 
 
-def joined(chain: Chain) -> tuple[int, ...]:
+def list_cut_points(chain: Chain) -> tuple[int, ...]:
     """First layers of the blocks that no cut may part, ascending, with len(chain) at the end."""
     return (0, *(int(i) + 1 for i in np.flatnonzero(chain.cut_after[:-1])), len(chain))

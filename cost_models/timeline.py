@@ -19,7 +19,7 @@ from .schedules import Action
 from .schedules.action import Program, linear_program
 from .simulator.action_costs import ActionCosts, lower_costs, statically_served
 from .simulator.costs import Array, Costs, PipelineCosts, uniform_costs
-from .simulator.dependencies import order_of
+from .simulator.dependencies import resolve_order
 from .simulator.engine import Engine, Run, run, run_many
 from .simulator.program_cache import cached_program
 from .simulator.reductions import Reduction, reductions
@@ -34,7 +34,7 @@ def simulate(
     Raises UsageError for lists that are incomplete, repeat an action, or wait for each other for ever, and
     for costs that cannot be.
     """
-    order = order_of(
+    order = resolve_order(
         actions if isinstance(actions, Program) else linear_program([list(own) for own in actions])
     )
     values = lower_costs(order, _single(_general(order.program, costs)))
@@ -50,7 +50,7 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
     `PipelineCosts`, the programs used last are kept.
     """
     program = schedule if isinstance(schedule, Program) else _named(schedule, costs)
-    order, general = order_of(program), _general(program, costs)
+    order, general = resolve_order(program), _general(program, costs)
     if general.candidates in (None, 1):
         single = general if general.candidates is None else general.candidate(0)
         return np.array([_step(lower_costs(order, single), engine)])
@@ -66,16 +66,16 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
     return latest
 
 
-def computed(program: Program, costs: Costs, engine: Engine = "auto") -> Array | None:
+def device_ends(program: Program, costs: Costs, engine: Engine = "auto") -> Array | None:
     """(devices, candidates): when each device has run its last action, of many candidates; None where a link
     serves several devices, so that it is not known beforehand in which order."""
-    values = lower_costs(order_of(program), costs)
+    values = lower_costs(resolve_order(program), costs)
     return run_many(values, engine) if statically_served(values) else None
 
 
 def runs_side_by_side(program: Program, costs: Costs) -> bool:
     """Whether `step_seconds` takes many such candidates in one pass, and not one after another."""
-    values = lower_costs(order_of(program), costs if costs.candidates is None else costs.candidate(0))
+    values = lower_costs(resolve_order(program), costs if costs.candidates is None else costs.candidate(0))
     return statically_served(values) and _ends_alone(values)
 
 
@@ -144,7 +144,7 @@ __all__ = [
     "StageTime",
     "Timeline",
     "Transfer",
-    "computed",
+    "device_ends",
     "runs_side_by_side",
     "simulate",
     "step_seconds",

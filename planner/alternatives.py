@@ -8,10 +8,10 @@ from dataclasses import replace
 from ..cost_models.errors import UsageError
 from ..cost_models.runtime import RUNTIMES, Runtime
 from .candidate import ScoredPlan
-from .joint_search import JointSearchResult, is_small, searched
+from .joint_search import JointSearchResult, is_small, run_search
 from .pipeline_config import SEARCHED
 from .plan_file import Alternative
-from .plan_stages import plan_recompute, planned_stages
+from .plan_stages import plan_recompute, plan_stages
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult
@@ -21,7 +21,7 @@ WORK = 2e9
 """What is spent on each."""
 
 
-def alternatives_of(problem: Problem, answer: JointSearchResult) -> list[Alternative]:
+def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[Alternative]:
     """The best plan for the runtimes of each kind; and, where the schedule was left open, the best
     interleaved one, which is not searched. None where the plan was asked of a named planner,
     or the problem is too large to solve it again for each."""
@@ -48,7 +48,7 @@ def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str])
         return
     # Of an answer for another runtime it is proven that it is the best that one runs, as that one runs it.
     answers = problem.wishes.runtime in (None, names[0]) and _answers(own, answer)
-    found = answer.found if answers else searched(own, work=WORK, whole=is_small(problem))
+    found = answer.found if answers else run_search(own, work=WORK, whole=is_small(problem))
     plan = None if found.best is None else _ranked(own, found.best)
     if plan is not None:
         found = replace(found, exact=found.exact and plan == found.best)
@@ -124,18 +124,18 @@ def _kinds(problem: Problem) -> list[list[str]]:
     are searched together."""
     kinds: dict[Runtime, list[str]] = {}
     for name, runtime in RUNTIMES.items():
-        searched = runtime.schedules & set(SEARCHED)
+        run_search = runtime.schedules & set(SEARCHED)
         key = replace(
             runtime,
             name="",
-            schedules=frozenset(searched),
+            schedules=frozenset(run_search),
             virtual_stages=False,
             zero=frozenset(),
             no_zero="",
             pure_16_bits=True,
         )
         trains = runtime.trains(problem.precision.name, problem.wishes.zero)
-        if trains and searched:
+        if trains and run_search:
             kinds.setdefault(key, []).append(name)
     return list(kinds.values())
 
@@ -144,7 +144,7 @@ def _alternative(
     problem: Problem, found: SearchResult, plan: ScoredPlan, runtimes: list[str], reason: str
 ) -> Alternative:
     config, step = plan.config, plan.step_seconds
-    stages = planned_stages(problem.space, plan)
+    stages = plan_stages(problem.space, plan)
     return Alternative(
         runtimes=runtimes,
         balance=[stage.layers for stage in stages],

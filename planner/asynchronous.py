@@ -19,8 +19,8 @@ from ..cost_models.simulator.steady import steady_state
 from .assembly import Assembly
 from .candidate import Proposal, ScoredPlan
 from .plan_file import PlannedStage
-from .plan_stages import staged
-from .scoring import assembly_of
+from .plan_stages import make_stages
+from .scoring import assemble
 from .search.space import Space
 
 PIPEDREAM, TWO_VERSIONS = "pipedream", "pipedream-2bw"
@@ -30,9 +30,11 @@ ROUNDS = 12
 MOST_ROUNDS = 96
 
 
-def running(space: Space, proposal: Proposal, modes: Sequence[Recompute], rounds: int = ROUNDS) -> Assembly:
+def assemble_endless(
+    space: Space, proposal: Proposal, modes: Sequence[Recompute], rounds: int = ROUNDS
+) -> Assembly:
     """The pipeline as it runs on and on, made ready for the simulator."""
-    made, config = assembly_of(space, proposal, modes), proposal.config
+    made, config = assemble(space, proposal, modes), proposal.config
     stages = len(proposal.ends)
     count = max(rounds * stages, 4 * config.micro_batches)
     program = schedule_named(config.schedule).program(stages, count)
@@ -43,7 +45,7 @@ def steady_seconds(space: Space, proposal: Proposal, modes: Sequence[Recompute])
     """Simulated seconds of a further mini-batch."""
     rounds, each = ROUNDS, 0.0
     while rounds <= MOST_ROUNDS:
-        made = running(space, proposal, modes, rounds)
+        made = assemble_endless(space, proposal, modes, rounds)
         state = steady_state(made.program, made.costs())
         each = state.seconds_per_micro_batch
         if state.exact:
@@ -54,12 +56,12 @@ def steady_seconds(space: Space, proposal: Proposal, modes: Sequence[Recompute])
 
 def steady_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
     """The stages of the plan, with the weight versions in their ledgers."""
-    return staged(space, running(space, plan.proposal, plan.recompute), plan)
+    return make_stages(space, assemble_endless(space, plan.proposal, plan.recompute), plan)
 
 
 def steady_bubble(space: Space, plan: ScoredPlan) -> float:
     """Idle share of the stages' time in the steady state."""
-    made = running(space, plan.proposal, plan.recompute)
+    made = assemble_endless(space, plan.proposal, plan.recompute)
     costs, stages = made.costs(), len(plan.proposal.ends)
     forward, backward = np.asarray(costs.forward), np.asarray(costs.backward)
     recompute = 0.0 if costs.recompute is None else costs.recompute * forward

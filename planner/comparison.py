@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..cost_models.errors import UsageError
 from ..cost_models.quantities import counted
 from .candidate import ScoredPlan
-from .joint_search import OUT_OF_TIME, JointSearchResult, planned_by
+from .joint_search import OUT_OF_TIME, JointSearchResult, plan_with
 from .plan_file import Baseline
 from .plan_stages import run_in_words
 from .planners import planner_named
@@ -26,13 +26,13 @@ class Row:
     size: int | None = None
 
 
-def baselines_of(problem: Problem, answer: JointSearchResult) -> list[Row]:
+def score_baselines(problem: Problem, answer: JointSearchResult) -> list[Row]:
     """One GPU, data parallelism, and what each of the named planners came to."""
     if problem.budget.over:
         known = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
     else:
         free = accumulating(problem)
-        known = {name: planned_by(planner_named(name), free) for name in FREE}
+        known = {name: plan_with(planner_named(name), free) for name in FREE}
     rows = [_row(name, plan) for name, plan in known.items()]
     return rows + [_row(name, plan) for name, plan in answer.by_planner.items() if name not in FREE]
 

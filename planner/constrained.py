@@ -15,7 +15,7 @@ from ..cost_models.layer import Chain
 from .plan_options import Limits, PlanOptions
 
 
-def constrained(chain: Chain, wishes: PlanOptions) -> tuple[Chain, Limits]:
+def limit_cuts(chain: Chain, wishes: PlanOptions) -> tuple[Chain, Limits]:
     """The chain without the cuts that the wishes forbid, and what else they ask. Raises UsageError."""
     cut_after = chain.cut_after.copy()
     for pattern in wishes.keep_together:

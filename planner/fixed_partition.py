@@ -14,10 +14,10 @@ from .candidate import Proposal, ScoredPlan
 from .pipeline_config import PipelineConfig
 from .plan_file import GIVEN, Plan, ProfileReference
 from .problem import Problem
-from .scoring import assembly_of, fastest, possible
+from .scoring import assemble, fastest, possible
 from .search.branch_and_bound import SearchResult
 from .search.pipelines import stage_modes
-from .solve import bare_plan, warnings_of
+from .solve import bare_plan, list_warnings
 from .universal_bound import universal_bound
 
 
@@ -49,7 +49,7 @@ class FixedPartition:
         return Proposal(own, self.ends, tuple(ranks))
 
 
-def given_plan(
+def plan_partition(
     problem: Problem,
     given: FixedPartition,
     *,
@@ -82,8 +82,8 @@ def given_plan(
         best=best, bound_seconds=bound, root_bound_seconds=bound, exact=False, universal=True
     )
     plan = bare_plan(problem, best, found, model=model, profile=profile)
-    made = assembly_of(problem.space, best.proposal, best.recompute)
-    said = dict.fromkeys([*lacking, *warnings, *warnings_of(problem), *made.outside()])
+    made = assemble(problem.space, best.proposal, best.recompute)
+    said = dict.fromkeys([*lacking, *warnings, *list_warnings(problem), *made.outside()])
     noted = list(dict.fromkeys(notes))
     return plan.model_copy(update={"searched": GIVEN, "warnings": list(said), "notes": noted})
 
@@ -122,7 +122,7 @@ def _proposals(problem: Problem, given: FixedPartition) -> list[Proposal]:
 def _too_large(problem: Problem, proposals: Sequence[Proposal]) -> tuple[ScoredPlan, list[str]]:
     """Where none fits: the one that lacks least, recomputing as much as it may, and what it lacks."""
     tried = [
-        (proposal, modes[-1], assembly_of(problem.space, proposal, (modes[-1],) * len(proposal.ends)))
+        (proposal, modes[-1], assemble(problem.space, proposal, (modes[-1],) * len(proposal.ends)))
         for proposal in proposals
         if (modes := stage_modes(proposal.config))
     ]

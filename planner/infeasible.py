@@ -20,7 +20,7 @@ from ..cost_models.quantities import format_bytes
 from ..cost_models.schedules import schedule_named
 from .balance import balance_table
 from .candidate import ScoredPlan
-from .joint_search import BEST, find, planned_by
+from .joint_search import BEST, find, plan_with
 from .pipeline_config import SEARCHED, PipelineConfig
 from .plan_options import PlanOptions
 from .plan_stages import run_in_words
@@ -70,7 +70,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     searched = _of_searched(problem)
     if missing <= 0:
         return InfeasibleError(
-            f"no plan{searched} that the wishes leave fits into {format_bytes(limit)} a GPU; without them "
+            f"no plan{searched} that the options allow fits into {format_bytes(limit)} a GPU; without them "
             "one does",
             f"Leave out {_one_of(_narrowing(problem.wishes))}.",
         )
@@ -115,11 +115,11 @@ def _of_searched(problem: Problem) -> str:
 
 def _none_left(problem: Problem) -> str:
     if problem.unsearched and any(config.schedule in SEARCHED for config in problem.configs):
-        return f"no plan{_of_searched(problem)} is left by these wishes, whatever the memory"
+        return f"no plan{_of_searched(problem)} is allowed by these options, whatever the memory"
     if any(config.schedule in SEARCHED for config in problem.configs):
-        return "no plan is left by these wishes, whatever the memory"
+        return "no plan is allowed by these options, whatever the memory"
     names = ", ".join(problem.schedules)
-    return f"no plan under {names} was found for these wishes, whatever the memory; not all are looked at"
+    return f"no plan under {names} was found for these options, whatever the memory; not all are looked at"
 
 
 def _narrowing(wishes: PlanOptions) -> list[str]:
@@ -146,8 +146,8 @@ def _one_of(fields: list[str]) -> str:
 def _no_plan_of_planner(problem: Problem, others: ScoredPlan | None) -> InfeasibleError:
     """Of a named planner, which may know why; others may have a plan."""
     named = problem.wishes.planner
-    why = planned_by(planner_named(named), problem)
-    hint = "Nor is there any other plan: see to the wishes."
+    why = plan_with(planner_named(named), problem)
+    hint = "Nor is there any other plan: check the options."
     if others is not None:
         hint = f"Without `planner` there is one: {run_in_words(others)}."
     return InfeasibleError(f"planner={named!r}: {why}", hint)

@@ -14,8 +14,8 @@ from math import inf
 from ..cost_models.errors import DefectError, UsageError
 from .candidate import Proposal, ScoredPlan
 from .coverage import as_searched, is_searched
-from .other_placements import along_other_orders, reassigned
-from .other_schedules import transplanted
+from .other_placements import along_other_orders, reassign
+from .other_schedules import transplant
 from .pipeline_config import SEARCHED
 from .plan_file import TIE
 from .planners import PLANNERS, planner_named
@@ -63,18 +63,18 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSe
     """
     named = problem.wishes.planner
     if named != BEST:
-        plan = planned_by(planner_named(named), problem)
+        plan = plan_with(planner_named(named), problem)
         own = {named: plan}
         best = plan if isinstance(plan, ScoredPlan) else None
-        return JointSearchResult(with_bound(problem, best, searched(problem, _plans(own))), own)
+        return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
     quick = is_small(problem)
     large = is_large(problem.space, problem.families)
     first = [name for name in planners if quick or (name in SIMPLE if large else name not in COSTLY)]
-    by_planner = {name: planned_by(planner_named(name), _opened_to(name, problem)) for name in first}
+    by_planner = {name: plan_with(planner_named(name), _opened_to(name, problem)) for name in first}
     found = joint_search(problem, _running(problem, by_planner))
     others = [name for name in planners if name not in first]
     if others:
-        by_planner |= {name: planned_by(planner_named(name), _opened_to(name, problem)) for name in others}
+        by_planner |= {name: plan_with(planner_named(name), _opened_to(name, problem)) for name in others}
         found = _with(problem, found, _running(problem, by_planner))
     if not found.exact:
         found = _with(problem, found, _on_fewer(problem))
@@ -134,7 +134,7 @@ def _with(problem: Problem, found: SearchResult, plans: Iterable[ScoredPlan]) ->
     return with_bound(problem, best, found)
 
 
-def planned_by(planner: Planner, problem: Problem) -> ScoredPlan | str:
+def plan_with(planner: Planner, problem: Problem) -> ScoredPlan | str:
     """The planner's best plan under the problem's costs and limits, or why there is none. Where the time is
     over only the simple ones still make one, so that there is a plan."""
     if problem.budget.over and planner.name not in SIMPLE:
@@ -165,9 +165,9 @@ def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchRe
     """The joint search from these plans, and from them on other devices; of schedules that it does not
     search, plans that are made of its own. With a bound on all of them."""
     seeds = [_as_searched(problem, seed) for seed in seeds]
-    found = searched(problem, seeds)
+    found = run_search(problem, seeds)
     others = _on_other_devices(problem, [*seeds, *([] if found.best is None else [found.best])])
-    made = fastest(problem.space, transplanted(problem, problem.unsearched, found.best))
+    made = fastest(problem.space, transplant(problem, problem.unsearched, found.best))
     more = [plan for plan in (others, made) if plan is not None]
     # Among equals the one of the searched space.
     best = found.best
@@ -180,7 +180,7 @@ def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchRe
 def _on_other_devices(problem: Problem, known: Sequence[ScoredPlan]) -> ScoredPlan | None:
     """A plan that is faster than all these: the fastest of them, on other devices."""
     limit = min((plan.step_seconds for plan in known), default=inf)
-    return fastest(problem.space, reassigned(problem, known, limit), limit * (1 - TIE))
+    return fastest(problem.space, reassign(problem, known, limit), limit * (1 - TIE))
 
 
 def _as_searched(problem: Problem, plan: ScoredPlan) -> ScoredPlan:
@@ -213,7 +213,7 @@ def with_bound(problem: Problem, best: ScoredPlan | None, found: SearchResult) -
     return SearchResult(best, step if exact else bound, root, exact, universal)
 
 
-def searched(
+def run_search(
     problem: Problem, seeds: Iterable[ScoredPlan] = (), work: float | None = None, *, whole: bool = True
 ) -> SearchResult:
     """The search of the schedules that it knows, from these plans; `work`: else as long as was wished. Not of

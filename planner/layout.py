@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..cost_models.errors import UsageError
-from ..cost_models.layer import Chain, joined
+from ..cost_models.layer import Chain, list_cut_points
 from ..cost_models.machines.topology_file import TopologyFile, parse_topology
 from ..cost_models.runtime import runtime_named
 from ..cost_models.schedules import Program, Schedule, StageSlot, schedule_named
@@ -41,7 +41,7 @@ def devices_needed(plan: Plan, overrides: Overrides) -> int:
     return max(used, plan.gpus or 1, stages * (overrides.replicas or 1))
 
 
-def machine_of(plan: Plan, where: str) -> TopologyFile | None:
+def read_machine(plan: Plan, where: str) -> TopologyFile | None:
     """The machine that the plan was made for, as a topology file; None where it does not say. `where` names
     the plan in errors. Raises FileError."""
     return parse_topology(plan.machine, Path(f"{where}: machine")) if plan.machine else None
@@ -108,7 +108,7 @@ class Layout:
         if batch % count:
             fitting = [parts for parts in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % parts == 0]
             raise UsageError(
-                f"micro-batches {count}: a mini-batch of {batch} does not divide into so many",
+                f"micro-batches {count}: a global batch of {batch} does not divide into so many",
                 f"Use a divisor of {batch}: {some(fitting)}.",
             )
         return batch // count
@@ -168,7 +168,7 @@ class Layout:
     @cached_property
     def bounds(self) -> list[tuple[int, int]]:
         """By part, the places it lies between."""
-        cut_points = joined(self.chain)
+        cut_points = list_cut_points(self.chain)
         ends = np.cumsum(self.balance).tolist()
         for end in ends:
             if end not in cut_points:
@@ -206,6 +206,6 @@ class Layout:
 
     def layers(self, device: int) -> tuple[tuple[int, int], ...]:
         """First and last layer of every chunk."""
-        cut_points = joined(self.chain)
+        cut_points = list_cut_points(self.chain)
         own = ((chunk, self.bounds[part]) for (at, chunk), part in self.part_of.items() if at == device)
         return tuple((cut_points[i], cut_points[j] - 1) for _, (i, j) in sorted(own))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..cost_models.errors import UsageError
 from .candidate import ScoredPlan
-from .joint_search import BEST, COSTLY, is_small, joint_search, planned_by
+from .joint_search import BEST, COSTLY, is_small, joint_search, plan_with
 from .plan_file import DefaultMiniBatch, OtherMiniBatch
 from .planners import PLANNERS, planner_named
 from .problem import Problem
@@ -21,7 +21,7 @@ SHORT = 0.05
 MOST_SECONDS = 1.0
 
 
-def default_of(problem: Problem, *, tried: bool) -> DefaultMiniBatch | None:
+def choose_mini_batch(problem: Problem, *, tried: bool) -> DefaultMiniBatch | None:
     """How the mini-batch was chosen, `tried` with what half and twice of it would give where the problem is
     small; None where it was given."""
     if problem.wishes.mini_batch is not None:
@@ -69,7 +69,7 @@ def _best(problem: Problem) -> ScoredPlan | None:
     """What the quick planners and a short search come to, or the planner that is wished."""
     named = problem.wishes.planner
     if named != BEST:
-        plan = planned_by(planner_named(named), problem)
+        plan = plan_with(planner_named(named), problem)
         return plan if isinstance(plan, ScoredPlan) else None
-    quick = [planned_by(planner_named(name), problem) for name in PLANNERS if name not in COSTLY]
+    quick = [plan_with(planner_named(name), problem) for name in PLANNERS if name not in COSTLY]
     return joint_search(problem, [plan for plan in quick if isinstance(plan, ScoredPlan)]).best

@@ -19,9 +19,9 @@ from .pipeline_config import SEARCHED
 from .problem import Problem
 from .search.branch_and_bound import search
 from .search.pipelines import cheapest_mode
-from .search.placements import REORDERED, placement_of
-from .search.space import Space, narrowed
-from .symmetry import Shape, Symmetry, path_of
+from .search.placements import REORDERED, make_placement
+from .search.space import Space, narrow_space
+from .symmetry import Shape, Symmetry, group_path
 
 FEW = 8
 """Devices of which all assignments are looked at."""
@@ -37,7 +37,7 @@ WORK = 5e8
 """Of the search along further orders, see `search.work.Work`; less of a time limit below a second."""
 
 
-def reassigned(problem: Problem, plans: Iterable[ScoredPlan], limit: float = inf) -> Iterator[Proposal]:
+def reassign(problem: Problem, plans: Iterable[ScoredPlan], limit: float = inf) -> Iterator[Proposal]:
     """The fastest of these plans on other devices; none where a runtime numbers the devices. Of few devices
     all that fit and whose busiest stage alone leaves a step below `limit` seconds possible."""
     if problem.runtime is not None or _is_uniform(problem.topology):
@@ -63,7 +63,7 @@ def along_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     known = {placement.ranks for placement in problem.placements}
     most = min(MOST_ORDERS, MOST_ENTRIES // (problem.gpus * problem.space.chain.max_stages))
     placements = [
-        placement_of(REORDERED, topology, order)
+        make_placement(REORDERED, topology, order)
         for order in _orders(topology)[: most + len(known)]
         if order not in known
     ]
@@ -81,14 +81,14 @@ def along_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
 
 def _is_uniform(topology: Topology) -> bool:
     """Whether it makes no difference which devices the stages take."""
-    return len({path_of(topology, rank) for rank in range(topology.gpus)}) == len(topology.kinds) == 1
+    return len({group_path(topology, rank) for rank in range(topology.gpus)}) == len(topology.kinds) == 1
 
 
 def _assignments(space: Space, proposal: Proposal, limit: float) -> Iterator[Shape]:
     """Devices for the stages of a plan."""
     topology = space.topology
     if topology.gpus <= FEW:
-        leaves = _Possible(narrowed(space, proposal.ends), proposal, limit)
+        leaves = _Possible(narrow_space(space, proposal.ends), proposal, limit)
         yield from _all_assignments(topology, proposal.replicas, leaves if leaves.is_judged else None)
     else:
         for order in _orders(topology):
@@ -155,7 +155,7 @@ def _orders(topology: Topology) -> list[tuple[int, ...]]:
     if topology.gpus <= FEW:
         shapes = _all_assignments(topology, [1] * topology.gpus, most=10 * MOST_ORDERS)
         return [tuple(rank for own in shape for rank in own) for shape in shapes][:MOST_ORDERS]
-    runs = [tuple(own) for _, own in groupby(range(topology.gpus), key=lambda r: path_of(topology, r))]
+    runs = [tuple(own) for _, own in groupby(range(topology.gpus), key=lambda r: group_path(topology, r))]
     if len(runs) == 1:
         runs = [tuple(own) for _, own in groupby(range(topology.gpus), key=topology.device)]
     by_speed = sorted(runs, key=lambda run: topology.device(run[0]).seconds_scale)

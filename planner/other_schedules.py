@@ -11,11 +11,11 @@ from ..cost_models.schedules import schedule_named
 from .balance import balance
 from .candidate import Proposal, ScoredPlan, linear_pipeline
 from .pipeline_config import PipelineConfig
-from .planners.base import ends_of, work_seconds
+from .planners.base import add_counts, work_seconds
 from .problem import Problem
 
 
-def transplanted(problem: Problem, schedules: Iterable[str], best: ScoredPlan | None) -> Iterator[Proposal]:
+def transplant(problem: Problem, schedules: Iterable[str], best: ScoredPlan | None) -> Iterator[Proposal]:
     """The shape of the best plan, and of balanced ones, under other schedules with one stage a device; and
     balanced ones with as many as a schedule is made for."""
     own = [config for config in problem.configs if config.schedule in set(schedules)]
@@ -42,7 +42,7 @@ def _in_parts(problem: Problem, config: PipelineConfig) -> Iterator[Proposal]:
             return
         with suppress(UsageError):  # the schedule does not run with these numbers
             pipe = schedule.program(stages, config.micro_batches, parts).pipes[0]
-            ends = ends_of(balance(work, stages * parts, cut_after=space.chain.cut_after))
+            ends = add_counts(balance(work, stages * parts, cut_after=space.chain.cut_after))
             devices = tuple((place.device,) for place in pipe)
             yield Proposal(replace(config, virtual_stages=parts), ends, devices)
 
@@ -58,5 +58,5 @@ def _balanced(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[
     chosen |= set() if best is None else {len(best.proposal.ends)} & set(counts)
     for stages in sorted(chosen):
         yield linear_pipeline(
-            problem.configs[0], ends_of(balance(work, stages, cut_after=space.chain.cut_after))
+            problem.configs[0], add_counts(balance(work, stages, cut_after=space.chain.cut_after))
         )

@@ -8,16 +8,16 @@ from ..cost_models.timeline import simulate
 from .assembly import Assembly
 from .candidate import ScoredPlan
 from .plan_file import PlannedStage, Recompute
-from .scoring import assembly_of
+from .scoring import assemble
 from .search.space import Space
 
 
-def planned_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
+def plan_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
     """The parts of the layers in order. Where a device has several, the memory is that of all of them."""
-    return staged(space, assembly_of(space, plan.proposal, plan.recompute), plan)
+    return make_stages(space, assemble(space, plan.proposal, plan.recompute), plan)
 
 
-def staged(space: Space, made: Assembly, plan: ScoredPlan) -> list[PlannedStage]:
+def make_stages(space: Space, made: Assembly, plan: ScoredPlan) -> list[PlannedStage]:
     """The same of a plan that is made ready for the simulator."""
     forward, backward = made.by_place("forward"), made.by_place("backward")
     mixed = plan_recompute(plan) == "selective"
@@ -63,5 +63,5 @@ def run_in_words(plan: ScoredPlan) -> str:
 
 def bubble(space: Space, plan: ScoredPlan) -> float:
     """Idle share of the devices' time."""
-    made = assembly_of(space, plan.proposal, plan.recompute)
+    made = assemble(space, plan.proposal, plan.recompute)
     return simulate(made.program, made.costs()).bubble

@@ -15,7 +15,7 @@ from ..cost_models.runtime import Runtime, runtime_named
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .candidate import Proposal
-from .constrained import constrained
+from .constrained import limit_cuts
 from .pipeline_config import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, PipelineConfig, pipeline_configs, some
 from .plan_options import PlanOptions
 from .search.budget import SearchBudget
@@ -138,7 +138,7 @@ class Problem:
     @cached_property
     def space(self) -> Space:
         """The plans under the limits, for the runtime."""
-        chain, limits = constrained(self.chain, self.wishes)
+        chain, limits = limit_cuts(self.chain, self.wishes)
         return Space(
             chain=chain,
             topology=self.topology,
@@ -337,7 +337,7 @@ class Problem:
         if batch % micro_batches:
             fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
             raise UsageError(
-                f"micro_batches={micro_batches}: a mini-batch of {batch} does not divide into so many",
+                f"micro_batches={micro_batches}: a global batch of {batch} does not divide into so many",
                 f"Use a divisor of {batch}: {some(fitting)}.",
             )
         if len(self.chain.sizes) == 1:
@@ -366,7 +366,7 @@ class Problem:
     def searched(self) -> str:
         """The searched space in words, and what is proposed besides."""
         names = ", ".join(self.unsearched)
-        return self.exactly_searched() + (f"; of {names} the proposed plans" if names else "")
+        return self.exactly_searched() + (f"; {names}: heuristic only" if names else "")
 
     def exactly_searched(self, *, relaxed: bool = False) -> str:
         """The searched space in words; `relaxed`: with what a large problem's proof has besides, every number

@@ -21,8 +21,8 @@ from .candidate import Proposal, ScoredPlan
 from .pipeline_config import SEARCHED
 from .search import gpipe, one_f_one_b
 from .search.budget import SearchBudget
-from .search.pipelines import Pipelines, modes_of, pipelines_of, stage_modes
-from .search.space import Space, divide_batch, narrowed
+from .search.pipelines import Pipelines, build_pipelines, choose_modes, stage_modes
+from .search.space import Space, divide_batch, narrow_space
 from .stage_table import Floats
 
 WHOLE_BOUNDS: dict[str, Callable[[Pipelines], Floats]] = {
@@ -100,9 +100,9 @@ def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) 
     for index in np.argsort(works, kind="stable")[:MOST_TRIED].tolist():
         if works[index] >= limit or fitting == MOST_SCORED or (best is not None and space.budget.over):
             break
-        narrow = narrowed(space, own[index].ends)
+        narrow = narrow_space(space, own[index].ends)
         linear = own[index].config.schedule in SEARCHED
-        fitting += not linear or modes_of(narrow, own[index]) is not None
+        fitting += not linear or choose_modes(narrow, own[index]) is not None
         found = _fastest_of(space, _trials(narrow, [own[index]]), limit)
         if found is not None:
             best, limit = found, found.step_seconds
@@ -114,12 +114,12 @@ def _linear_trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Tri
     for proposal in proposals:
         if fitting and space.budget.over:
             break
-        modes = modes_of(space, proposal)
+        modes = choose_modes(space, proposal)
         if modes is not None:
             fitting.append((proposal, modes))
     if not fitting:
         return
-    pipelines = pipelines_of(space, [p for p, _ in fitting], [modes for _, modes in fitting])
+    pipelines = build_pipelines(space, [p for p, _ in fitting], [modes for _, modes in fitting])
     bounds = WHOLE_BOUNDS[pipelines.config.schedule](pipelines)
     for row, (proposal, modes) in enumerate(fitting):
         yield _Trial(float(bounds[row]), True, partial(_score_linear, pipelines, row, proposal, modes))
@@ -142,7 +142,7 @@ def _trial(space: Space, proposal: Proposal) -> _Trial | None:
 def _score_any(space: Space, proposal: Proposal, limit: float) -> ScoredPlan | None:
     try:
         whole: list[Recompute] = ["never" for _ in proposal.ends]
-        made = assembly_of(space, proposal, whole)
+        made = assemble(space, proposal, whole)
     except UsageError:
         return None  # the schedule does not run with these numbers
     modes = _device_modes(space, made, proposal)
@@ -170,7 +170,7 @@ def reached(space: Space, proposal: Proposal) -> bool:
     return all(count <= size and space.fits_someone(size, count) for count in set(proposal.replicas))
 
 
-def program_of(proposal: Proposal) -> Program:
+def make_program(proposal: Proposal) -> Program:
     """What runs where. Raises UsageError for numbers that the schedule does not run."""
     config, parts = proposal.config, len(proposal.ends)
     if config.schedule in SEARCHED:
@@ -184,11 +184,11 @@ def program_of(proposal: Proposal) -> Program:
     return schedule_named(config.schedule).program(stages, config.micro_batches, config.virtual_stages)
 
 
-def assembly_of(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Assembly:
+def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Assembly:
     """The proposal for the simulator; `modes`: what each part recomputes, the same for all of a device."""
     if space.is_long:
-        space = narrowed(space, proposal.ends)
-    program, cut_points = program_of(proposal), list(space.table(space.chain.sizes[0]).cut_points)
+        space = narrow_space(space, proposal.ends)
+    program, cut_points = make_program(proposal), list(space.table(space.chain.sizes[0]).cut_points)
     ranks: dict[int, tuple[int, ...]] = {}
     recompute: dict[int, Recompute] = {}
     for part, place in enumerate(program.pipes[0]):

@@ -12,18 +12,18 @@ from ..cost_models.machines.presets import is_gpu
 from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.quantities import counted
 from ..cost_models.topology import Topology
-from .alternatives import alternatives_of
+from .alternatives import find_alternatives
 from .candidate import ScoredPlan
-from .comparison import baselines_of
+from .comparison import score_baselines
 from .coverage import covered
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find
-from .mini_batch import default_of
+from .mini_batch import choose_mini_batch
 from .plan_file import TIE, Plan, Prediction, ProfileReference
 from .plan_options import PlanOptions
-from .plan_stages import bubble, plan_recompute, planned_stages
+from .plan_stages import bubble, plan_recompute, plan_stages
 from .problem import Problem
-from .robust.interval import interval_of
+from .robust.interval import estimate_interval
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
 from .simulated import of_same_layers
@@ -45,14 +45,14 @@ def solve(
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
     name in the topology. Raises UsageError for wishes that cannot be, InfeasibleError where nothing fits.
     """
-    problem = problem_of(chain, topology, wishes, profile, profiles or {}).timed()
+    problem = build_problem(chain, topology, wishes, profile, profiles or {}).timed()
     answer = find(problem)
     if answer.best is None:
         raise no_plan_fits(problem)
-    return plan_of(problem, answer, model=model, profile=profile, notes=notes, warnings=warnings)
+    return build_plan(problem, answer, model=model, profile=profile, notes=notes, warnings=warnings)
 
 
-def problem_of(
+def build_problem(
     chain: Chain,
     topology: Topology,
     wishes: PlanOptions,
@@ -70,7 +70,7 @@ def problem_of(
     return Problem(chain, topology, wishes, profile.dtype, own, amp=profile.amp)
 
 
-def plan_of(
+def build_plan(
     problem: Problem,
     answer: JointSearchResult,
     *,
@@ -83,7 +83,7 @@ def plan_of(
     best = answer.best
     if best is None:
         raise no_plan_fits(problem)
-    baselines, alternatives = baselines_of(problem, answer), alternatives_of(problem, answer)
+    baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
     plan = bare_plan(problem, best, answer.found, model=model, profile=profile)
     own = _outside(problem, _sizes(best))
     compared = {row.size for row in baselines if row.size is not None}
@@ -93,7 +93,7 @@ def plan_of(
         update={
             "baselines": [row.record for row in baselines],
             "alternatives": alternatives,
-            "warnings": list(dict.fromkeys([*warnings, *warnings_of(problem), *own])),
+            "warnings": list(dict.fromkeys([*warnings, *list_warnings(problem), *own])),
             "notes": list(dict.fromkeys([*notes, *_notes(problem), *others])),
         }
     )
@@ -104,7 +104,7 @@ def bare_plan(
 ) -> Plan:
     """A candidate as a plan, without what it is compared with."""
     topology, config = problem.topology, best.config
-    stages = planned_stages(problem.space, best)
+    stages = plan_stages(problem.space, best)
     return Plan(
         model=model,
         balance=_balance(best),
@@ -128,7 +128,7 @@ def bare_plan(
         prediction=_prediction(problem, best, found),
         wishes=problem.wishes,
         searched=problem.searched(),
-        default_mini_batch=default_of(problem, tried=False),
+        default_mini_batch=choose_mini_batch(problem, tried=False),
         layer_names=list(problem.chain.names),
         profile=profile,
     )
@@ -148,7 +148,7 @@ def _prediction(problem: Problem, best: ScoredPlan, found: SearchResult) -> Pred
     sizes = {divide_batch(best.config.micro_batch_size, count) for count in best.proposal.replicas}
     off = [problem.chain.uncertainty_at(size) for size in sizes]
     known = [share for share in off if share is not None]
-    interval = interval_of(problem.space, best)
+    interval = estimate_interval(problem.space, best)
     return Prediction(
         step_seconds=step,
         samples_per_second=problem.mini_batch / step,
@@ -171,7 +171,7 @@ def _bound(best: ScoredPlan, bound: float) -> float:
     return min(bound, best.step_seconds)
 
 
-def warnings_of(problem: Problem) -> list[str]:
+def list_warnings(problem: Problem) -> list[str]:
     """What the machine leaves unknown, and whether time, not counted work, ended the search."""
     said = []
     if problem.wishes.memory_limit is None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cost_models.hardware import Device
-from ..cost_models.layer import Chain, LayerCosts, joined
+from ..cost_models.layer import Chain, LayerCosts, list_cut_points
 from ..cost_models.machines.presets import context_of
 from ..cost_models.memory import LedgerOptions, StageBytes, ledger, total
 from ..cost_models.optimizers import Precision
@@ -49,7 +49,7 @@ class StageTable:
     @classmethod
     def of(cls, chain: Chain, size: float, *, past_largest: bool = False) -> StageTable:
         """The table of `chain` for micro-batches of `size` samples. Raises UsageError as `Chain.at` does."""
-        return cls(chain.at(size, past_largest=past_largest), joined(chain))
+        return cls(chain.at(size, past_largest=past_largest), list_cut_points(chain))
 
     @property
     def blocks(self) -> int:

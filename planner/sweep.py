@@ -56,7 +56,7 @@ class Sweep(Document):
     made_by: MadeBy = MadeBy()
 
 
-def points_of(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def list_points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Every combination, the last key changing fastest. Raises UsageError."""
     for key, values in grid.items():
         if not values:
@@ -91,7 +91,7 @@ def solve_points(
     return [row for row, _ in solved]
 
 
-def row_of(point: Point, plan: Plan) -> SweepRow:
+def make_row(point: Point, plan: Plan) -> SweepRow:
     """What the table says of a plan."""
     predicted = plan.prediction
     return SweepRow(
@@ -115,7 +115,7 @@ def row_of(point: Point, plan: Plan) -> SweepRow:
 
 def _solved(solve: Callable[..., Plan], point: Point) -> tuple[SweepRow, PplanError | None]:
     try:
-        return row_of(point, solve(**point)), None
+        return make_row(point, solve(**point)), None
     except PplanError as error:
         return SweepRow(point=dict(point), reason=error.what), error
 

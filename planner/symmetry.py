@@ -13,7 +13,7 @@ Shape = tuple[tuple[int, ...], ...]
 """By stage, the ranks of its replicas."""
 
 
-def path_of(topology: Topology, rank: int) -> tuple[object, ...]:
+def group_path(topology: Topology, rank: int) -> tuple[object, ...]:
     """The groups that hold a device, the outermost first, and its kind."""
     return (*(rank // size for size in _sizes(topology)), topology.device(rank))
 
@@ -41,7 +41,7 @@ class Symmetry:
         for own in shape:
             stage = []
             for rank in own:
-                *groups, kind = path_of(self.topology, rank)
+                *groups, kind = group_path(self.topology, rank)
                 label: tuple[object, ...] = ()
                 for depth in range(len(groups)):
                     group = tuple(groups[: depth + 1])
@@ -58,7 +58,7 @@ class Symmetry:
         if group not in self._holds:
             depth, first, parts = len(group), dict[object, int](), list[object]()
             for rank in range(self.topology.gpus):
-                path = path_of(self.topology, rank)
+                path = group_path(self.topology, rank)
                 if path[:depth] == group:
                     inner = tuple(first.setdefault(path[: depth + 1 + i], len(first)) for i in range(3))
                     parts.append((inner, path[-1]))

@@ -18,14 +18,14 @@ from ..cost_models.errors import UsageError
 from ..cost_models.machines.presets import match_device
 from ..cost_models.machines.roofline_file import load_roofline
 from ..cost_models.machines.rooflines import ROOFLINES, Roofline, find_roofline
-from .assembling import assembled
+from .build_profile import assembled
 from .counting_operations import LayerOperations, Operation, counted_operations
 from .efficiency import Curves, Efficiency, Vector, Work, fitted
+from .measurement_target import Subject
+from .passes.layer_stamps import LayerTimes, LossTimes
+from .passes.timed_passes import Rounds
 from .profile_file import Profile
-from .rounds import Rounds
 from .size_result import SizeResult
-from .stamps import LayerTimes, LossTimes
-from .subject import Subject
 
 DEVICE = "analytic"
 

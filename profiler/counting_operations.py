@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .inputs import ModelInput
+from .measurement_target import Subject
+from .passes.timing import OutputGradients, run_layers
 from .structure import as_on_the_cpu
-from .subject import Subject
-from .timing import OutputGradients, run_layers
+from .user_model.loaded_model import ModelInput
 
 _aten: Any = torch.ops.aten
 

@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
 from ..cost_models.document import sha256
-from .held_earlier import modules_used, tensors_used
-from .layers import Layer, LayerChain
+from .chain.layers import Layer, LayerChain
+from .chain.shared_parameters import modules_used, tensors_used
 from .machine import device_memory_bytes, device_name, versions
-from .subject import Subject
+from .measurement_target import Subject
 
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 

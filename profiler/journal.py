@@ -20,11 +20,11 @@ from typing import Any, BinaryIO, Literal, Self
 import numpy as np
 from pydantic import TypeAdapter
 
-from .backward_parts import PartTimes
 from .memory.workspace import LossWorkspace, StepMemory
-from .rounds import Rounds
-from .stamps import LayerTimes, LossTimes
-from .timing import WholeTimes
+from .passes.backward_parts import PartTimes
+from .passes.layer_stamps import LayerTimes, LossTimes
+from .passes.timed_passes import Rounds
+from .passes.timing import WholeTimes
 
 try:
     import fcntl

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from ..cost_models.errors import MachineError
-from .launched import Launched
 from .machine import device_memory_bytes, device_name, versions
 from .measured_links import MeasuredLinks, Member, PairTimes
+from .torchrun_env import Launched
 
 KIB = 2**10
 SIZES = {

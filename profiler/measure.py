@@ -12,46 +12,27 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..cost_models.errors import ModelError
+from ..cost_models.errors import ModelError, UsageError
 from ..cost_models.quantities import format_bytes
 from .analytic import Target, estimate
-from .assembling import assembled
-from .clocks import Clock, CpuClock, CudaClock
-from .copies import copied, copied_to_host, copied_to_meta
-from .interrupted import Interrupted
+from .build_profile import assembled
 from .journal import Journal
-from .keeping import Keeper, Request
-from .layers import chain_of
-from .loaded_model import LoadedModel
-from .losses import loss_named
 from .machine import device_named
+from .measurement_target import Setup, Subject, subject_for
+from .micro_batch_sizes import checked_sizes
 from .models import from_module
-from .modes import Modes
-from .options import check_effort, checked_sizes, dtype_for
-from .out_of_memory import DoesNotFit, is_out_of_memory, refusal
-from .overlaps import aliases_in
-from .oversize.segmented_sweep import SegmentedSweep
-from .profile_file import Profile
-from .seeding import checked_seed, seeded
+from .passes.clocks import Clock, CpuClock, CudaClock
+from .passes.modes import Modes
+from .profile_cache import Keeper, Request
+from .profile_file import Interrupted, Profile
+from .segmented_sweep import SegmentedSweep
 from .size_result import SizeResult
 from .size_run import host_note, release
 from .structure import counted
-from .subject import Subject
 from .sweep import Progress, Sweep
-
-
-@dataclass(frozen=True)
-class Setup:
-    """How a model is to be measured."""
-
-    device: torch.device
-    dtype: str | None
-    granularity: str
-    keep_together: tuple[str, ...]
-    loss: str
-    modes: Modes
-    seed: int
-    clock: Clock
+from .user_model.failures import DoesNotFit
+from .user_model.loaded_model import LoadedModel
+from .user_model.seeding import checked_seed, seeded
 
 
 @dataclass(frozen=True)
@@ -154,6 +135,18 @@ def profile_model(
         return _measured(loaded, setup, effort)
 
 
+def check_effort(budget_seconds: float, rounds: int | None, memory_bytes: int | None) -> None:
+    """Raises UsageError."""
+    if not budget_seconds > 0 or budget_seconds == float("inf"):
+        raise UsageError(f"budget_seconds={budget_seconds:g}: must be above 0", "As in budget_seconds=60.")
+    if rounds is not None and rounds < 1:
+        raise UsageError(f"rounds={rounds}: must be at least 1", "Measure once at least.")
+    if memory_bytes is not None and memory_bytes < 1:
+        raise UsageError(
+            f"memory_bytes={memory_bytes}: must be at least 1", "Give the device's memory in bytes."
+        )
+
+
 def _measured(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
     """As a whole where it fits, else in segments."""
     if setup.device.type == "meta":
@@ -168,58 +161,9 @@ def _measured(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
     return _in_segments(loaded, setup, effort)
 
 
-def _subject(loaded: LoadedModel, setup: Setup, smallest: int, *, host: bool = False) -> Subject:
-    """The working copy on the device (`host`: left on the CPU), and its layers. Raises DoesNotFit."""
-    kind, notes = dtype_for(loaded, setup.dtype)
-    place = torch.device("cpu") if host else setup.device
-    try:
-        copy = setup.modes.converted(_copied_to(place, loaded).to(kind))
-        for parameter in copy.parameters():
-            parameter.grad = None
-        example = loaded.example_input_for(smallest).to(dtype=kind)
-        chain = chain_of(
-            copy,
-            example,
-            name=loaded.name,
-            granularity=setup.granularity,
-            keep_together=setup.keep_together,
-            aliases=aliases_in(loaded.module),
-        )
-        layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
-        return Subject(
-            dataclasses.replace(loaded, module=copy),
-            chain,
-            setup.device,
-            kind,
-            setup.clock,
-            setup.seed,
-            (*loaded.notes, *notes, *layouts),
-            setup.modes,
-            loss_named(setup.loss, setup.seed),
-        )
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        said = refusal(error)
-    raise DoesNotFit(
-        f"{loaded.name}: the model does not fit on {place}: {said}",
-        "Use a smaller `dtype`, a smaller model, or a device of more memory.",
-    )
-
-
-def _copied_to(place: torch.device, loaded: LoadedModel) -> nn.Module:
-    """A copy there. To another device than the model's own, it does not lie on that twice."""
-    model, name = loaded.module, loaded.name
-    if place.type == "meta":
-        return copied_to_meta(model, name)
-    if place.type == "cpu" and any(parameter.device.type == "cuda" for parameter in model.parameters()):
-        return copied_to_host(model, name)
-    return copied(model, name).to(place)
-
-
 def _in_one(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
     """With the whole model on the device. Raises DoesNotFit."""
-    subject = _subject(loaded, setup, effort.smallest)
+    subject = subject_for(loaded, setup, effort.smallest)
     _check_fits(subject, effort.smallest, effort.memory_bytes)
 
     def measure(journal: Journal | None) -> Profile:
@@ -245,7 +189,7 @@ def _in_one(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
 
 def _in_segments(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
     """With only a part of the weights on the device at a time. There is no journal of it."""
-    subject = _subject(loaded, setup, effort.smallest, host=True)
+    subject = subject_for(loaded, setup, effort.smallest, host=True)
     free = partial(_free_bytes, setup.device, effort.memory_bytes)
     sweep = SegmentedSweep(subject, effort.sizes, effort.budget_seconds, free, effort.rounds, effort.progress)
 
@@ -291,7 +235,7 @@ def _free_bytes(device: torch.device, memory_bytes: int | None) -> int:
 
 def _structure(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
     """On the meta device."""
-    subject = _subject(loaded, setup, effort.smallest)
+    subject = subject_for(loaded, setup, effort.smallest)
     results, notes = counted(subject, effort.sizes)
     if effort.estimate_for is not None:
         return estimate(subject, results, notes, effort.estimate_for)

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ..cost_models.errors import UsageError
+from .models import is_positive
 from .profile_file import Unmeasured
 
 if TYPE_CHECKING:
@@ -56,3 +58,20 @@ def left_unmeasured(size: int, named: Sequence[int] | None, reason: str, detail:
 def in_words(seconds: float, whole: Callable[[float], int] = round) -> str:
     """Whole seconds from 10 on, two digits below."""
     return f"{whole(seconds)} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def checked_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Micro-batch sizes, ascending and each once; None where the user names none. Raises UsageError."""
+    if sizes is None:
+        return None
+    if isinstance(sizes, str) or not isinstance(sizes, Collection):
+        seen, right = repr(sizes), False
+    else:
+        seen = ", ".join(map(str, sizes)) or "(none)"
+        right = len(sizes) > 0 and all(map(is_positive, sizes))
+    if not right:
+        raise UsageError(
+            f"micro_batch_sizes {seen}: whole numbers of at least 1 are needed",
+            "As in micro_batch_sizes=(1, 2, 4, 8).",
+        )
+    return tuple(sorted(set(map(int, sizes))))

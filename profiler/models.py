@@ -7,15 +7,13 @@ from numbers import Integral
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..cost_models.errors import ModelError, UsageError
-from .inputs import ModelInput
-from .layer_sequential import LayerSequential
-from .loaded_model import LoadedModel, noise
-from .loading.factories import described, made_by_factory
+from .chain.layer_sequential import model_name
+from .loading.factories import made_by_factory
 from .named_model import may_name, shown
-from .seeding import checked_seed, seeded
+from .user_model.loaded_model import LoadedModel, ModelInput, described
+from .user_model.seeding import checked_seed, noise, seeded
 
 _DEFAULT_SHAPE = (3, 224, 224)
 _TRANSFORMERS = "hf:"
@@ -77,33 +75,9 @@ def from_module(module: nn.Module, example_input: object, *, name: str | None = 
     return LoadedModel(module, name, ModelInput.of(example_input, name))
 
 
-def model_name(module: nn.Module) -> str:
-    """Its class, or the model it was made of."""
-    own = module.model_name if isinstance(module, LayerSequential) else ""
-    return own or type(module).__name__
-
-
 def is_positive(number: object) -> bool:
     """Whether it is a whole number of at least 1, of Python's or of numpy's."""
     return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 1
-
-
-def refuse_lazy(name: str, module: nn.Module) -> None:
-    """Raises ModelError where a parameter or buffer has no shape yet."""
-    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            raise ModelError(
-                f"{name}: {path} is lazy and has no shape yet", "Run it once first, on an input of its own."
-            )
-
-
-def own_dtype(module: nn.Module) -> torch.dtype | None:
-    """That of all floating parameters (of buffers, where there are none); None: several, or none at all."""
-    for tensors in (module.parameters(), module.buffers()):
-        dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
-        if dtypes:
-            return dtypes.pop() if len(dtypes) == 1 else None
-    return None
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -339,3 +339,11 @@ class Profile(Document):
         if not all(size in ratios for size in self.micro_batch_sizes):
             return None
         return np.array([abs(ratios[size] - 1) for size in self.micro_batch_sizes], dtype=np.float64)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Holds the profile of what was measured until then."""
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__("interrupted")
+        self.profile = profile

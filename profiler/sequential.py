@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from .graphs.mode_bound import is_mode_bound
-from .held_earlier import OnClone
-from .layer_sequential import LayerSequential
-from .layers import LayerChain, chain_of
-from .sharing import Sharing
+from .chain.layer_sequential import LayerSequential, is_mode_bound
+from .chain.layers import LayerChain, chain_of
+from .chain.shared_parameters import OnClone
+from .chain.sharing import Sharing
 
 
 def sequential(

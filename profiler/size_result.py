@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .memory.workspace import LossWorkspace, StepMemory
-from .oversize.segmented import SegmentedRun
-from .rounds import Rounds
+from .offload.segmented import SegmentedRun
+from .passes.timed_passes import Rounds
 from .size_run import SizeRun
 
 

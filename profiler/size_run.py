@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..cost_models.errors import PplanError
-from .activations import SavedBytes
-from .backward_parts import PartTimes, run_parts
-from .inputs import ModelInput
-from .layers import Layer
-from .losses import Loss
+from .chain.layers import Layer
+from .measurement_target import Subject
 from .memory.live_bytes import meter_of
 from .memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
-from .out_of_memory import is_out_of_memory, refusal
-from .rounds import Rounds
-from .run_ahead import RunAhead
-from .stamps import LayerTimes, Stamps, tell_leads
-from .subject import Subject
-from .timing import OutputGradients, Watcher, WholeTimes, run_layers, run_whole, tensors_in
-from .user_code import first_line
+from .passes.activations import SavedBytes
+from .passes.backward_parts import PartTimes, run_parts
+from .passes.launch_lead import RunAhead
+from .passes.layer_stamps import LayerTimes, Stamps, tell_leads
+from .passes.timed_passes import Rounds
+from .passes.timing import OutputGradients, WholeTimes, run_layers, run_whole, tensors_in
+from .passes.watchers import Watcher
+from .user_model.failures import first_line, is_out_of_memory, refusal
+from .user_model.loaded_model import ModelInput
+from .user_model.losses import Loss
 
 if TYPE_CHECKING:
     from .journal import CountedBytes, Journal, KeptSize, PassKind

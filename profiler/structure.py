@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from torch import nn
 
 from ..cost_models.errors import ModelError
-from .layers import LayerChain
+from .chain.layers import LayerChain
+from .measurement_target import Subject
 from .memory.meta_attention import attention_as_on_the_cpu
 from .memory.meta_operations import OperationsAsOnTheCpu
 from .micro_batch_sizes import left_out_note
 from .size_result import SizeResult
 from .size_run import SizeRun
-from .subject import Subject
 
 _SIZES = (1, 2, 4, 8)
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from ..cost_models.errors import ModelError
 from ..cost_models.quantities import format_bytes
 from .machine import free_host_bytes
+from .measurement_target import Subject
 from .micro_batch_sizes import beyond_budget, in_words, left_out_note, left_unmeasured, sizes_to_try
-from .out_of_memory import DoesNotFit, is_out_of_memory, refusal
+from .passes.timed_passes import link_sizes
 from .profile_file import Unmeasured
-from .rounds import link_sizes
 from .size_run import SizeRun, release
-from .subject import Subject
+from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
 
 if TYPE_CHECKING:
     from .journal import Journal, KeptSize

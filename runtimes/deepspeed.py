@@ -49,7 +49,7 @@ def build(
     refuse; ModelError as `pplan.sequential` does; MachineError without DeepSpeed, before
     `deepspeed.init_distributed()` or with another number of processes.
     """
-    from ..profiler.inputs import ModelInput
+    from ..profiler.user_model.loaded_model import ModelInput
     from .pipelining.cut_hooks import guard_cuts
     from .pipelining.plan_layers import check_sharing, match_layers
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.pipelining import SplitPoint
 
-    from ..profiler.layers import LayerChain
+    from ..profiler.chain.layers import LayerChain
 
 
 def split_spec(
@@ -35,7 +35,7 @@ def split_spec(
     """
     from torch.distributed.pipelining import SplitPoint
 
-    from ..profiler.layers import chain_of
+    from ..profiler.chain.layers import chain_of
 
     if isinstance(source, Plan):
         source, _ = export(source, device="cuda", made_by=MadeBy())

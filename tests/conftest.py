@@ -19,7 +19,7 @@ from pplan.profiler.profile_file import Profile
 
 SHARED_PORTS = True
 """Whether the simulator lets transfers and sums of gradients wait at the ports that they share."""
-MOST_ACTIONS = 2_000
+MOST_ACTIONS = 8_000
 """Micro-batches times stages: plans of more are not verified in every test, which takes long."""
 
 
@@ -69,10 +69,12 @@ def shared_ports() -> bool:
 
 @pytest.fixture(autouse=True)
 def plans_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every plan that `pplan.solve` makes in a test is verified, unless it is very large."""
+    """Every plan that `pplan.solve`, or the command line in this process, makes in a test is verified, unless
+    it is very large."""
     import pplan
+    import pplan.api.solve as own
 
-    solve: Callable[..., Plan] = pplan.solve
+    solve: Callable[..., Plan] = own.solve
 
     @functools.wraps(solve)
     def solve_and_verify(profile: Any, **options: Any) -> Plan:
@@ -81,6 +83,7 @@ def plans_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
         verify_plan(plan, profile, Path() if topology is None else Path(topology).parent)
         return plan
 
+    monkeypatch.setattr(own, "solve", solve_and_verify)
     monkeypatch.setattr(pplan, "solve", solve_and_verify)
 
 

@@ -8,14 +8,14 @@ from math import inf
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.planner.candidate import ScoredPlan
-from pplan.planner.joint_search import planned_by
-from pplan.planner.objectives.frontier import frontier_of
+from pplan.planner.joint_search import plan_with
+from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.objective import COST, MEMORY, THROUGHPUT
 from pplan.planner.objectives.solved import solve_for
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
-from pplan.planner.solve import problem_of, solve
+from pplan.planner.solve import build_problem, solve
 
 from . import aims, explained, frontiers, terms
 from .alone import made_up_runtimes, port_seconds
@@ -73,12 +73,12 @@ def attacked(case: Case, solver: Solver = solved) -> Result:
 
 def _attack(case: Case, solver: Solver, result: Result) -> None:
     try:
-        problem = problem_of(case.chain, case.topology, case.wishes, reference(case), case.profiles)
+        problem = build_problem(case.chain, case.topology, case.wishes, reference(case), case.profiles)
     except UsageError as error:
         result.refused = error.what
         return
     if case.kind == "frontier":
-        frontiers.check(problem, frontier_of, result)
+        frontiers.check(problem, build_frontier, result)
         return
     try:
         plan = solver(case, problem)
@@ -178,7 +178,7 @@ class _Attack:
             return
         step = self.plan.prediction.step_seconds
         for name, planner in PLANNERS.items():
-            plan = planned_by(planner, self.problem)
+            plan = plan_with(planner, self.problem)
             if isinstance(plan, ScoredPlan):
                 faster = plan.step_seconds < step * (1 - TOLERANCE)
                 words = f"the answer takes {step:.9g} s, that of {name} {plan.step_seconds:.9g} s: {plan}"

@@ -14,11 +14,11 @@ from pplan.cost_models.memory import Recompute
 from pplan.cost_models.schedules import Program, schedule_named
 from pplan.cost_models.timeline import step_seconds
 from pplan.planner.assembly import Assembly
-from pplan.planner.asynchronous import ASYNCHRONOUS, running, steady_seconds
+from pplan.planner.asynchronous import ASYNCHRONOUS, assemble_endless, steady_seconds
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import Mode, PipelineConfig
 from pplan.planner.problem import Problem
-from pplan.planner.scoring import assembly_of
+from pplan.planner.scoring import assemble
 
 from .least_seconds import STRAIGHT, LeastSeconds
 from .orders import Ranks, Shape, in_any, in_orders
@@ -181,7 +181,7 @@ class Enumeration:
         known = [self._needs.get(key) for key in self._keys(proposal, modes)]
         if any(own is not None and own >= min(peak_below, inf) for own in known):
             return None
-        made = running(space, proposal, modes) if late else assembly_of(space, proposal, modes)
+        made = assemble_endless(space, proposal, modes) if late else assemble(space, proposal, modes)
         needs = self._needed(made, self._keys(proposal, modes))
         peak = max(needs)
         if peak >= peak_below:

@@ -15,7 +15,7 @@ from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS, busiest_seconds
 from pplan.planner.search import subproblem
 from pplan.planner.search.device_ranges import DeviceRanges
-from pplan.planner.search.pipelines import pipelines_of
+from pplan.planner.search.pipelines import build_pipelines
 from pplan.planner.search.relaxed_bound import RelaxedBound
 from pplan.planner.search.stage_choices import list_stage_choices
 from pplan.planner.search.subproblem import BOUNDS, Family
@@ -83,7 +83,7 @@ def _held(problem: Problem, family: Family, stages: int, said: float, result: Re
 
 def _whole(problem: Problem, plan: Scored, result: Result) -> None:
     """The bounds of whole plans, on one that was simulated."""
-    pipelines = pipelines_of(problem.space, [plan.proposal], [plan.recompute])
+    pipelines = build_pipelines(problem.space, [plan.proposal], [plan.recompute])
     whole = float(np.max(WHOLE_BOUNDS[plan.proposal.config.schedule](pipelines)))
     said = max(whole, busiest_seconds(problem.space, plan.proposal))
     high = said > plan.step_seconds * (1 + TOLERANCE)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from .action import Action, Program, Schedule
 from .checks import at_least, exactly
-from .v_shape import B0, B1, F0, F1, W1, Turn, folded, numbered
+from .v_shape import B0, B1, F0, F1, W1, Turn, number_actions, v_pipe
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:
@@ -29,15 +29,15 @@ def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program
     exactly("dualpipe-v", virtual_stages, 2)
     at_least("dualpipe-v", "micro-batches", micro_batches, 2 * stages, "two a stage")
     actions = tuple(tuple(_device(device, stages, micro_batches)) for device in range(stages))
-    return Program(actions, folded(stages), (0,) * micro_batches)
+    return Program(actions, v_pipe(stages), (0,) * micro_batches)
 
 
 def _device(device: int, stages: int, micro_batches: int) -> list[Action]:
     after, own = stages - 1 - device, device + 1
     turns: list[Turn] = [F0] * (2 * after) + [F0, F1] * own + [B1, W1, F1] * after
     turns += [F0, B1, F1, B0] * (micro_batches - 2 * stages + own) + [B1, F1, B0] * after
-    drain = list(numbered(turns + [B1, B0] * own + [B0] * after))[len(turns) :]
-    return list(numbered(turns)) + _with_weights(drain, own)
+    drain = list(number_actions(turns + [B1, B0] * own + [B0] * after))[len(turns) :]
+    return list(number_actions(turns)) + _with_weights(drain, own)
 
 
 def _with_weights(drain: list[Action], own: int) -> list[Action]:

@@ -18,14 +18,14 @@ B1: Turn = ("B", 1)
 W1: Turn = ("W", 1)
 
 
-def folded(stages: int) -> tuple[tuple[StageSlot, ...], ...]:
+def v_pipe(stages: int) -> tuple[tuple[StageSlot, ...], ...]:
     """One pipe: down the devices with their first chunk, back up with their second."""
     down = [StageSlot(device, 0) for device in range(stages)]
     up = [StageSlot(device, 1) for device in reversed(range(stages))]
     return (tuple(down + up),)
 
 
-def numbered(turns: Iterable[Turn]) -> Iterator[Action]:
+def number_actions(turns: Iterable[Turn]) -> Iterator[Action]:
     """The actions of the turns: each kind goes through the micro-batches of each chunk in order."""
     done: Counter[Turn] = Counter()
     for turn in turns:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from .action import Program, Schedule
 from .checks import exactly
-from .v_shape import B0, B1, F0, F1, W0, W1, Turn, folded, numbered
+from .v_shape import B0, B1, F0, F1, W0, W1, Turn, number_actions, v_pipe
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:
@@ -26,9 +26,9 @@ def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program
     exactly("zb-v", virtual_stages, 2)
     turns = (_turns(device, stages, max(micro_batches, 2 * stages - 1)) for device in range(stages))
     actions = tuple(
-        tuple(action for action in numbered(own) if action.micro_batch < micro_batches) for own in turns
+        tuple(action for action in number_actions(own) if action.micro_batch < micro_batches) for own in turns
     )
-    return Program(actions, folded(stages), (0,) * micro_batches)
+    return Program(actions, v_pipe(stages), (0,) * micro_batches)
 
 
 def _turns(device: int, stages: int, micro_batches: int) -> list[Turn]:

@@ -95,7 +95,7 @@ class Order:
         }
 
 
-def order_of(program: Program) -> Order:
+def resolve_order(program: Program) -> Order:
     """The order of a program; kept as long as the program is.
 
     Raises UsageError for lists that are incomplete, repeat an action, or wait for each other for ever.

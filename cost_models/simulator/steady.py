@@ -10,7 +10,7 @@ from ..errors import UsageError
 from ..schedules.action import Program
 from .action_costs import lower_costs
 from .costs import Array, Costs
-from .dependencies import Order, order_of
+from .dependencies import Order, resolve_order
 from .engine import Engine, run
 
 SAME = 1e-9
@@ -38,7 +38,7 @@ def steady_state(program: Program, costs: Costs, engine: Engine = "auto") -> Ste
         raise UsageError(
             "the program updates once, at its end: it has no steady state", "Take an asynchronous schedule."
         )
-    order = order_of(program)
+    order = resolve_order(program)
     values = lower_costs(order, costs)
     completed = _completed(order, run(values, engine).end)
     late = completed[len(completed) // 2 :]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...cost_models.document import Document, Record
 from ..candidate import ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find
 from ..pipeline_config import SEARCHED
-from ..plan_file import TIE, Plan, PlanOptions
-from ..plan_stages import bubble, planned_stages
+from ..plan_file import TIE, Plan
+from ..plan_options import PlanOptions
+from ..plan_stages import bubble, plan_stages
 from .explain_context import ExplainContext
 
 
@@ -84,7 +86,7 @@ def _problem(plan: Plan) -> Key:
 def _bound(plan: Plan) -> tuple[Key, float]:
     """What was proven of all plans of the problem; 0 where there was no search, or one of some of them."""
     default = PlanOptions()
-    same = {name: getattr(default, name) for name in _NOT_NARROWING}
+    same: dict[str, Any] = {name: getattr(default, name) for name in _NOT_NARROWING}
     narrowed = replace(plan.wishes, **same) != default
     nothing = plan.was_given or narrowed or plan.objective is not None
     return _problem(plan), 0.0 if nothing else plan.prediction.lower_bound_seconds
@@ -142,7 +144,7 @@ def _of_planner(
         step_seconds=plan.step_seconds,
         samples_per_second=config.mini_batch / plan.step_seconds,
         bubble=bubble(space, plan),
-        memory_bytes=max(stage.memory_bytes for stage in planned_stages(space, plan)),
+        memory_bytes=max(stage.memory_bytes for stage in plan_stages(space, plan)),
         devices=plan.proposal.used,
         # Of a schedule that is not in the running nothing was proven.
         gap=plan.step_seconds / bound - 1 if 0 < bound <= plan.step_seconds else None,
@@ -162,6 +164,6 @@ def _differences(named: Sequence[tuple[str, Plan]]) -> Iterator[str]:
         elif plan.profile.sha256 != own.profile.sha256:
             yield f"{name} was made from another profile than {first}"
         if plan.mini_batch != own.mini_batch:
-            yield f"{name} has a mini-batch of {plan.mini_batch}, {first} of {own.mini_batch}: see samples/s"
+            yield f"{name} has global batch {plan.mini_batch}, {first} {own.mini_batch}: compare samples/s"
         if plan.topology != own.topology:
             yield f"{name} is for {plan.topology or 'an unknown machine'}"

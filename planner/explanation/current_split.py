@@ -12,18 +12,18 @@ from ...cost_models.quantities import counted
 from ...cost_models.simulator.costs import Array
 from ...cost_models.simulator.result import Timeline
 from ..candidate import ScoredPlan
-from ..fixed_partition import FixedPartition, given_plan
+from ..fixed_partition import FixedPartition, plan_partition
 from ..pipeline_config import SEARCHED
 from ..plan_file import PlannedStage, ProfileReference
-from ..plan_stages import bubble, planned_stages
+from ..plan_stages import bubble, plan_stages
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.subproblem import Family
-from ..solve import warnings_of
-from .explain_context import ExplainContext, candidate_of, timeline_of
-from .limits import Busiest, busiest_of
+from ..solve import list_warnings
+from .explain_context import ExplainContext, score_plan, simulate_candidate
+from .limits import Busiest, find_busiest
 from .plan_summary import PlanSummary, summarize
-from .resolve import SECONDS, searched
+from .resolve import SECONDS, search_near
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ def compare_split(question: ExplainContext, current: CurrentSplit) -> SplitCompa
             f"`current`: the split takes {counted(given.gpus, 'GPU')}, the plan is for {own.gpus}",
             f"Explain a plan for as many: pplan solve gpus={given.gpus}",
         )
-    made = given_plan(own, given, model="", profile=ProfileReference(file="", sha256=""))
-    split = candidate_of(own, made)
-    of_the_machine = warnings_of(own)
+    made = plan_partition(own, given, model="", profile=ProfileReference(file="", sha256=""))
+    split = score_plan(own, made)
+    of_the_machine = list_warnings(own)
     plan = question.present
-    mine, theirs = timeline_of(own, split), question.timeline
+    mine, theirs = simulate_candidate(own, split), question.timeline
     return SplitComparison(
         current=_side(own, split, mine),
         plan=_side(question.problem, plan, theirs),
@@ -140,8 +140,8 @@ def _side(problem: Problem, plan: ScoredPlan, timeline: Timeline) -> Side:
     return Side(
         plan=summarize(plan),
         bubble=bubble(problem.space, plan),
-        busiest=busiest_of(timeline),
-        stages=planned_stages(problem.space, plan),
+        busiest=find_busiest(timeline),
+        stages=plan_stages(problem.space, plan),
     )
 
 
@@ -156,7 +156,7 @@ def _causes(current: Timeline, plan: Timeline) -> list[Cause]:
 
 def _spent(timeline: Timeline) -> dict[str, float]:
     """What the busiest stage does with the step, in words; the sum is the step."""
-    stage = busiest_of(timeline).stage
+    stage = find_busiest(timeline).stage
     times, recomputing = timeline.stage_times[stage], _recomputed(timeline, stage)
     return {
         "work of the busiest stage": times.compute - recomputing,
@@ -208,7 +208,7 @@ def _best_cuts(problem: Problem, split: ScoredPlan) -> ScoredPlan | None:
     families = [
         Family(proposal.config, placement, (proposal.replicas[0],)) for placement in problem.placements[:1]
     ]
-    return searched(problem.space, families, [len(proposal.ends)], [proposal], SECONDS / 4).best
+    return search_near(problem.space, families, [len(proposal.ends)], [proposal], SECONDS / 4).best
 
 
 def _faster(plan: ScoredPlan | None, than: ScoredPlan) -> PlanSummary | None:

@@ -13,13 +13,13 @@ from ...cost_models.topology import Topology
 from ..candidate import ScoredPlan
 from ..plan_file import TIE, Plan
 from .current_split import CurrentSplit, SplitComparison, compare_split
-from .explain_context import ExplainContext, context_of
-from .limits import Limits, limits_of
+from .explain_context import ExplainContext, make_context
+from .limits import Limits, find_limits
 from .plan_summary import PlanSummary, summarize
-from .resolve import solved_again
+from .resolve import resolve
 from .runner_up import RunnerUp, runners_up
 from .sensitivity import Sensitivity, sensitivities
-from .what_if import WhatIf, what_ifs
+from .what_if import WhatIf, solve_what_ifs
 
 
 class Explanation(Document):
@@ -58,14 +58,14 @@ def explain(
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
     name in the topology. Raises UsageError for a plan, or a split, whose cuts the chain does not allow.
     """
-    question = context_of(plan, chain, topology, profiles)
+    question = make_context(plan, chain, topology, profiles)
     # A split that cannot be is refused before the long work.
     split = None if current is None else compare_split(question, current)
     present = question.present
-    resolved = solved_again(question.problem, [present]).best
+    resolved = resolve(question.problem, [present]).best
     better = _faster(resolved, present)
     seeds: list[ScoredPlan] = [present] if resolved is None else [present, resolved]
-    limits = limits_of(question, seeds)
+    limits = find_limits(question, seeds)
     busiest = limits.busiest.stage
     rivals = runners_up(question, seeds, busiest)
     pool = [*seeds, *rivals.plans]
@@ -78,7 +78,7 @@ def explain(
         as_fast=None if rivals.as_fast is None else summarize(rivals.as_fast),
         other_stages=rivals.other_stages,
         holds=sensitivities(question, pool, busiest) if better is None and question.fits else [],
-        what_if=what_ifs(question, pool),
+        what_if=solve_what_ifs(question, pool),
         current=split,
         notes=_notes(question, plan),
     )

@@ -19,7 +19,7 @@ from ..pipeline_config import Mode, PipelineConfig
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
 from ..problem import Problem
-from ..scoring import assembly_of, fastest
+from ..scoring import assemble, fastest
 from ..simulated import of_same_layers
 
 
@@ -34,15 +34,15 @@ class ExplainContext:
     @property
     def assembly(self) -> Assembly:
         """The plan for the simulator."""
-        return assembled(self.problem, self.present)
+        return assemble_plan(self.problem, self.present)
 
     @property
     def timeline(self) -> Timeline:
         """The plan's simulated step."""
-        return timeline_of(self.problem, self.present)
+        return simulate_candidate(self.problem, self.present)
 
 
-def context_of(
+def make_context(
     plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain] | None = None
 ) -> ExplainContext:
     """The plan of this chain on this topology, under its own wishes.
@@ -58,7 +58,7 @@ def context_of(
         )
     own = of_same_layers(chain, profiles or {})
     problem = Problem(chain, topology, wishes_of(plan), plan.profile.dtype, own, amp=plan.profile.amp)
-    present = candidate_of(problem, plan)
+    present = score_plan(problem, plan)
     return ExplainContext(problem, present, fastest(problem.space, [present.proposal]) is not None)
 
 
@@ -76,7 +76,7 @@ def wishes_of(plan: Plan) -> PlanOptions:
     )
 
 
-def candidate_of(problem: Problem, plan: Plan) -> ScoredPlan:
+def score_plan(problem: Problem, plan: Plan) -> ScoredPlan:
     """The plan, scored again. Raises UsageError for cuts that the chain or its wishes do not allow."""
     _check_cuts(problem, plan)
     layout = Layout(plan, problem.chain, Overrides())
@@ -90,7 +90,7 @@ def candidate_of(problem: Problem, plan: Plan) -> ScoredPlan:
         if found is not None and found.recompute == modes:
             return found
     made = ScoredPlan(proposals[-1], modes, 0.0)
-    return replace(made, step_seconds=timeline_of(problem, made).step_seconds)
+    return replace(made, step_seconds=simulate_candidate(problem, made).step_seconds)
 
 
 def _check_cuts(problem: Problem, plan: Plan) -> None:
@@ -99,7 +99,7 @@ def _check_cuts(problem: Problem, plan: Plan) -> None:
     for number, stage in enumerate(plan.stages):
         if stage.last_layer + 1 not in allowed:
             raise UsageError(
-                f"the plan's stage {number} ends with layer {stage.last_layer}, after which its wishes or "
+                f"the plan's stage {number} ends with layer {stage.last_layer}, after which its options or "
                 "its profile allow no cut",
                 "It was edited, it seems. Make it again: pplan solve",
             )
@@ -120,12 +120,12 @@ def _modes(problem: Problem, plan: Plan) -> Iterator[Mode]:
     yield "by_stage" if plan.recompute == "selective" else plan.recompute
 
 
-def assembled(problem: Problem, plan: ScoredPlan) -> Assembly:
+def assemble_plan(problem: Problem, plan: ScoredPlan) -> Assembly:
     """A scored plan for the simulator."""
-    return assembly_of(problem.space, plan.proposal, plan.recompute)
+    return assemble(problem.space, plan.proposal, plan.recompute)
 
 
-def timeline_of(problem: Problem, plan: ScoredPlan) -> Timeline:
+def simulate_candidate(problem: Problem, plan: ScoredPlan) -> Timeline:
     """The simulated step of a scored plan."""
-    made = assembled(problem, plan)
+    made = assemble_plan(problem, plan)
     return simulate(made.program, made.costs())

@@ -11,7 +11,7 @@ from ..plan_file import TIE
 from .critical_path import KINDS, Segment, critical_path
 from .explain_context import ExplainContext
 from .plan_summary import PlanSummary, summarize
-from .resolve import solved_again, with_memory
+from .resolve import resolve, with_memory
 
 
 class PathShare(Record):
@@ -46,19 +46,19 @@ class Limits(Record):
     without_memory_limit: PlanSummary | None = None
 
 
-def limits_of(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> Limits:
+def find_limits(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> Limits:
     """What limits the plan; the search without a memory limit starts from the seeds."""
     timeline = question.timeline
     path, step = critical_path(timeline), timeline.step_seconds
     return Limits(
         kinds=_by_kind(path, step),
         places=_by_place(path, step),
-        busiest=busiest_of(timeline),
+        busiest=find_busiest(timeline),
         without_memory_limit=_without_memory_limit(question, seeds),
     )
 
 
-def busiest_of(timeline: Timeline) -> Busiest:
+def find_busiest(timeline: Timeline) -> Busiest:
     """The stage that computes longest, the first of several."""
     busy, step = timeline.busy_seconds, timeline.step_seconds
     stage = busy.index(max(busy))
@@ -87,7 +87,7 @@ def _by_place(path: Sequence[Segment], step: float) -> list[PathShare]:
 
 
 def _without_memory_limit(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> PlanSummary | None:
-    best = solved_again(with_memory(question.problem, None), seeds).best
+    best = resolve(with_memory(question.problem, None), seeds).best
     limit = question.present.step_seconds * (1 - TIE)
     known = min((seed.step_seconds for seed in seeds), default=limit)
     # What is as fast under the limit is not forbidden by it.

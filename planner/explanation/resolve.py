@@ -24,7 +24,7 @@ MANY = 12
 """Devices beyond which solving again a score of times would take too long."""
 
 
-def solved_again(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECONDS) -> SearchResult:
+def resolve(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECONDS) -> SearchResult:
     """The best plan, and what was proven; never slower than a seed that the problem allows. The seeds are
     scored anew. On many devices only plans with half to twice the stages of a seed, and half to twice the
     samples of a micro-batch, are searched, and nothing is proven."""
@@ -34,7 +34,7 @@ def solved_again(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float =
         near = [family for family in limited.families if _is_near(family.config, suited)]
         stages = [len(seed.ends) for seed in suited]
         counts = [count for count in limited.stage_counts if min(stages) <= 2 * count <= 4 * max(stages)]
-        found = searched(limited.space, near, counts, suited, seconds)
+        found = search_near(limited.space, near, counts, suited, seconds)
         return replace(found, exact=False)
     return joint_search(limited, _scored(limited.space, suited))
 
@@ -45,7 +45,7 @@ def _is_near(config: PipelineConfig, seeds: Iterable[Proposal]) -> bool:
     return any(size <= 2 * config.micro_batch_size <= 4 * size for size in sizes)
 
 
-def searched(
+def search_near(
     space: Space,
     families: Sequence[Family],
     stage_counts: Iterable[int],

@@ -25,7 +25,7 @@ from ..search.placements import Placement
 from ..search.space import with_cuts
 from .explain_context import ExplainContext
 from .plan_summary import PlanSummary, summarize
-from .resolve import SECONDS, searched
+from .resolve import SECONDS, search_near
 
 MOST_CUTS = 8
 """Cuts that are forbidden in turn, those next to the busiest stage first."""
@@ -125,7 +125,7 @@ def _other_stage_counts(question: ExplainContext, seeds: Sequence[ScoredPlan]) -
 def _searched(problem: Problem, counts: Sequence[int], seeds: Sequence[Proposal]) -> _Best:
     """The best plan of so many stages; seeds of schedules that are not searched count, too."""
     linear = [seed for seed in seeds if seed.config.schedule in SEARCHED]
-    found = searched(problem.space, problem.families, counts, linear, SECONDS / 4)
+    found = search_near(problem.space, problem.families, counts, linear, SECONDS / 4)
     other = fastest(problem.space, [seed for seed in seeds if seed.config.schedule not in SEARCHED])
     return _Best(_fastest([found.best, other]), found.exact and _all_searched(problem))
 
@@ -173,7 +173,7 @@ def _without(question: ExplainContext, seeds: Sequence[ScoredPlan], forbidden: S
     space = with_cuts(own, cut_after)
     if parts > space.chain.max_stages:
         return _Best(None, proven=True)
-    found = searched(space, problem.families, [parts], others, SECONDS / 8)
+    found = search_near(space, problem.families, [parts], others, SECONDS / 8)
     return _Best(found.best, found.exact and _all_searched(problem))
 
 

@@ -17,7 +17,7 @@ from ..problem import Problem
 from ..scoring import fastest
 from .explain_context import ExplainContext
 from .plan_summary import PlanSummary, summarize
-from .resolve import MANY, SECONDS, solved_again, with_bandwidth, with_slower_layers, with_topology
+from .resolve import MANY, SECONDS, resolve, with_bandwidth, with_slower_layers, with_topology
 
 WORTH = 1e-3
 """Share of the step by which another plan must be faster to count as better."""
@@ -176,7 +176,7 @@ class _Contest:
         if factor in self._solved:
             return False
         self._solved.add(factor)
-        found = solved_again(self._problem(factor), [self.present, *self.rivals], SECONDS / 4).best
+        found = resolve(self._problem(factor), [self.present, *self.rivals], SECONDS / 4).best
         plan, _ = self._scores(factor)
         known = {rival.proposal for rival in (self.present, *self.rivals)}
         if found is None or plan is None or found.proposal in known:

@@ -12,7 +12,7 @@ from ..candidate import ScoredPlan
 from ..problem import Problem
 from .explain_context import ExplainContext
 from .plan_summary import PlanSummary, summarize
-from .resolve import SECONDS, solved_again, with_bandwidth, with_memory, with_topology
+from .resolve import SECONDS, resolve, with_bandwidth, with_memory, with_topology
 
 
 class WhatIf(Record):
@@ -30,7 +30,7 @@ class WhatIf(Record):
 Change = Callable[[Problem], Problem]
 
 
-def what_ifs(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> list[WhatIf]:
+def solve_what_ifs(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> list[WhatIf]:
     """Each change by itself; the searches start from the seeds, so that a change for the better is never
     answered with a slower plan."""
     changes: list[tuple[str, Change]] = [
@@ -45,7 +45,7 @@ def what_ifs(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> list[What
 
 def _answer(question: ExplainContext, seeds: Sequence[ScoredPlan], words: str, change: Change) -> WhatIf:
     try:
-        found = solved_again(change(question.problem), seeds, SECONDS / 2)
+        found = resolve(change(question.problem), seeds, SECONDS / 2)
     except UsageError as error:
         return WhatIf(change=words, reason=error.what)
     if found.best is None:

@@ -17,9 +17,9 @@ from ..infeasible import no_plan_fits
 from ..joint_search import BEST, find
 from ..plan_file import TIE, ProfileReference
 from ..problem import Problem
-from ..scoring import assembly_of
+from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
-from ..solve import warnings_of
+from ..solve import list_warnings
 from .frontier_file import Frontier, Point
 from .objective_result import peak_bytes, search_again, within
 from .solved import plan_alone
@@ -39,7 +39,7 @@ class Reached:
     memory_bytes: float
 
 
-def frontier_of(
+def build_frontier(
     problem: Problem,
     *,
     model: str,
@@ -74,7 +74,7 @@ def frontier_of(
     if not kept:
         raise no_plan_fits(problem)
     made = [_point(problem, reached, model, profile) for reached in kept]
-    said = [*warnings, *warnings_of(problem), *(text for point in made for text in point.plan.warnings)]
+    said = [*warnings, *list_warnings(problem), *(text for point in made for text in point.plan.warnings)]
     return Frontier(
         model=model,
         points=made,
@@ -101,7 +101,7 @@ def _stepping_down(problem: Problem, memory_step: float) -> Iterator[Reached | N
 
 def _point(problem: Problem, reached: Reached, model: str, profile: ProfileReference) -> Point:
     plan = plan_alone(problem, reached.plan, reached.found, model=model, profile=profile)
-    outside = assembly_of(problem.space, reached.plan.proposal, reached.plan.recompute).outside()
+    outside = assemble(problem.space, reached.plan.proposal, reached.plan.recompute).outside()
     return Point(
         step_seconds=reached.plan.step_seconds,
         memory_bytes=round(reached.memory_bytes),

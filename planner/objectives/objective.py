@@ -51,7 +51,7 @@ class Objective:
                 )
 
 
-def objective_of(text: str, prices: Mapping[str, float] | None = None) -> Objective:
+def parse_objective(text: str, prices: Mapping[str, float] | None = None) -> Objective:
     """`step-time`, `throughput`, `memory`, `memory:10%` or `cost`. Raises UsageError."""
     name, colon, share = text.partition(":")
     if name not in OBJECTIVES:
@@ -75,7 +75,7 @@ def _share(text: str, share: str) -> float:
     return float(found[1]) / 100
 
 
-def prices_of(text: str) -> dict[str, float]:
+def parse_prices(text: str) -> dict[str, float]:
     """`2.5`, or `A100=2.5,T4=0.35`: dollars per device hour. Raises UsageError."""
     prices: dict[str, float] = {}
     for part in text.split(","):
@@ -132,7 +132,7 @@ def _prices(name: str, value: Any) -> dict[str, float] | None:
     if value is None:
         return None
     if isinstance(value, str):
-        return prices_of(value)
+        return parse_prices(value)
     if isinstance(value, Mapping):
         return {
             arguments.word(name, kind): arguments.number(f"{name}[{kind!r}]", own)
@@ -167,4 +167,4 @@ class ObjectiveOptions(Options):
     @property
     def aim(self) -> Objective:
         """Raises UsageError."""
-        return objective_of(self.objective, self.price)
+        return parse_objective(self.objective, self.price)

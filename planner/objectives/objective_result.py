@@ -9,7 +9,7 @@ from ..candidate import ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find, joint_search, with_bound
 from ..plan_file import Aim
 from ..problem import Problem
-from ..scoring import assembly_of, fastest
+from ..scoring import assemble, fastest
 from ..search.branch_and_bound import SearchResult
 from ..search.space import Space
 
@@ -45,7 +45,7 @@ def within(problem: Problem, memory_limit: float) -> Problem:
 
 def peak_bytes(space: Space, plan: ScoredPlan) -> float:
     """What the device that needs most needs."""
-    made = assembly_of(space, plan.proposal, plan.recompute)
+    made = assemble(space, plan.proposal, plan.recompute)
     return max(sum(made.ledger(device).values()) for device in range(made.program.devices))
 
 

@@ -8,12 +8,12 @@ from ...cost_models.errors import UsageError
 from ..asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
-from ..mini_batch import default_of, smaller_defaults
+from ..mini_batch import choose_mini_batch, smaller_defaults
 from ..plan_file import Plan, ProfileReference
 from ..problem import Problem
-from ..scoring import assembly_of
+from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
-from ..solve import bare_plan, plan_of, warnings_of
+from ..solve import bare_plan, build_plan, list_warnings
 from .cost import least_cost
 from .memory import least_memory
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
@@ -70,12 +70,12 @@ def solve_for(
     plan = _plan_of(objective, problem, outcome, model, profile, notes, warnings, compared=compared)
     if not compared or plan.objective is not None:
         return plan
-    return plan.model_copy(update={"default_mini_batch": default_of(problem, tried=True)})
+    return plan.model_copy(update={"default_mini_batch": choose_mini_batch(problem, tried=True)})
 
 
 def _lessened(problem: Problem, smaller: Problem) -> str:
     return (
-        f"no plan with {problem.samples_per_device} samples a device fits: the mini-batch is "
+        f"no plan with {problem.samples_per_device} samples a device fits: the global batch is "
         f"{smaller.mini_batch}, not {problem.mini_batch}"
     )
 
@@ -96,15 +96,17 @@ def _plan_of(
         raise no_plan_fits(problem)
     shown: Plan | None = None
     if compared and outcome.answer.best is not None:
-        shown = plan_of(problem, outcome.answer, model=model, profile=profile, notes=notes, warnings=warnings)
+        shown = build_plan(
+            problem, outcome.answer, model=model, profile=profile, notes=notes, warnings=warnings
+        )
         if outcome.best == outcome.answer.best and outcome.aim is None and not outcome.notes:
             return shown
     own = plan_alone(problem, outcome.best, outcome.found, model=model, profile=profile)
     besides = BESIDES.get(objective.name, "")
     if objective.name == THROUGHPUT and not asynchronous_refusal(problem):
         own = _covering(own, besides)
-    made = assembly_of(problem.space, outcome.best.proposal, outcome.best.recompute)
-    said = [*warnings, *warnings_of(problem)] if shown is None else shown.warnings
+    made = assemble(problem.space, outcome.best.proposal, outcome.best.recompute)
+    said = [*warnings, *list_warnings(problem)] if shown is None else shown.warnings
     return own.model_copy(
         update={
             "objective": outcome.aim,

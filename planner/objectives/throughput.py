@@ -19,7 +19,7 @@ from ..joint_search import BEST, find
 from ..pipeline_config import Mode, PipelineConfig
 from ..plan_file import TIE
 from ..planners.pipedream import plan_asynchronous
-from ..planners.replicated import thinned
+from ..planners.replicated import thin
 from ..problem import Problem
 from ..search.branch_and_bound import SearchResult
 from ..search.budget import OutOfTime
@@ -58,7 +58,7 @@ def asynchronous_refusal(problem: Problem) -> str:
     if wishes.zero:
         return f"ZeRO-{wishes.zero} gathers the weights once a step: asynchronous schedules were left out"
     if wishes.schedule != "auto":
-        return f"schedule {wishes.schedule} is wished: asynchronous ones were left out"
+        return f"schedule {wishes.schedule} was given: asynchronous ones were left out"
     if runtime is not None and not runtime.schedules & set(ASYNCHRONOUS):
         return f"{runtime.name} runs no asynchronous schedule"
     if not _modes(problem):
@@ -112,7 +112,7 @@ def _all(searches: list[_Planned]) -> bool:
 
 def _searches(problem: Problem) -> Iterator[_Planned]:
     """One of every configuration and order of the devices; none where even small ones would take too long."""
-    configs = configs_of(problem)
+    configs = asynchronous_configs(problem)
     for space, counts, whole in _spaces(problem):
         asked = QUESTIONS * len(configs) * len(problem.placements)
         if asked * _entries(problem, space, counts) <= problem.wishes.time_limit * ENTRIES_A_SECOND:
@@ -136,7 +136,7 @@ def _spaces(problem: Problem) -> Iterator[tuple[Space, tuple[int, ...], bool]]:
     yield space, every, problem.every_replica_count
     yield space, few, few == every
     for blocks in COARSE:
-        yield thinned(space, blocks), few, False
+        yield thin(space, blocks), few, False
 
 
 def _entries(problem: Problem, space: Space, counts: tuple[int, ...]) -> float:
@@ -145,7 +145,7 @@ def _entries(problem: Problem, space: Space, counts: tuple[int, ...]) -> float:
     return stages * problem.reached * len(counts) * blocks * (blocks + len(counts))
 
 
-def configs_of(problem: Problem) -> list[PipelineConfig]:
+def asynchronous_configs(problem: Problem) -> list[PipelineConfig]:
     """Schedules and micro-batches: of PipeDream the whole mini-batch, which updates at once; of 2BW as many
     as there are stages, or more."""
     batch = problem.mini_batch
@@ -165,7 +165,7 @@ def _modes(problem: Problem) -> tuple[Mode, ...]:
 
 def _by_planner(problem: Problem) -> Iterator[ScoredPlan]:
     """What PipeDream's own programme comes to, in the simulator."""
-    for config in configs_of(problem):
+    for config in asynchronous_configs(problem):
         with suppress(InfeasibleError, UsageError, OutOfTime):
             made = plan_asynchronous(
                 problem.space,

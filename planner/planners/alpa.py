@@ -23,7 +23,7 @@ from ...cost_models.collectives import all_reduce_seconds
 from ..candidate import Proposal
 from ..search.space import Space
 from ..stage_table import Floats
-from .replicated import TeamCosts, Trial, groups_of, replicas_of, team_costs, thinned, trials
+from .replicated import TeamCosts, Trial, cost_replicas, count_replicas, group_devices, thin, trials
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -55,8 +55,8 @@ class Alpa:
 
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """The cheapest plan of the most promising micro-batch sizes."""
-        space, gpus = thinned(problem.space, BLOCKS), problem.reached
-        coarse, most = thinned(space, GLANCE), problem.stage_counts[-1]
+        space, gpus = thin(problem.space, BLOCKS), problem.reached
+        coarse, most = thin(space, GLANCE), problem.stage_counts[-1]
         glances = [
             (glance.cost_seconds, trial)
             for trial in trials(problem.configs)
@@ -67,7 +67,7 @@ class Alpa:
             found = plan(space, trial, gpus, most)
             if found is not None:
                 ends = tuple(cut_points[end] for end in found.ends)
-                yield Proposal(trial.config(found.recomputes), ends, devices_of(found.replicas))
+                yield Proposal(trial.config(found.recomputes), ends, place_submeshes(found.replicas))
 
 
 PLANNER = Alpa()
@@ -84,7 +84,7 @@ def submeshes(gpus: int, gpus_per_node: int) -> list[int]:
     return sorted({*powers, *range(node, gpus + 1, node), gpus})
 
 
-def devices_of(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def place_submeshes(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The ranks of stages of these numbers of devices: the largest stages take theirs first (Alpa, appendix
     A), so that none lies across more nodes than it must."""
     order = sorted(range(len(replicas)), key=lambda stage: -replicas[stage])
@@ -104,9 +104,9 @@ def plan(
     steps: as `STEPS`; None to try every t_max there is.
     """
     node = min(gpus, space.topology.gpus_per_node)
-    each = groups_of(gpus, node)
+    each = group_devices(gpus, node)
     sizes = [size for size in submeshes(gpus // each * each, node) if size % each == 0]
-    rule = replicas_of(space)
+    rule = count_replicas(space)
     choices = {"any": [sizes], "none": [[1]], "equal": [[size] for size in sizes]}[rule]
     most = min(gpus // each, most_stages or gpus)
     found = [_Enumeration(space, trial, gpus // each, each, own, most).best(steps) for own in choices]
@@ -138,7 +138,7 @@ class _Enumeration:
                 team = self.space.team(self.trial.size, range(size))
                 gradients = self.space.gradients(np.asarray(team.table.stage_bytes.trainable))
                 reduced = all_reduce_seconds(self.space.topology, range(size), gradients, "best")
-                made[size // self.each] = team_costs(self.space, team, self.trial.modes, reduced)
+                made[size // self.each] = cost_replicas(self.space, team, self.trial.modes, reduced)
         return made
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.layer import Chain, joined
+from ...cost_models.layer import Chain, list_cut_points
 from ...cost_models.schedules import schedule_named
 from ..candidate import Proposal, replicated_pipeline
 from ..pipeline_config import PipelineConfig
@@ -46,7 +46,7 @@ def refusal(planner: Planner, problem: Problem) -> str:
     """Why a planner proposed nothing for the problem, in words."""
     if isinstance(planner, Refusing):
         return planner.refusal(problem)
-    return "makes no plan of these layers, devices and wishes"
+    return "not applicable to this problem"
 
 
 EVERY_COUNT = 64
@@ -143,7 +143,7 @@ def equal_pipelines(
             yield replicated_pipeline(config, ends, [replicas] * stages)
 
 
-def ends_of(counts: Sequence[int]) -> Ends:
+def add_counts(counts: Sequence[int]) -> Ends:
     """Ends of stages of so many layers each."""
     return tuple(np.cumsum(counts).tolist())
 
@@ -161,7 +161,7 @@ def nearest_cuts(chain: Chain, ends: Sequence[int]) -> tuple[int, ...]:
     that do not ascend become stages of a layer or more, too. `ends`: numbers of layers before the end of each
     stage, the last len(chain), of at most `chain.max_stages` stages.
     """
-    cut_points, stages = joined(chain), len(ends)
+    cut_points, stages = list_cut_points(chain), len(ends)
     moved, least = list[int](), 1
     for later, end in zip(range(stages - 2, -1, -1), ends, strict=False):
         most = len(cut_points) - 2 - later

@@ -28,8 +28,8 @@ from ...cost_models.routes import Routes
 from ..candidate import Proposal
 from ..search.space import Space
 from ..stage_table import Floats
-from .dapple_moves import Ints, Moves, count_rules, machines_of
-from .replicated import MOST_GROUPS, Trial, replicas_of, thinned, trials
+from .dapple_moves import Ints, Moves, count_rules, split_machines
+from .replicated import MOST_GROUPS, Trial, count_replicas, thin, trials
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -149,8 +149,8 @@ class Dapple:
 
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """The plan of least estimated latency for the most promising micro-batch sizes."""
-        space, gpus = thinned(problem.space, BLOCKS), problem.reached
-        coarse, routes = thinned(space, GLANCE_BLOCKS), Routes(space.topology)
+        space, gpus = thin(problem.space, BLOCKS), problem.reached
+        coarse, routes = thin(space, GLANCE_BLOCKS), Routes(space.topology)
         whole = Whole(problem.stage_counts[-1], problem.wishes.use_all)
         glances = []
         for trial in trials(problem.configs):
@@ -179,8 +179,8 @@ def plan(
 ) -> DapplePlan | None:
     """The plan found for one micro-batch size on the first `gpus` devices; None where none fits. `routes` are
     remembered from one call to the next."""
-    groups = gpus if replicas_of(space) == "none" else effort.groups
-    machines = machines_of(gpus, min(gpus, space.topology.gpus_per_node), groups)
+    groups = gpus if count_replicas(space) == "none" else effort.groups
+    machines = split_machines(gpus, min(gpus, space.topology.gpus_per_node), groups)
     routes = routes or Routes(space.topology)
     best: DapplePlan | None = None
     for counts in count_rules(space, machines):

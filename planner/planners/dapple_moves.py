@@ -19,7 +19,7 @@ from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.routes import Routes
 from ..search.space import Space
 from ..stage_table import Floats
-from .replicated import MOST_GROUPS, TeamCosts, Trial, groups_of, replicas_of, team_costs
+from .replicated import MOST_GROUPS, TeamCosts, Trial, cost_replicas, count_replicas, group_devices
 
 Counts = tuple[int, ...]
 """By machine, a number of its devices."""
@@ -57,7 +57,7 @@ def scatter_first(machines: Counts, used: Counts, count: int) -> Counts:
 POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
 
 
-def ranks_of(starts: Sequence[int], used: Counts, given: Counts) -> tuple[int, ...]:
+def list_ranks(starts: Sequence[int], used: Counts, given: Counts) -> tuple[int, ...]:
     """The ranks of `given` devices after the `used` ones of machines whose first ranks are `starts`."""
     return tuple(
         start + taken + index
@@ -91,13 +91,13 @@ class Machines:
 
     def ranks(self, used: Counts, given: Counts) -> tuple[int, ...]:
         """The ranks of so many groups after the used ones."""
-        groups = ranks_of(self.starts, used, given)
+        groups = list_ranks(self.starts, used, given)
         return tuple(group * self.each + index for group in groups for index in range(self.each))
 
 
-def machines_of(gpus: int, gpus_per_node: int, most_groups: int = MOST_GROUPS) -> Machines:
+def split_machines(gpus: int, gpus_per_node: int, most_groups: int = MOST_GROUPS) -> Machines:
     """The nodes of so many devices; those that are left over by the groups stay unused."""
-    each = groups_of(gpus, gpus_per_node, most_groups)
+    each = group_devices(gpus, gpus_per_node, most_groups)
     room = max(gpus_per_node // each, 1)
     starts = range(0, gpus // each, room)
     return Machines(tuple(min(room, gpus // each - start) for start in starts), tuple(starts), each)
@@ -267,7 +267,7 @@ class Moves:
             self._teams[id(team)] = len(self.costs)
             gradients = self.space.gradients(np.asarray(team.table.stage_bytes.trainable))
             reduced = all_reduce_seconds(self.space.topology, ranks, gradients, "best")
-            self.costs.append(team_costs(self.space, team, self.trial.modes, reduced))
+            self.costs.append(cost_replicas(self.space, team, self.trial.modes, reduced))
         return self._teams[id(team)]
 
     def _column(self, name: str) -> Ints:
@@ -289,7 +289,7 @@ class Moves:
 
 def count_rules(space: Space, machines: Machines) -> Sequence[tuple[int, ...] | None]:
     """The numbers of groups that stages may have, for each kind of plan that the runtime runs; None: any."""
-    rule = replicas_of(space)
+    rule = count_replicas(space)
     if rule == "any":
         return [None]
     if rule == "none":

@@ -163,10 +163,8 @@ class DeepSpeedType:
         """Why it proposes nothing."""
         matching = int(self.counted(problem.space.chain).sum())
         if not matching:
-            return (
-                "the names of the layers tell no transformer blocks; say what to count: deepspeed-type:REGEX"
-            )
-        return f"the layers that it counts ({matching}) make no stages that the devices and the wishes leave"
+            return "no transformer blocks recognised; say what to count: deepspeed-type:REGEX"
+        return f"the layers that it counts ({matching}) make no stages that the devices and the options allow"
 
     def counted(self, chain: Chain) -> npt.NDArray[np.bool_]:
         """Which layers are counted: (layers,)."""

@@ -16,7 +16,7 @@ from ...cost_models.schedules import schedule_named
 from ..balance import balance
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
-from .base import Ends, ends_of, shared_configs, stage_counts, work_seconds
+from .base import Ends, add_counts, shared_configs, stage_counts, work_seconds
 from .transformer_blocks import block_ends, repeated_blocks
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Interleaved:
             for stages in stage_counts(problem, chunks):
                 if stages > 1 and config.micro_batches % stages == 0:
                     for ends in cuts(stages * chunks, size):
-                        yield Proposal(config, ends, placed(stages, chunks))
+                        yield Proposal(config, ends, place_chunks(stages, chunks))
 
 
 def interleaved_configs(problem: Problem) -> list[PipelineConfig]:
@@ -59,7 +59,7 @@ def interleaved_configs(problem: Problem) -> list[PipelineConfig]:
 
 
 @cache
-def placed(stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+def place_chunks(stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """By part, the device that has it: as the schedule's program says."""
     pipe = schedule_named(SCHEDULE).program(stages, stages, chunks).pipes[0]
     return tuple((place.device,) for place in pipe)
@@ -68,7 +68,7 @@ def placed(stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
 def _cuts(problem: Problem, parts: int, size: int) -> list[Ends]:
     """Ends of the parts, by each way to cut."""
     chain = problem.space.chain
-    found = [ends_of(balance(work_seconds(problem, size), parts, cut_after=chain.cut_after))]
+    found = [add_counts(balance(work_seconds(problem, size), parts, cut_after=chain.cut_after))]
     blocks = repeated_blocks(chain)
     even = None if blocks is None else block_ends(chain, blocks, parts)
     return found if even is None or even in found else [*found, even]

@@ -35,8 +35,8 @@ from ..pipeline_config import PipelineConfig
 from ..search.space import Space, divide_batch
 from ..stage_table import StageTable, ledger_options
 from .pipedream_programme import PAPER, Bools, Floats, Instance, Recurrence, Tier
-from .pipedream_search import WORK, Solution, devices_of, fastest, tiers_of
-from .replicated import thinned
+from .pipedream_search import WORK, Solution, fastest, list_tiers, place_parts
+from .replicated import thin
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -116,7 +116,7 @@ def plan_asynchronous(
     if found is None:
         raise stages.nothing_fits()
     flat, cut_points = found.flat(), stages.table.cut_points
-    devices = tuple(devices_of(found.parts, stages.tiers))
+    devices = tuple(place_parts(found.parts, stages.tiers))
     behind = range(len(flat) - 1, -1, -1)
     needed = [
         stages.bytes(replicas, b, recompute)[i, j] for (i, j, replicas), b in zip(flat, behind, strict=True)
@@ -152,7 +152,7 @@ class PipeDream:
         the cuts: tables of all its stages would be too large."""
         space, configs = _within_reach(problem.space), _wanted(problem.configs)
         if space.is_long:
-            space = thinned(space, LONG)
+            space = thin(space, LONG)
         runtime = space.runtime
         for config in configs:
             size = config.micro_batch_size
@@ -163,7 +163,7 @@ class PipeDream:
             found = stages.fastest(WORK / 2 / len(configs))
             if found is not None:
                 ends = tuple(stages.table.cut_points[end] for _, end, _ in found.flat())
-                yield Proposal(config, ends, tuple(devices_of(found.parts, stages.tiers)))
+                yield Proposal(config, ends, tuple(place_parts(found.parts, stages.tiers)))
 
 
 def _within_reach(space: Space) -> Space:
@@ -202,10 +202,10 @@ class _Stages:
         if space.limit(range(space.topology.gpus)) == inf:
             return space
         counts = {1}
-        for tier in tiers_of(space.topology)[0]:
+        for tier in list_tiers(space.topology)[0]:
             counts = {count * machines for count in counts for machines in range(1, tier.machines + 1)}
         most = self.most_replicas or inf
-        return thinned(space, isqrt(ENTRIES // sum(count <= most for count in counts)))
+        return thin(space, isqrt(ENTRIES // sum(count <= most for count in counts)))
 
     @property
     def size(self) -> int:
@@ -217,7 +217,7 @@ class _Stages:
 
     @cached_property
     def tiers(self) -> tuple[Tier, ...]:
-        return tiers_of(self.space.topology)[0]
+        return list_tiers(self.space.topology)[0]
 
     @cached_property
     def ledger(self) -> LedgerOptions:
@@ -311,7 +311,7 @@ class _Stages:
 
     def notes(self, found: Solution) -> Iterator[str]:
         """What was planned otherwise than it is."""
-        if uneven := tiers_of(self.space.topology)[1]:
+        if uneven := list_tiers(self.space.topology)[1]:
             yield uneven
         if len(self.space.topology.kinds) > 1:
             yield "all devices are taken for the slowest, with the least memory"
@@ -329,8 +329,8 @@ class _Stages:
         return InfeasibleError(
             f"{what} into {format_bytes(int(self.limit))} each; the whole model needs "
             f"{format_bytes(round(alone))} on one",
-            "Use a smaller mini-batch, recompute always, more devices or memory; or a schedule with a flush, "
-            "which keeps one version of the weights.",
+            "Use a smaller global batch, recompute always, more devices or memory; or a schedule with a "
+            "flush, which keeps one version of the weights.",
         )
 
 

@@ -18,7 +18,7 @@ from ...cost_models.topology import Topology
 from .pipedream_programme import Instance, Part, Programme, Step, Tier
 
 
-def tiers_of(topology: Topology) -> tuple[tuple[Tier, ...], str]:
+def list_tiers(topology: Topology) -> tuple[tuple[Tier, ...], str]:
     """The levels from the innermost, and in words what they leave out (nothing: an empty string).
 
     A level whose last group has fewer members is planned in the largest groups that all are made of: 12
@@ -46,7 +46,7 @@ def _shape(tiers: Sequence[Tier]) -> str:
     return " x ".join(str(tier.machines) for tier in reversed(tiers))
 
 
-def devices_of(parts: Sequence[Part], tiers: Sequence[Tier]) -> list[tuple[int, ...]]:
+def place_parts(parts: Sequence[Part], tiers: Sequence[Tier]) -> list[tuple[int, ...]]:
     """The ranks of every stage of devices, in order: components are taken in turn.
 
     A stage of an outer level on several components has its inner stages on each of them: their replicas are

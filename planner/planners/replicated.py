@@ -76,7 +76,9 @@ class TeamCosts:
         return made
 
 
-def team_costs(space: Space, team: ReplicaGroupCosts, modes: Sequence[Mode], all_reduce: Floats) -> TeamCosts:
+def cost_replicas(
+    space: Space, team: ReplicaGroupCosts, modes: Sequence[Mode], all_reduce: Floats
+) -> TeamCosts:
     """What the modes leave of a team."""
     nothing = np.full(team.forward.shape, -np.inf)
     never = team.most_in_flight("never") if {"never", "by_stage"} & set(modes) else nothing
@@ -85,12 +87,12 @@ def team_costs(space: Space, team: ReplicaGroupCosts, modes: Sequence[Mode], all
     return TeamCosts(team.forward, team.backward, all_reduce, never, always, team.table.crossing)
 
 
-def replicas_of(space: Space) -> str:
+def count_replicas(space: Space) -> str:
     """What the runtime runs: replicas "any", "equal" for all stages, or "none"."""
     return "any" if space.runtime is None else space.runtime.replicas
 
 
-def groups_of(gpus: int, gpus_per_node: int, most: int = MOST_GROUPS) -> int:
+def group_devices(gpus: int, gpus_per_node: int, most: int = MOST_GROUPS) -> int:
     """How many neighbouring devices stay together: the fewest that make at most so many groups, each in one
     node or of whole nodes."""
     each = 1
@@ -99,7 +101,7 @@ def groups_of(gpus: int, gpus_per_node: int, most: int = MOST_GROUPS) -> int:
     return each
 
 
-def thinned(space: Space, blocks: int) -> Space:
+def thin(space: Space, blocks: int) -> Space:
     """The space with at most so many blocks between its cuts, of about the same seconds."""
     table = space.table(space.chain.sizes[-1])
     if table.blocks <= blocks:

@@ -21,9 +21,9 @@ from ..candidate import Proposal, linear_pipeline
 from ..pipeline_config import PipelineConfig
 from .base import (
     Ends,
+    add_counts,
     all_pipelines,
     allows,
-    ends_of,
     equal_pipelines,
     linear_configs,
     linear_pipelines,
@@ -88,7 +88,7 @@ def even_ends(chain: Chain, stages: int) -> Ends:
     ends = spread_evenly(len(chain), stages)
     if allows(chain, ends):
         return ends
-    return ends_of(balance(np.ones(len(chain)), stages, cut_after=chain.cut_after))
+    return add_counts(balance(np.ones(len(chain)), stages, cut_after=chain.cut_after))
 
 
 def spread_evenly(items: int, stages: int) -> Ends:
@@ -108,18 +108,18 @@ class GPipe:
     def propose(self, problem: Problem) -> Iterator[Proposal]:
         """Each number of stages, a device a stage: the paper has no replicas."""
         chain = problem.space.chain
-        configs = recomputing(s for s in linear_configs(problem) if s.schedule == "gpipe")
+        configs = with_recompute(s for s in linear_configs(problem) if s.schedule == "gpipe")
         recompute = 0 if all(config.recompute == "never" for config in configs) else 1
 
         def ends(stages: int, size: int) -> Ends:
             costs = chain.at(size, past_largest=True)
             work = costs.forward_seconds * (1 + recompute) + costs.backward_seconds
-            return ends_of(balance(work, stages, cut_after=chain.cut_after))
+            return add_counts(balance(work, stages, cut_after=chain.cut_after))
 
         yield from linear_pipelines(problem, configs, ends)
 
 
-def recomputing(configs: Iterator[PipelineConfig]) -> list[PipelineConfig]:
+def with_recompute(configs: Iterator[PipelineConfig]) -> list[PipelineConfig]:
     """Those that recompute, wholly where it was left open; as they are where none may."""
     given = list(configs)
     whole = [replace(s, recompute="always") if s.recompute == "by_stage" else s for s in given]

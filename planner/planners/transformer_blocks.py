@@ -107,7 +107,7 @@ class Megatron:
         """Why it proposes nothing."""
         blocks = repeated_blocks(problem.space.chain)
         if blocks is None:
-            return "the names of the layers tell no transformer blocks"
+            return "no transformer blocks recognised"
         devices = counted(problem.reached, "device")
         return f"{len(blocks)} blocks, {blocks.stem}*, do not divide into stages of {devices} in use"
 

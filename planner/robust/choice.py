@@ -23,9 +23,9 @@ from ..search.branch_and_bound import search
 from ..search.budget import WORK_A_SECOND
 from ..search.coarse import is_large
 from ..search.subproblem import Family
-from .draws import Draws, draws_of
+from .draws import Draws, make_draws
 from .interval import percentiles
-from .resampled import Resampled, known
+from .resampled import Resampled, has_spread
 
 NEAR = 0.2
 """Share by which the step of a plan that is compared may be longer than the fastest one's."""
@@ -50,7 +50,7 @@ class Robust:
 
 def check_known(problem: Problem) -> None:
     """Raises UsageError where the profile does not tell how the layers' seconds vary."""
-    if not known(problem.space):
+    if not has_spread(problem.space):
         raise UsageError(
             "`robust`: the profile does not tell how the layers' seconds vary (an estimate or an import)",
             "Measure it on the machine itself (pplan profile MODEL), or omit `robust`.",
@@ -66,7 +66,7 @@ def most_robust(problem: Problem, answer: JointSearchResult, draws: Draws | None
     best = answer.best
     if best is None:
         raise no_plan_fits(problem)
-    contest = _Contest(problem, best, draws or draws_of(len(problem.chain)))
+    contest = _Contest(problem, best, draws or make_draws(len(problem.chain)))
     contest.enter([best])
     contest.enter(plan for plan in answer.by_planner.values() if isinstance(plan, ScoredPlan))
     contest.enter(_bests(problem, best))

@@ -50,7 +50,7 @@ class Draws:
 
 
 @lru_cache(maxsize=4)
-def draws_of(layers: int, samples: int = SAMPLES, seed: int = SEED) -> Draws:
+def make_draws(layers: int, samples: int = SAMPLES, seed: int = SEED) -> Draws:
     """The same numbers wherever and whenever they are drawn."""
     random = np.random.default_rng(seed)
     return Draws(common=random.standard_normal(samples), layers=random.standard_normal((samples, layers)))

@@ -8,14 +8,14 @@ import numpy as np
 
 from ...cost_models.timeline import runs_side_by_side
 from ..assembly import Assembly
-from ..asynchronous import running
+from ..asynchronous import assemble_endless
 from ..candidate import ScoredPlan
 from ..plan_options import ASYNCHRONOUS
-from ..scoring import assembly_of
+from ..scoring import assemble
 from ..search.space import Space
 from ..stage_table import Floats
-from .draws import Draws, draws_of
-from .resampled import Resampled, known
+from .draws import Draws, make_draws
+from .resampled import Resampled, has_spread
 from .steady import steady_steps
 
 LOW, HIGH = 10, 90
@@ -34,15 +34,15 @@ class Interval:
     high_seconds: float
 
 
-def interval_of(space: Space, plan: ScoredPlan, draws: Draws | None = None) -> Interval | None:
+def estimate_interval(space: Space, plan: ScoredPlan, draws: Draws | None = None) -> Interval | None:
     """Of the plan's step; None where the profile does not tell the spread of its layers."""
-    if not known(space):
+    if not has_spread(space):
         return None
-    draws = draws or draws_of(len(space.chain))
+    draws = draws or make_draws(len(space.chain))
     if plan.config.schedule in ASYNCHRONOUS:
-        made = running(space, plan.proposal, plan.recompute)
+        made = assemble_endless(space, plan.proposal, plan.recompute)
         return percentiles(steady_steps(Resampled(space, draws).costs(made), plan.config.micro_batches))
-    made = assembly_of(space, plan.proposal, plan.recompute)
+    made = assemble(space, plan.proposal, plan.recompute)
     own = draws.part(0, _affordable(made, len(draws)))
     return percentiles(Resampled(space, own).steps(made))
 

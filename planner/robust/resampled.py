@@ -15,7 +15,7 @@ from ...cost_models.timeline import step_seconds
 from ..assembly import Assembly, part_seconds
 from ..candidate import ScoredPlan
 from ..replica_exchange import gradient_bytes
-from ..scoring import assembly_of
+from ..scoring import assemble
 from ..search.space import Space
 from ..stage_table import Floats, StageTable
 from .draws import Draws
@@ -26,7 +26,7 @@ ENTRIES = 20_000_000
 """Actions times draws that are simulated side by side."""
 
 
-def known(space: Space) -> bool:
+def has_spread(space: Space) -> bool:
     """Whether the spread of the layers is known on every kind of device."""
     return all(chain.spread is not None for chain in _chains(space))
 
@@ -45,7 +45,7 @@ class Resampled:
 
     def step_seconds(self, plan: ScoredPlan) -> Floats:
         """(samples,): the simulated step of each draw."""
-        made = assembly_of(self.space, plan.proposal, plan.recompute)
+        made = assemble(self.space, plan.proposal, plan.recompute)
         return self.steps(made)
 
     def steps(self, made: Assembly) -> Floats:

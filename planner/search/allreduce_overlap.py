@@ -60,7 +60,7 @@ class Buckets:
         return made
 
 
-def buckets_of(gradient_bytes: Floats, cut_points: Sequence[int]) -> Buckets:
+def make_buckets(gradient_bytes: Floats, cut_points: Sequence[int]) -> Buckets:
     """The buckets as DistributedDataParallel makes them: see `communication.gradient_buckets`."""
     ends = np.array(cut_points)
     held, size = np.zeros(len(ends)), np.full(len(ends), float(FIRST_BUCKET_BYTES))

@@ -142,7 +142,7 @@ class _Search:
                 return min(lowest, left_out)
             try:
                 if chunk.remaining:
-                    for further in problem.extended(chunk, self.step):
+                    for further in problem.extend(chunk, self.step):
                         push(problem, further)
                 else:
                     found, rest = problem.scored(chunk, self.step)

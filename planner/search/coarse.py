@@ -19,10 +19,10 @@ from ..candidate import Proposal, ScoredPlan
 from ..plan_file import TIE
 from .branch_and_bound import WORK, SearchResult, search
 from .budget import OutOfTime, SearchBudget
-from .pipelines import modes_of, pipelines_of
+from .pipelines import build_pipelines, choose_modes
 from .placements import MOST_DEVICES
 from .relaxed_bound import RelaxedBound
-from .space import Space, narrowed, with_cuts
+from .space import Space, narrow_space, with_cuts
 from .subproblem import Family, quick_bound
 
 MOST_STRAIGHT = 256
@@ -94,12 +94,12 @@ class _Scored:
         config = proposal.config
         if not self.space.limits.allow(proposal.bounds):
             return
-        narrow = narrowed(self.space, proposal.ends) if self.space.is_long else self.space
-        modes = modes_of(narrow, proposal)
+        narrow = narrow_space(self.space, proposal.ends) if self.space.is_long else self.space
+        modes = choose_modes(narrow, proposal)
         if modes is None:
             return
         self.budget.check()
-        step = float(pipelines_of(narrow, [proposal], [modes]).step_seconds()[0])
+        step = float(build_pipelines(narrow, [proposal], [modes]).step_seconds()[0])
         self.budget.simulate(1, 2 * len(proposal.ends) * config.micro_batches)
         if step < self.step:
             self.best = ScoredPlan(proposal, modes, step)

@@ -117,7 +117,7 @@ def nothing(known: Known) -> Partial:
     )
 
 
-def extended(plans: Partial, stage: Expansion, known: Known, kept: Indices) -> Partial:
+def extend(plans: Partial, stage: Expansion, known: Known, kept: Indices) -> Partial:
     """The plans with the kept entries of a further stage."""
     parent = stage.parent[kept]
 
@@ -140,27 +140,27 @@ def extended(plans: Partial, stage: Expansion, known: Known, kept: Indices) -> P
     )
 
 
-def joined(parts: list[Partial], chosen: Indices | None = None) -> Partial:
+def join(parts: list[Partial], chosen: Indices | None = None) -> Partial:
     """Several in one; of all of them only the chosen."""
     pick = slice(None) if chosen is None else chosen
 
-    def together(values: list[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
+    def concatenate(values: list[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
         return np.concatenate(values)[pick]
 
     first = parts[0]
     return Partial(
-        place=together([part.place for part in parts]),  # type: ignore[arg-type] # of one dtype each
-        position=together([part.position for part in parts]),  # type: ignore[arg-type]
+        place=concatenate([part.place for part in parts]),  # type: ignore[arg-type] # of one dtype each
+        position=concatenate([part.position for part in parts]),  # type: ignore[arg-type]
         known={
-            name: together([part.known[name] for part in parts])  # type: ignore[misc]
+            name: concatenate([part.known[name] for part in parts])  # type: ignore[misc]
             for name in first.known
         },
-        ends=together([part.ends for part in parts]),  # type: ignore[arg-type]
-        begins=together([part.begins for part in parts]),  # type: ignore[arg-type]
-        groups=together([part.groups for part in parts]),  # type: ignore[arg-type]
-        recompute=together([part.recompute for part in parts]),  # type: ignore[arg-type]
+        ends=concatenate([part.ends for part in parts]),  # type: ignore[arg-type]
+        begins=concatenate([part.begins for part in parts]),  # type: ignore[arg-type]
+        groups=concatenate([part.groups for part in parts]),  # type: ignore[arg-type]
+        recompute=concatenate([part.recompute for part in parts]),  # type: ignore[arg-type]
         columns={
-            name: together([part.columns[name] for part in parts])  # type: ignore[misc]
+            name: concatenate([part.columns[name] for part in parts])  # type: ignore[misc]
             for name in first.columns
         },
     )

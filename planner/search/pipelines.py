@@ -15,7 +15,7 @@ from ...cost_models.routes import Ranks
 from ...cost_models.schedules import Program, schedule_named
 from ...cost_models.simulator.costs import Costs, PipelineCosts, transfers_named
 from ...cost_models.simulator.program_cache import cached_program
-from ...cost_models.timeline import computed, step_seconds
+from ...cost_models.timeline import device_ends, step_seconds
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
 from ..replica_exchange import bytes_by_layer
@@ -100,7 +100,7 @@ class Pipelines:
         blocked = self.transfers != "overlapped" and (
             self.exposed_allreduce.any() or any(s.reduce_loads for s in sharings)
         )
-        ends = None if blocked else computed(self._program, costs)
+        ends = None if blocked else device_ends(self._program, costs)
         if ends is not None:
             return _reduced(ends, self.exposed_allreduce, sharings)
         # Ports only make steps longer: what is alike without them is a bound.
@@ -181,14 +181,14 @@ class Pipelines:
         return np.concatenate([values[:, :-1], last.T[:, None, :]], axis=1)
 
 
-def _reduced(computed: Floats, exposed_allreduce: Floats, sharings: Sequence[PortSharing]) -> Floats:
-    """(pipelines,): the step, where `computed` (stages, pipelines) is when the stages have run their last
+def _reduced(device_ends: Floats, exposed_allreduce: Floats, sharings: Sequence[PortSharing]) -> Floats:
+    """(pipelines,): the step, where `device_ends` (stages, pipelines) is when the stages have run their last
     actions."""
-    ends = computed + exposed_allreduce.T
+    ends = device_ends + exposed_allreduce.T
     for row, own in enumerate(sharings):
         if own.reduce_loads:
             ends[:, row] = ends_reduced(
-                computed[:, row].tolist(), exposed_allreduce[row].tolist(), own.reduce_loads
+                device_ends[:, row].tolist(), exposed_allreduce[row].tolist(), own.reduce_loads
             )
     latest: Floats = ends.max(axis=0)
     return latest
@@ -209,7 +209,7 @@ def cheapest_mode(
     return None
 
 
-def modes_of(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
+def choose_modes(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
     """By stage, what recomputes in a straight pipeline; None where it does not fit, or a stage may not be."""
     config, cut_points = proposal.config, list(space.table(space.chain.sizes[0]).cut_points)
     schedule, stages, modes = schedule_named(config.schedule), len(proposal.ends), []
@@ -233,7 +233,7 @@ def modes_of(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
     return tuple(modes)
 
 
-def routes_of(
+def find_routes(
     space: Space,
     config: PipelineConfig,
     devices: Sequence[tuple[Ranks, ...]],
@@ -249,7 +249,7 @@ def routes_of(
     return PipelineRoutes(space.ports, devices, at_end, by_layer * config.micro_batches)
 
 
-def pipelines_of(
+def build_pipelines(
     space: Space, proposals: Sequence[Proposal], modes: Sequence[Sequence[Recompute]]
 ) -> Pipelines:
     """Straight pipelines of one configuration and one number of stages, side by side."""
@@ -284,5 +284,5 @@ def pipelines_of(
         occupancy=occupancy,
         latency=latency,
         transfers="overlapped" if runtime is None else runtime.transfers,
-        routes=routes_of(space, config, [own.devices for own in proposals], places_of[0], places_of[1]),
+        routes=find_routes(space, config, [own.devices for own in proposals], places_of[0], places_of[1]),
     )

@@ -71,10 +71,10 @@ def placements(topology: Topology) -> list[Placement]:
     than `MOST_RUNS`)."""
     if len(topology.kinds) > 1:
         return [
-            placement_of(IN_ORDER if index == 0 else REORDERED, topology, ranks)
+            make_placement(IN_ORDER if index == 0 else REORDERED, topology, ranks)
             for index, ranks in enumerate(_run_orders(topology))
         ]
-    made = [placement_of(IN_ORDER, topology, tuple(range(topology.gpus)))]
+    made = [make_placement(IN_ORDER, topology, tuple(range(topology.gpus)))]
     nodes = topology.gpus // topology.gpus_per_node
     few = range(2, nodes) if topology.gpus <= FEW else ()
     if topology.gpus_per_node > 1:
@@ -97,7 +97,7 @@ def _run_orders(topology: Topology) -> Iterator[tuple[int, ...]]:
         yield tuple(rank for run in order for rank in run)
 
 
-def placement_of(name: str, topology: Topology, ranks: tuple[int, ...]) -> Placement:
+def make_placement(name: str, topology: Topology, ranks: tuple[int, ...]) -> Placement:
     """`ranks` with a new group at every node and every kind."""
     groups = [(rank // topology.gpus_per_node, topology.device(rank)) for rank in ranks]
     next_group, later = [0] * len(ranks), len(ranks)

@@ -19,7 +19,7 @@ from ..stage_table import Floats
 from .budget import OutOfTime, SearchBudget
 from .relaxed import Chosen, Priced, RelaxedProblem, Weights
 from .relaxed_stages import RelaxedStages, relaxed_stages
-from .rounded import rounded
+from .rounded import round_stages
 from .space import Space
 from .subproblem import Family, quick_bound
 
@@ -176,7 +176,7 @@ class RelaxedBound:
 
     def _propose(self, range_: _Range, chosen: Sequence[Chosen]) -> None:
         if self.score is not None:
-            proposals = rounded(self.space, range_.family, range_.problem, chosen, self.families)
+            proposals = round_stages(self.space, range_.family, range_.problem, chosen, self.families)
             self.step = min(self.step, self.score(proposals))
 
 

@@ -240,7 +240,7 @@ def _inner(stages: RelaxedStages) -> RelaxedStages:
     """With cuts anywhere: place i stands for all cuts from it to before the next place, and a stage from one
     such cut to another for the layers that it holds whichever they are: those from the next place on."""
 
-    def shifted(values: Floats, empty: float) -> Floats:
+    def shift(values: Floats, empty: float) -> Floats:
         made = np.full_like(values, inf)
         made[:, :-1] = values[:, 1:]
         size = values.shape[1]
@@ -252,9 +252,9 @@ def _inner(stages: RelaxedStages) -> RelaxedStages:
 
     return replace(
         stages,
-        forward=shifted(stages.forward, 0.0),
-        backward=shifted(stages.backward, 0.0),
-        exposed_allreduce=shifted(stages.exposed_allreduce, 0.0),
+        forward=shift(stages.forward, 0.0),
+        backward=shift(stages.backward, 0.0),
+        exposed_allreduce=shift(stages.exposed_allreduce, 0.0),
         cut=np.zeros_like(stages.cut),
-        room={mode: shifted(values, inf) for mode, values in stages.room.items()},
+        room={mode: shift(values, inf) for mode, values in stages.room.items()},
     )

@@ -27,7 +27,7 @@ class _Stage:
         return self.work / self.replicas
 
 
-def rounded(
+def round_stages(
     space: Space,
     family: Family,
     problem: RelaxedProblem,

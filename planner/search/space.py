@@ -25,7 +25,7 @@ from ...cost_models.topology import Topology
 from ..plan_options import Limits
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
 from ..stage_table import Floats, StageTable, ledger_options
-from .allreduce_overlap import Buckets, buckets_of
+from .allreduce_overlap import Buckets, make_buckets
 from .budget import SearchBudget
 
 MOST_BLOCKS = 220
@@ -89,7 +89,7 @@ class Space:
     def buckets(self) -> Buckets:
         """The gradient buckets of all stages."""
         table = self.table(self.chain.sizes[0])
-        return buckets_of(self.gradients(self.chain.trainable_bytes), table.cut_points)
+        return make_buckets(self.gradients(self.chain.trainable_bytes), table.cut_points)
 
     @cached_property
     def number_bytes(self) -> Precision:
@@ -330,7 +330,7 @@ class ReplicaGroupCosts:
         return self.table.memory(in_flight, recompute, self.optimizer, self.replicas, **self.ledger)
 
 
-def narrowed(space: Space, ends: Sequence[int]) -> Space:
+def narrow_space(space: Space, ends: Sequence[int]) -> Space:
     """The space with no other cuts than those of one plan, given as the layers before them."""
     cut_after = np.zeros(len(space.chain), dtype=np.bool_)
     cut_after[np.array(ends[:-1], dtype=np.int64) - 1] = True

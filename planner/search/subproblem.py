@@ -17,8 +17,8 @@ from .budget import SearchBudget
 from .device_ranges import DeviceRanges
 from .gpipe import GPipeBound
 from .one_f_one_b import RoundTripBound
-from .partial import Expansion, Known, Partial, extended, joined, nothing
-from .pipelines import Pipelines, routes_of
+from .partial import Expansion, Known, Partial, extend, join, nothing
+from .pipelines import Pipelines, find_routes
 from .placements import Placement
 from .space import Space, divide_batch
 from .stage_choices import GroupChoices, Indices, StageChoices, list_stage_choices
@@ -124,7 +124,7 @@ class Subproblem:
         """The best plan of so many stages that is faster than `limit`, of those that a narrow beam keeps."""
         chunk: Chunk | None = self.start(stages, limit)
         while chunk is not None and chunk.remaining:
-            chunk = next(iter(self.extended(chunk, limit, BEAM)), None)
+            chunk = next(iter(self.extend(chunk, limit, BEAM)), None)
         return None if chunk is None else self.scored(chunk, limit)[0]
 
     def start(self, stages: int, limit: float) -> Chunk:
@@ -132,7 +132,7 @@ class Subproblem:
         _, bound = self._bound(limit)
         return Chunk(nothing(bound.start()), np.array([self.roots[stages]]), stages, stages)
 
-    def extended(self, chunk: Chunk, limit: float, width: int = CHUNK) -> list[Chunk]:
+    def extend(self, chunk: Chunk, limit: float, width: int = CHUNK) -> list[Chunk]:
         """The plans with every further stage whose bound stays below `limit`, the lowest bounds first; whole
         plans with the bound of whole plans."""
         choices, bound = self._bound(limit)
@@ -147,11 +147,11 @@ class Subproblem:
                 own = np.where(done, own, np.inf)
             kept = np.flatnonzero(own < limit)
             if len(kept):
-                parts.append(extended(chunk.plans, stage, now, kept))
+                parts.append(extend(chunk.plans, stage, now, kept))
                 bounds.append(own[kept])
         if not parts:
             return []
-        plans, lowest = joined(parts), np.concatenate(bounds)
+        plans, lowest = join(parts), np.concatenate(bounds)
         if remaining == 1:
             lowest = np.maximum(lowest, bound.finished(self._pipelines(choices, plans)))
         return list(_chunks(plans, lowest, chunk.stages, remaining - 1, limit, width))
@@ -161,7 +161,7 @@ class Subproblem:
         choices, _ = self._bound(limit)
         order = np.arange(len(chunk))
         now, later = order[: chunk.batch], order[chunk.batch :]
-        pipelines = self._pipelines(choices, joined([chunk.plans], now))
+        pipelines = self._pipelines(choices, join([chunk.plans], now))
         self.work.check()
         steps = pipelines.step_seconds(limit)
         self.work.simulate(len(steps), 2 * pipelines.stages * self.family.config.micro_batches)
@@ -170,7 +170,7 @@ class Subproblem:
         if not len(later):
             return best, None
         batch = min(8 * chunk.batch, BATCH)
-        plans = joined([chunk.plans], later)
+        plans = join([chunk.plans], later)
         return best, Chunk(plans, chunk.bounds[later], chunk.stages, 0, batch)
 
     def _pipelines(self, choices: StageChoices, plans: Partial) -> Pipelines:
@@ -184,7 +184,7 @@ class Subproblem:
             columns["backward_launch"] = table.backward_launch[starts, plans.ends]
         transfers = "overlapped" if runtime is None else runtime.transfers
         devices = [self._devices(choices, plans, row) for row in range(len(plans))]
-        routes = routes_of(self.space, self.family.config, devices, starts, plans.ends)
+        routes = find_routes(self.space, self.family.config, devices, starts, plans.ends)
         return Pipelines(self.family.config, **columns, transfers=transfers, routes=routes)
 
     def _devices(self, choices: StageChoices, plans: Partial, row: int) -> tuple[tuple[int, ...], ...]:
@@ -212,7 +212,7 @@ def _chunks(
     order = order[: int(np.searchsorted(bounds[order], limit))]
     for start in range(0, len(order), width):
         chosen = order[start : start + width]
-        yield Chunk(joined([plans], chosen), bounds[chosen], stages, remaining)
+        yield Chunk(join([plans], chosen), bounds[chosen], stages, remaining)
 
 
 def _within(limit: float) -> float:

@@ -12,7 +12,7 @@ from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.topology import Device, Group, Topology
 from ..planner.joint_search import find
 from ..planner.plan_file import Plan
-from ..planner.solve import bare_plan, problem_of
+from ..planner.solve import bare_plan, build_problem
 from ..runtimes.checking.calibration_file import Calibration
 from ..runtimes.checking.job import Corrections
 from ..runtimes.checking.report import Check
@@ -53,7 +53,7 @@ def calibrate(found: Check, read: PlanAndProfile, stem: str) -> Calibrated | Non
 def _solved_again(read: PlanAndProfile, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
     try:
         wishes = read.plan.wishes
-        problem = problem_of(read.profile.chain(), topology, wishes, read.plan.profile, profiles)
+        problem = build_problem(read.profile.chain(), topology, wishes, read.plan.profile, profiles)
         answer = find(problem)
     except PplanError as error:
         return error.what

@@ -13,9 +13,9 @@ from ..cost_models.errors import MachineError, PplanError, UsageError
 from ..cost_models.quantities import counted
 from ..cost_models.runtime import runtime_named
 from ..planner.plan_file import Plan
-from ..profiler.launched import is_launched, launched
 from ..profiler.named_model import loss_for, model_for
 from ..profiler.profile_file import Profile
+from ..profiler.torchrun_env import is_launched, launched
 from ..runtimes.checking.devices import cores, gpus
 from ..runtimes.checking.job import Case, Corrections, Device, Job, Measured, ModelSpec, RuntimeCase
 from ..runtimes.checking.launching import Telling, run_in_processes

@@ -15,11 +15,11 @@ from ..cost_models.layer import Chain
 from ..cost_models.simulator.costs import Costs
 from ..cost_models.topology import Topology
 from ..planner.balance import balance
-from ..planner.fixed_partition import FixedPartition, given_plan
+from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.simulated import SimulatedPlan, simulate_plan
-from ..planner.solve import problem_of
+from ..planner.solve import build_problem
 from ..runtimes.checking.job import Case, CaseResult, Link, RuntimeCase, StageSeconds, Waits
 from ..runtimes.checking.report import PLAN, CheckedCase, CheckedDevice, CheckedStage
 from ..runtimes.formats.torch_export import TorchExport
@@ -103,8 +103,8 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
             runtime=plan.runtime,
         )
         given = FixedPartition(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
-        problem = problem_of(chain, topology, wishes, plan.profile, profiles)
-        made = given_plan(problem, given, model=plan.model, profile=plan.profile)
+        problem = build_problem(chain, topology, wishes, plan.profile, profiles)
+        made = plan_partition(problem, given, model=plan.model, profile=plan.profile)
     except PplanError as error:
         return error.what
     return "the plan is the even split" if made.balance == plan.balance else made

@@ -12,11 +12,11 @@ from ..cost_models.errors import ExportError, MachineError, UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.runtime import runtime_named
 from ..cost_models.topology import Topology
-from ..planner.fixed_partition import FixedPartition, given_plan
+from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.simulated import simulate_plan
-from ..planner.solve import problem_of
+from ..planner.solve import build_problem
 from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument
 from ..runtimes.checking.runtime_prediction import is_serial
 from ..runtimes.formats import deepspeed_export, pipe_export
@@ -64,9 +64,9 @@ class Placed:
             zero=plan.zero,
             runtime=runtime,
         )
-        problem = problem_of(self.chain, self.topology, wishes, plan.profile, self.profiles)
+        problem = build_problem(self.chain, self.topology, wishes, plan.profile, self.profiles)
         given = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
-        return given_plan(problem, given, model=plan.model, profile=plan.profile)
+        return plan_partition(problem, given, model=plan.model, profile=plan.profile)
 
     def even(self, plan: Plan) -> Plan:
         """Raises ExportError where there is none."""

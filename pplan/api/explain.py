@@ -12,7 +12,7 @@ from ..planner.explanation.compare import compare as compare_plans
 from ..planner.explanation.current_split import CurrentSplit
 from ..planner.explanation.explain import Explanation
 from ..planner.explanation.explain import explain as explain_plan
-from ..planner.explanation.explain_context import context_of
+from ..planner.explanation.explain_context import make_context
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from .load import as_plan, check_layers, profile_and_reference
@@ -76,4 +76,4 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
     check_layers(first, reference)
     folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
     machine, profiles = planned_machine(first, measured, folder)
-    return compare_plans(named, context_of(first, measured.chain(), machine, profiles))
+    return compare_plans(named, make_context(first, measured.chain(), machine, profiles))

@@ -13,10 +13,10 @@ from ..cost_models.document import read_text
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.measured_on import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
-from ..planner.fixed_partition import FixedPartition, given_plan
+from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan, ProfileReference
 from ..planner.plan_options import PlanOptions
-from ..planner.solve import problem_of
+from ..planner.solve import build_problem
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import notes_of, profiled_device, warnings_of
 from ..runtimes.reading.partition import Partition
@@ -128,8 +128,8 @@ def imported_plan(
     check_processor_seconds(profiled_device(profile), topology, options.seconds_of)
     file = options.machine["file"]
     profiles = own_profiles(topology, Path() if file is None else file.parent, options.seconds_of)
-    problem = problem_of(chain, topology, _wishes(read, given, options), reference, profiles)
-    return given_plan(
+    problem = build_problem(chain, topology, _wishes(read, given, options), reference, profiles)
+    return plan_partition(
         problem,
         given,
         model=profile.model,
@@ -178,7 +178,7 @@ def _micro_batches(read: Partition, given: FixedPartition, mini_batch: int | Non
     whole = read.samples * given.replicas
     if mini_batch % whole:
         raise UsageError(
-            f"a mini-batch of {mini_batch} does not divide into micro-batches of {read.samples} samples on "
+            f"a global batch of {mini_batch} does not divide into micro-batches of {read.samples} samples on "
             f"each of {given.replicas} replicas, as the partition says",
             "Give `micro_batches`, or another `mini_batch` or `replicas`.",
         )

@@ -10,7 +10,7 @@ from ..cost_models.layer import Chain
 from ..cost_models.machines.measured_on import PROCESSOR, check_processor_seconds_of
 from ..cost_models.machines.topology_options import described_topology, make_topology
 from ..cost_models.topology import Topology
-from ..planner.layout import Overrides, devices_needed, machine_of
+from ..planner.layout import Overrides, devices_needed, read_machine
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import profiled_device
@@ -34,7 +34,7 @@ def planned_machine(plan: Plan, profile: Profile, folder: Path) -> tuple[Topolog
     """
     topology = make_topology(
         gpus=devices_needed(plan, Overrides()),
-        file=machine_of(plan, "plan"),
+        file=read_machine(plan, "plan"),
         profiled=profiled_device(profile),
     )
     return topology, own_profiles(topology, folder)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ..profiler.loaded_model import LoadedModel
     from ..profiler.sweep import Progress
+    from ..profiler.user_model.loaded_model import LoadedModel
 
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
 
@@ -251,7 +251,7 @@ def _loaded(
         raise UsageError("a module is given without example_input", "Give a batch of its input as a tensor.")
     if input_shape is not None or classes is not None or settings:
         raise UsageError(
-            "input_shape, classes or settings are given with a module", "Leave them away: the module decides."
+            "input_shape, classes or settings are given with a module", "Omit them: the module decides."
         )
     return from_module(model, example_input)
 

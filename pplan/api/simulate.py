@@ -17,7 +17,7 @@ from ..cost_models.schedules import SCHEDULES, Program
 from ..cost_models.timeline import Timeline
 from ..cost_models.timeline import simulate as simulate_program
 from ..cost_models.topology import Topology
-from ..planner.layout import Overrides, devices_needed, machine_of
+from ..planner.layout import Overrides, devices_needed, read_machine
 from ..planner.plan_file import TIE, Plan
 from ..planner.simulated import simulate_plan
 from ..profiler.profile_file import Profile
@@ -66,7 +66,7 @@ def simulate(
     file = None if topology is None else arguments.path("topology", topology)
     machine = make_topology(
         gpus=devices_needed(made, overrides),
-        file=machine_of(made, "plan") if file is None else file,
+        file=read_machine(made, "plan") if file is None else file,
         profiled=profiled_device(measured),
     )
     if file is not None:
@@ -169,7 +169,7 @@ def _topology(read: PlanAndProfile, machine: Mapping[str, Any], file: Path | Non
     topology = make_topology(
         gpus=gpus,
         **machine,
-        file=file if another else machine_of(plan, str(read.plan_file)),
+        file=file if another else read_machine(plan, str(read.plan_file)),
         profiled=profiled_device(profile),
     )
     if another:

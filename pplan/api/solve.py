@@ -13,14 +13,14 @@ from ..cost_models.errors import UsageError
 from ..cost_models.machines.measured_on import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
 from ..planner.joint_search import BEST
-from ..planner.objectives.frontier import frontier_of
+from ..planner.objectives.frontier import build_frontier
 from ..planner.objectives.frontier_file import Frontier
 from ..planner.objectives.solved import solve_for
 from ..planner.plan_file import Plan, ProfileReference
 from ..planner.planners import planner_named
 from ..planner.problem import Problem
-from ..planner.solve import problem_of
-from ..planner.sweep import Sweep, points_of, solve_points
+from ..planner.solve import build_problem
+from ..planner.sweep import Sweep, list_points, solve_points
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import notes_of, profiled_device, warnings_of
 from .load import profile_and_reference
@@ -94,7 +94,7 @@ def make_problem(
     topology = make_topology(gpus=gpus, **machine.parts, file=machine.topology, profiled=profiled)
     check_processor_seconds(profiled, topology, wishes.seconds_of)
     own = own_profiles(topology, machine.folder, wishes.seconds_of)
-    return problem_of(measured.chain(), topology, wishes, reference, own)
+    return build_problem(measured.chain(), topology, wishes, reference, own)
 
 
 def frontier(
@@ -118,12 +118,12 @@ def frontier(
         if name in options:
             raise UsageError(
                 f"{name}={dict(options)[name]!r}: a frontier is of step time against memory",
-                f"Leave {name} away.",
+                f"Omit {name}.",
             )
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
     machine, wishes = options_from(options, MachineOptions, PlanOptions)
     problem = make_problem(measured, reference, machine, wishes)
-    found = frontier_of(
+    found = build_frontier(
         problem,
         model=measured.model,
         profile=reference,
@@ -159,7 +159,7 @@ def sweep(
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
     rows = solve_points(
         partial(_solved_point, measured, reference.file, reference.sha256, options),
-        points_of(grid),
+        list_points(grid),
         backend=arguments.word("backend", backend),
         jobs=arguments.optional_whole("jobs", jobs),
     )
@@ -188,7 +188,7 @@ def check_grid(grid: Any, options: Mapping[str, Any]) -> None:
             raise unknown_option(key, known, "solve")
     twice = next((key for key in grid if key in options), None)
     if twice is not None:
-        raise UsageError(f"{twice}: is in the grid and an option besides", "Leave one of the two away.")
+        raise UsageError(f"{twice}: is in the grid and an option besides", "Omit one of the two.")
     for key, values in grid.items():
         if isinstance(values, str) or not isinstance(values, Sequence):
             raise UsageError(

@@ -12,7 +12,7 @@ from torch import fx, nn
 from .granularity import Granularity
 from .graph import TracedGraph
 from .node_order import fed_by_inputs, operations
-from .rederiving import TensorSeen, rederive
+from .size_recovery import TensorSeen, rederive
 from .trial import Trial
 
 _MOVES = frozenset({

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
 
-from .rederiving import device_of
+from .size_recovery import device_of
 
 _CHECKS = (
     "_assert_tensor_metadata",

@@ -3,9 +3,9 @@
 What torch.export gives are operations of ATen with everything else baked in. Here calls of leaf modules are
 made whole again (remodule.py), parts that ran without gradients or under autocast are one call (regions.py),
 sizes that follow the batch stay symbolic, and a device that was the tensors' own is asked of a tensor
-(`device_of` of rederiving.py; any tensor of the graph will do). Every node's `meta["value_kind"]` is
+(`device_of` of size_recovery.py; any tensor of the graph will do). Every node's `meta["value_kind"]` is
 "tensor", "size" (a number), "device" or "other" (a tuple of tensors, say): only tensors may cross cuts,
-rederiving.py finds sizes and devices again.
+size_recovery.py finds sizes and devices again.
 
 The mode is baked where no leaf module holds it: `F.dropout(x, p, self.training)`, the dropout of
 `scaled_dot_product_attention`, an nn.LSTM's. So are dtypes: convert the model first.
@@ -30,17 +30,15 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils._pytree import tree_flatten
 
 from ...cost_models.errors import ModelError
-from ..copies import copied, copied_to_meta
-from ..inputs import ModelInput
-from ..out_of_memory import is_out_of_memory
-from ..user_code import first_line, user_line
-from .custom_functions import refused
+from ..user_model.copies import copied, copied_to_meta
+from ..user_model.failures import first_line, is_out_of_memory, user_line
+from ..user_model.loaded_model import ModelInput
 from .export_cleaning import ask_devices, drop_checks, drop_unused_sizes, value_kind, write_early
 from .flat_output import FlatOutput
 from .graph import TracedGraph
 from .regions import as_calls, bodies
 from .remodule import attribute, drop_aliases, leaf_calls_made_whole, path_of, tell_inputs_apart
-from .transformers_masks import masks_as_in_training
+from .tracing_patches import masks_as_in_training, refused
 
 _INSTEAD = (
     "Give granularity='module:PATTERN' with modules around what cannot be traced, "

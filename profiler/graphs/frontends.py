@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from ...cost_models.errors import ModelError
-from ..inputs import ModelInput
-from .checkpoints import checkpoints_noticed
-from .elements import element_graph, has_hooks, is_plain_sequential
+from ..user_model.loaded_model import ModelInput
 from .granularity import Granularity, refuse_unmatched
 from .graph import TracedGraph
+from .sequential_graph import element_graph, has_hooks, is_plain_sequential
 from .tracing import INSTEAD, called_with, container_paths, symbolic_graph
+from .tracing_patches import checkpoints_noticed
 from .trial import Trial, runs_on_meta
 
 _Frontend = Callable[[nn.Module, ModelInput, str], TracedGraph]

@@ -1,4 +1,4 @@
-"""A model's computation as one graph, whichever tool drew it."""
+"""A model's computation as one graph, whichever tool drew it, and a module that runs such a graph."""
 
 from __future__ import annotations
 
@@ -29,3 +29,44 @@ class TracedGraph:
     """Makes what the model returns of the output node's value; None: that is it."""
     recomputes: bool = False
     """Whether the model recomputes parts of itself (torch.utils.checkpoint), which the graph does not."""
+
+
+def graph_module(graph: fx.Graph, *sources: nn.Module, name: str = "GraphModule") -> fx.GraphModule:
+    """Runs `graph` with what it names, each taken from the first of `sources` that has it.
+
+    A buffer is part of the state where it is part of its source's. The mode is the first source's.
+    """
+    targets = [str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")]
+    having = {top: _first_having(top, sources) for top in (target.partition(".")[0] for target in targets)}
+    root = nn.Module()
+    root.training = sources[0].training
+    for top, source in having.items():
+        setattr(root, top, getattr(source, top))
+    module = fx.GraphModule(root, graph, name)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            top = str(node.target).partition(".")[0]
+            _keep_persistence(module, having[top], str(node.target))
+    return module
+
+
+def named(target: str, *sources: nn.Module) -> Any:
+    """The module or tensor of this dotted name, of the first of `sources` that has it."""
+    value: Any = _first_having(target.partition(".")[0], sources)
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _first_having(top: str, sources: tuple[nn.Module, ...]) -> nn.Module:
+    return next((source for source in sources if hasattr(source, top)), sources[-1])
+
+
+def _keep_persistence(module: nn.Module, source: nn.Module, target: str) -> None:
+    """GraphModule registers every tensor that is no parameter as a buffer of the state."""
+    path, _, field = target.rpartition(".")
+    owner, of_source = module.get_submodule(path), source.get_submodule(path)
+    if owner is of_source or field not in owner._buffers:
+        return
+    if field not in of_source._buffers or field in of_source._non_persistent_buffers_set:
+        owner._non_persistent_buffers_set.add(field)

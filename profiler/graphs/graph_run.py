@@ -11,12 +11,10 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from ..inputs import ModelInput
-from ..layer_failure import layer_failure
-from ..out_of_memory import is_out_of_memory
-from .graph import TracedGraph
-from .graph_module import named
-from .rederiving import seen
+from ..user_model.failures import is_out_of_memory, layer_failure
+from ..user_model.loaded_model import ModelInput
+from .graph import TracedGraph, named
+from .size_recovery import seen
 
 _CONVERSIONS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy"})
 

@@ -13,13 +13,11 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from ...cost_models.errors import ModelError
-from ..copies import copied, copied_to_meta
-from ..inputs import ModelInput
-from ..out_of_memory import is_out_of_memory
-from ..user_code import at_user_line, first_line
-from .custom_functions import kept_as_calls
-from .graph import TracedGraph
-from .graph_module import named
+from ..user_model.copies import copied, copied_to_meta
+from ..user_model.failures import at_user_line, first_line, is_out_of_memory
+from ..user_model.loaded_model import ModelInput
+from .graph import TracedGraph, named
+from .tracing_patches import kept_as_calls
 
 INSTEAD = (
     "Name modules of yours to be layers, as in granularity='module:PATTERN' (what is inside them is then "

@@ -14,14 +14,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...cost_models.errors import ModelError
-from ..copies import copied, copied_to_meta
-from ..inputs import ModelInput
-from ..out_of_memory import is_out_of_memory
-from ..seeding import seeded
-from .graph import TracedGraph
-from .graph_module import named
+from ..user_model.copies import copied, copied_to_meta
+from ..user_model.failures import is_out_of_memory
+from ..user_model.loaded_model import ModelInput
+from ..user_model.seeding import seeded
+from .graph import TracedGraph, named
 from .graph_run import GraphRun, run_graph
-from .rederiving import Seen, TensorSeen, seen
+from .size_recovery import Seen, TensorSeen, seen
 
 _MORE_SAMPLES = (1, 3)
 """Of further runs, above the first's: two tell what moves with the batch, three that it does so evenly."""

@@ -138,7 +138,7 @@ def _check_columns(place: Place, columns: Sequence[str]) -> None:
     _check_keys(place, columns, _COLUMNS)
     for time in _TIMES:
         if f"{time}_seconds" in columns and f"{time}_ms" in columns:
-            raise place.refusal(f"has {time}_seconds and {time}_ms", "Leave one of them away.")
+            raise place.refusal(f"has {time}_seconds and {time}_ms", "Omit one of them.")
     for column in _REQUIRED:
         if column not in columns and column.replace("_seconds", "_ms") not in columns:
             raise place.refusal(f"column {column} is missing", _EXAMPLE)
@@ -150,7 +150,7 @@ def _check_keys(place: Place, keys: Sequence[str] | _Pairs, known: Sequence[str]
         if name not in known:
             raise place.refusal(f"unknown column {shown(name)}", near(name, known))
         if name in names[:position]:
-            raise place.refusal(f"column {name} stands twice", "Leave one of them away.")
+            raise place.refusal(f"column {name} stands twice", "Omit one of them.")
 
 
 def _row(place: Place, values: Mapping[str, object]) -> Row:

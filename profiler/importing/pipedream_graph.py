@@ -124,7 +124,7 @@ def _figures(place: Place, text: str) -> dict[str, str]:
         if key not in _FIGURES:
             raise place.refusal(f"unknown key {shown(key)}", near(key, _FIGURES))
         if key in found:
-            raise place.refusal(f"{key} stands twice", "Leave one of them away.")
+            raise place.refusal(f"{key} stands twice", "Omit one of them.")
         found[key] = value
     for key in _FIGURES:
         if key not in found:

@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from ...cost_models.errors import ModelError, UsageError
-from ..user_code import at_user_line, first_line
+from ..user_model.failures import at_user_line, first_line
+from ..user_model.loaded_model import described
 
 _NAMED = 5
 """Callables of a module that an error names."""
@@ -78,13 +79,6 @@ def refuse_module(name: str) -> None:
         f"Name the factory too, as in {name}:{callables[0] if callables else 'FACTORY'}."
         + (has if callables else ""),
     )
-
-
-def described(value: object) -> str:
-    """What somebody returned instead of what was expected."""
-    if isinstance(value, tuple):
-        return f"a tuple of {', '.join(type(part).__name__ for part in value) or 'nothing'}"
-    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 def _is_path(module_name: str) -> bool:

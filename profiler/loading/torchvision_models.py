@@ -12,11 +12,9 @@ import torch
 from torch import nn
 
 from ...cost_models.errors import ModelError
-from ..inputs import ModelInput
-from ..loaded_model import LoadedModel, noise
-from ..out_of_memory import is_out_of_memory
-from ..seeding import seeded
-from ..user_code import first_line
+from ..user_model.failures import first_line, is_out_of_memory
+from ..user_model.loaded_model import LoadedModel, ModelInput
+from ..user_model.seeding import noise, seeded
 from .factories import refuse_module
 
 _DEFAULT_SIDE = 224

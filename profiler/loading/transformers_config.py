@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ...cost_models.errors import FileError, ModelError, UsageError
-from ..user_code import first_line
+from ..user_model.failures import first_line
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "layers": (

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...cost_models.errors import MachineError, ModelError
-from ..inputs import ModelInput
-from ..out_of_memory import is_out_of_memory
-from ..seeding import seeded
-from ..user_code import at_user_line, first_line
+from ..user_model.failures import at_user_line, first_line, is_out_of_memory
+from ..user_model.loaded_model import ModelInput
+from ..user_model.seeding import seeded
 from .repeated_blocks import block_patterns, order_of_calls, registered_order
 from .transformers_config import configured, size_of
 from .transformers_session import transformers_session

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...cost_models.errors import MachineError
-from ..user_code import first_line
+from ..user_model.failures import first_line
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...profiler.inputs import ModelInput
+from ...profiler.user_model.loaded_model import ModelInput
 from .cut_tensors import CutTensor, add_zero_gradients, attach_all, pack_tensor
 from .input_form import InputForm
 from .stage_shapes import trace_shapes

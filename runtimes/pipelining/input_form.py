@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...cost_models.errors import UsageError
-from ...profiler.inputs import ModelInput
+from ...profiler.user_model.loaded_model import ModelInput
 
 
 @dataclass(frozen=True)

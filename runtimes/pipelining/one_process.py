@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...cost_models.errors import ExportError, MachineError, UsageError
-from ...profiler.inputs import ModelInput
+from ...profiler.user_model.loaded_model import ModelInput
 from ..formats.export_document import stage_bounds
 from ..formats.pipe_export import PipeExport
 from .cut_hooks import guard_cuts

@@ -8,10 +8,10 @@ from itertools import pairwise
 from torch import nn
 
 from ...cost_models.errors import ExportError
-from ...profiler.held_earlier import tensors_used
-from ...profiler.inputs import ModelInput
-from ...profiler.layer_sequential import LayerSequential
+from ...profiler.chain.layer_sequential import LayerSequential
+from ...profiler.chain.shared_parameters import tensors_used
 from ...profiler.sequential import sequential
+from ...profiler.user_model.loaded_model import ModelInput
 from ..formats.export_document import ExportDocument, check_layers
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...profiler.copies import copied_to_meta
+from ...profiler.user_model.copies import copied_to_meta
 from .cut_tensors import CutTensor
 from .input_form import InputForm
 from .stage_module import StageModule

@@ -37,14 +37,10 @@ def written(keywords: Any) -> dict[str, str]:
     made = dict[str, str]()
     for base in keywords.__orig_bases__:
         made |= written(base) if base is not typing.TypedDict else {}
-    own = {
-        name: getattr(value, "__forward_arg__", str(value))
-        for name, value in keywords.__annotations__.items()
-    }
-    return made | {
-        name: value.removeprefix("Required[").removesuffix("]") if value.startswith("Req") else value
-        for name, value in own.items()
-    }
+    for name, value in keywords.__annotations__.items():
+        text = getattr(value, "__forward_arg__", str(value))
+        made[name] = text.removeprefix("Required[").removesuffix("]") if text.startswith("Required") else text
+    return made
 
 
 KEYWORDS = written(SolveKeywords)

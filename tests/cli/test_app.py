@@ -168,7 +168,7 @@ def test_a_defect_asks_for_a_report(run: Run, solve_raises: Callable[..., None])
     ran = run("solve", "--gpus", "2")
     assert ran.status == 1
     assert ran.out == ""
-    assert ran.lines[1] == "pplan: a defect of pplan: ZeroDivisionError: by zero"
+    assert ran.lines[1] == "pplan: internal error: ZeroDivisionError: by zero"
     assert "report" in ran.lines[2]
     assert "--debug" in ran.lines[2]
     assert len(ran.lines) == 3
@@ -243,7 +243,8 @@ def test_a_reader_that_has_gone_is_no_error(here: Path, plan: Plan) -> None:
     shown.stdout.close()
     err = shown.stderr.read().decode()
     shown.stderr.close()
-    assert (shown.wait(timeout=60), err) == (0, "Using toy.plan.json (newest profile or plan here)\n")
+    assert shown.wait(timeout=60) == 0
+    assert err == "Using toy.plan.json (newest profile or plan in this directory)\n"
 
 
 def test_a_full_standard_output(here: Path, plan: Plan) -> None:

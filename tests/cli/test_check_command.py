@@ -148,12 +148,12 @@ def test_a_plan_and_the_even_split(
         "(-20.0 %)",
         "2 processes of torch.distributed.pipelining over gloo on some CPU; trained for real, median of 3",
         "even split",
-        "The plan is 1.00 x faster than the even split, measured.",
+        "The plan is as fast as the even split, measured.",
         "The losses of 2 steps are the plain model's (difference 0.0e+00).",
         "1.00 GiB",
     ):
         assert shown in ran.out
-    assert ran.lines[0] == "Using toy.plan.json (newest plan here)"
+    assert ran.lines[0] == "Using toy.plan.json (newest plan in this directory)"
     assert ran.lines[1].startswith("Predicted, plan: ")
     assert ran.lines[-1] == "Wrote toy.check.json"
     found = Check.load(here / "toy.check.json")

@@ -87,7 +87,7 @@ def test_fail_above_is_of_the_samples(run: Run, here: Path, files: Plan) -> None
     ran = run("compare", "half.plan.json", "a.plan.json", "--fail-above", "99%")
     assert ran.status == 4
     assert "100.0 % slower" in ran.err
-    assert "mini-batch of 64, half.plan.json of 32" in " ".join(ran.out.split())
+    assert "global batch 64, half.plan.json 32" in " ".join(ran.out.split())
 
 
 def test_the_planners_under_a_plans_wishes(run: Run, here: Path, profile: Profile) -> None:
@@ -96,7 +96,7 @@ def test_the_planners_under_a_plans_wishes(run: Run, here: Path, profile: Profil
     plan.save(here / "even.plan.json", force=False)
     ran = run("compare", "--json")
     assert ran.status == 0
-    assert ran.lines == ["Using even.plan.json (newest plan here)"]
+    assert ran.lines == ["Using even.plan.json (newest plan in this directory)"]
     made = Comparison.model_validate(json.loads(ran.out))
     rows = {row.name: row for row in made.rows[1:]}
     assert set(rows) == {"best", *PLANNERS}

@@ -176,7 +176,7 @@ def test_no_figure_is_cut_at_any_width(explanation: Explanation, width: int, ter
 def test_the_answer_says_what_is_better(explanation: Explanation) -> None:
     better = explanation.model_copy(update={"better": explanation.second_best.plan})
     assert answer_lines(better)[-1] == (
-        "It is not the best for its wishes: 3 stages of 5-4-3 layers, 16 x 4, 1f1b takes 655 ms, "
+        "It is not the best for its options: 3 stages of 5-4-3 layers, 16 x 4, 1f1b takes 655 ms, "
         "0.8 % slower."
     )
     limits = explanation.limits.model_copy(update={"without_memory_limit": None})
@@ -198,7 +198,7 @@ def planned(here: Path, profile: Profile) -> Plan:
 def test_explains_the_newest_plan(run: Run, planned: Plan) -> None:
     ran = run("explain", "--json")
     assert ran.status == 0, ran.err
-    assert ran.lines == ["Using toy.plan.json (newest plan here)"]
+    assert ran.lines == ["Using toy.plan.json (newest plan in this directory)"]
     made = json.loads(ran.out)
     assert made["plan"]["step_seconds"] == pytest.approx(planned.prediction.step_seconds)
     assert made["plan"]["balance"] == planned.balance
@@ -206,7 +206,7 @@ def test_explains_the_newest_plan(run: Run, planned: Plan) -> None:
     assert Explanation.model_validate(made) == pplan.explain("toy.plan.json", "toy.profile.json")
     shown = run("explain", "toy.plan.json")
     assert shown.out.startswith("A step of toy takes ")
-    assert "How far the answer holds" in shown.out
+    assert "Sensitivity" in shown.out
     assert shown.lines == []
 
 

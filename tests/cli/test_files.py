@@ -30,7 +30,7 @@ def files(here: Path, profile: Profile, plan: Plan) -> Path:
 
 def test_show_takes_the_newest_of_either(run: Run, files: Path) -> None:
     ran = run("show")
-    assert (ran.status, ran.lines) == (0, ["Using toy.plan.json (newest profile or plan here)"])
+    assert (ran.status, ran.lines) == (0, ["Using toy.plan.json (newest profile or plan in this directory)"])
     assert ran.out.startswith("A pipeline of 3 stages")
     assert "Memory of one device, stages 0 to 2" in ran.out
     os.utime(files / "toy.profile.json", (1e9 + 5, 1e9 + 5))
@@ -119,7 +119,7 @@ def test_a_folder_is_not_a_file(run: Run, here: Path) -> None:
 def test_export_says_what_it_took_instead(run: Run, files: Path) -> None:
     ran = run("export", "torchgpipe")
     assert ran.status == 0, ran.err
-    assert ran.lines[0] == "Using toy.plan.json (newest plan here)"
+    assert ran.lines[0] == "Using toy.plan.json (newest plan in this directory)"
     assert "torchgpipe cannot run the plan itself" in ran.lines[1]
     assert ran.lines[2:] == ["Wrote toy.torchgpipe.json"]
     assert "balance: 1, 1, 1, 1, 2, 2, 2, 2" in ran.out

@@ -212,9 +212,9 @@ def test_values_a_stage_tell_their_number(found: Found) -> None:
             "Use fewer stages",
         ),
         ("--actions", "simulate --actions: without --json", "pplan simulate --json --actions"),
-        ("--profile a.json", "simulate: both --profile a.json and costs", "leave one of the two"),
-        ("--bandwidth 1GB/s", "simulate: both --bandwidth 1GB/s and costs", "leave one of the two"),
-        ("a.plan.json", "simulate: both PLAN a.plan.json and costs", "leave one of the two"),
+        ("--profile a.json", "simulate: both --profile a.json and costs", "omit one of the two"),
+        ("--bandwidth 1GB/s", "simulate: both --bandwidth 1GB/s and costs", "omit one of the two"),
+        ("a.plan.json", "simulate: both PLAN a.plan.json and costs", "omit one of the two"),
         ("--trace no/t.json", "no/t.json: the folder no does not exist", "another place with --trace"),
         ("--svg .", ".: is a folder", "Name a file with --svg."),
         ("--svg a --trace a", "--trace and --svg a: the same file", "Name two files."),
@@ -279,14 +279,14 @@ def test_the_newest_plan(run: Run, planned: Plan) -> None:
     del planned
     ran = run("simulate")
     assert ran.status == 0
-    assert ran.lines == ["Using toy.plan.json (newest plan here)"]
+    assert ran.lines == ["Using toy.plan.json (newest plan in this directory)"]
 
 
 def test_no_plan(run: Run) -> None:
     ran = run("simulate")
     assert ran.status == 2
     assert ran.lines == [
-        "pplan: no plan named, and no *.plan.json here",
+        "pplan: no plan named, and no *.plan.json in this directory",
         "  Name one, or make one first, as in: pplan solve --gpus 8; or give costs: --forward-ms 18.5 "
         "--backward-ms 37",
     ]
@@ -393,7 +393,7 @@ def test_a_kind_of_device_with_a_profile_of_its_own(run: Run, here: Path, planne
     ("options", "what"),
     [
         ("--stages 12", "--stages 12: the allowed cuts make at most 11 parts"),
-        ("--micro-batches 5", "--micro-batches 5: a mini-batch of 32 does not divide into so many"),
+        ("--micro-batches 5", "--micro-batches 5: a global batch of 32 does not divide into so many"),
         ("--schedule chimera", "--stages 3: chimera needs an even number"),
         ("--bandwidth 3", "--bandwidth 3: the unit is missing"),
     ],

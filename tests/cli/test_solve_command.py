@@ -116,7 +116,7 @@ def test_writes_the_plan_with_its_origin(
     ran = run("solve", "--gpus", "8")
     assert asked
     assert ran.out.startswith("A pipeline of 3 stages over 6 GPUs is the fastest: ")
-    assert ran.lines == ["Using toy.profile.json (newest profile here)", "Wrote toy.plan.json"]
+    assert ran.lines == ["Using toy.profile.json (newest profile in this directory)", "Wrote toy.plan.json"]
     made_by = Plan.load(here / "toy.plan.json").made_by
     assert made_by.command == "pplan solve --gpus 8"
     assert (made_by.torch, made_by.cuda) == (profile.made_by.torch, profile.made_by.cuda)

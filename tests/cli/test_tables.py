@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pplan.cli.ledger_table import planned_memory, print_ledger
-from pplan.cli.plan_tables import answer_lines, print_plan
+from pplan.cli.plan_answer import answer_lines
+from pplan.cli.plan_tables import print_plan
 from pplan.cli.profile_tables import print_profile
 from pplan.cli.table_style import figure, table, text, word
 from pplan.cost_models.document import MadeBy
@@ -245,8 +246,8 @@ def test_names_do_not_steer_the_terminal(plan: Plan, profile: Profile, terminal:
 @pytest.mark.parametrize(
     ("low", "high", "shown"),
     [
-        (0.012, 0.0131, "Step 12.4 ms (12.0 to 13.1 ms in 8 of 10 cases), "),
-        (0.0009, 0.0131, "Step 12.4 ms (900 µs to 13.1 ms in 8 of 10 cases), "),
+        (0.012, 0.0131, "Step 12.4 ms (80 % interval 12.0 to 13.1 ms), "),
+        (0.0009, 0.0131, "Step 12.4 ms (80 % interval 900 µs to 13.1 ms), "),
         (0.0124001, 0.0124002, "Step 12.4 ms, "),
         (None, None, "Step 12.4 ms, "),
     ],

@@ -78,7 +78,7 @@ def test_the_default_mini_batch_is_the_second_line(profile: Profile, here: Path,
     lines = run("solve", "--gpus", "2").out.splitlines()
     plan = pplan.load_plan(here / "toy.plan.json")
     assert plan.mini_batch == 64
-    assert lines[1].startswith("Mini-batch 64, 32 samples a GPU, as none was given; with 32: ")
+    assert lines[1].startswith("Global batch 64, 32 samples a GPU, as none was given; with 32: ")
     assert plan.default_mini_batch is not None
     assert [other.mini_batch for other in plan.default_mini_batch.others] == [32, 128]
     given = run("solve", "--gpus", "2", "--mini-batch", "64", "--force").out

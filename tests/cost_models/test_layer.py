@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.layer import Chain, joined
+from pplan.cost_models.layer import Chain, list_cut_points
 
 
 def chain(sizes: tuple[int, ...], seconds: list[list[float]], cut_after: list[bool] | None = None) -> Chain:
@@ -112,7 +112,7 @@ def test_sizes_below_one_sample_are_refused() -> None:
 
 def test_blocks_and_stages() -> None:
     parted = chain((1,), [[1.0]] * 5, [True, False, False, True, False])
-    assert joined(parted) == (0, 1, 4, 5)
+    assert list_cut_points(parted) == (0, 1, 4, 5)
     assert parted.max_stages == 3
 
 

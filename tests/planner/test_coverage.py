@@ -18,7 +18,7 @@ from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner import joint_search as finding
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.coverage import as_searched, is_searched
-from pplan.planner.joint_search import find, joint_search, planned_by, searched, with_bound
+from pplan.planner.joint_search import find, joint_search, plan_with, run_search, with_bound
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solved import solve_for
 from pplan.planner.pipeline_config import SEARCHED
@@ -152,7 +152,7 @@ class TestAPlannersOtherPlacement:
         self, seed: int, make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         problem = self.made(seed, make_chain)
-        space, dapple = searched(problem), planned_by(PLANNERS["dapple"], problem)
+        space, dapple = run_search(problem), plan_with(PLANNERS["dapple"], problem)
         assert isinstance(dapple, ScoredPlan)
         assert space.exact
         assert dapple.step_seconds < 0.98 * space.bound_seconds
@@ -193,7 +193,7 @@ def test_no_other_assignment_of_the_devices_is_faster(seed: int, make_chain: Mak
     other = fastest(problem.space, others)
     assert other is not None
     assert best.step_seconds <= other.step_seconds * (1 + 1e-9)
-    in_order = searched(problem)
+    in_order = run_search(problem)
     assert in_order.exact
     assert answer.found.exact == (best.step_seconds >= in_order.bound_seconds * (1 - 1e-9))
 
@@ -242,7 +242,7 @@ def test_devices_that_are_alike_are_searched(make_chain: MakeChain) -> None:
 def test_no_bound_is_lowered_to_a_step(make_chain: MakeChain) -> None:
     """A plan of the searched space below the search's bound: one of the two is wrong."""
     problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), PlanOptions(mini_batch=4))
-    found = searched(problem)
+    found = run_search(problem)
     assert found.best is not None
     wrong = SearchResult(found.best, 2 * found.bound_seconds, found.bound_seconds, exact=True)
     with pytest.raises(DefectError, match="is below its bound"):

@@ -11,7 +11,7 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.fixed_partition import FixedPartition, given_plan
+from pplan.planner.fixed_partition import FixedPartition, plan_partition
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
@@ -25,7 +25,7 @@ PROFILE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 def plan_of(chain: Chain, topology: Topology, given: FixedPartition, **wishes: object) -> Plan:
     problem = Problem(chain, topology, PlanOptions(**{"mini_batch": 16, **wishes}))  # type: ignore[arg-type]
-    return given_plan(problem, given, model="toy", profile=PROFILE)
+    return plan_partition(problem, given, model="toy", profile=PROFILE)
 
 
 @pytest.mark.parametrize(

@@ -91,14 +91,14 @@ def test_wishes_that_leave_no_plan_whatever_the_memory(
     pinned = PlanOptions(mini_batch=8, pins=(("layer3", 7),))
     for wishes in (pinned, PlanOptions(mini_batch=8, cut_after=("layer1", "layer2", "layer3"))):
         error = refused(Problem(chain, make_topology(2), wishes))
-        assert error.what == "no plan is left by these wishes, whatever the memory"
+        assert error.what == "no plan is allowed by these options, whatever the memory"
         assert error.hint == f"Leave out {'`pins`' if wishes.pins else '`cut_after`'}."
 
 
 def test_a_planner_that_makes_none(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain = make_chain(3, 8, cuts=1.1)
     error = refused(Problem(chain, make_topology(2), PlanOptions(mini_batch=8, planner="megatron")))
-    assert error.what == "planner='megatron': the names of the layers tell no transformer blocks"
+    assert error.what == "planner='megatron': no transformer blocks recognised"
     assert error.hint.startswith("Without `planner` there is one: ")
     one_gpu = PlanOptions(mini_batch=8, planner="one-gpu")
     error = refused(Problem(chain, make_topology(4, memory=500), one_gpu))

@@ -16,7 +16,7 @@ from pplan.planner.joint_search import find
 from pplan.planner.pipeline_config import SEARCHED, PipelineConfig
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import ASYNCHRONOUS, PlanOptions
-from pplan.planner.plan_stages import planned_stages
+from pplan.planner.plan_stages import plan_stages
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import busiest_seconds, fastest
 from pplan.planner.search.branch_and_bound import SearchResult
@@ -114,7 +114,7 @@ def test_ledgers_are_those_that_the_search_takes(
         plan = fastest(space, [proposal])
         assert plan is not None
         for mode in ("never", "always"):
-            stages = planned_stages(space, replace(plan, recompute=(mode,) * 3))
+            stages = plan_stages(space, replace(plan, recompute=(mode,) * 3))
             for index, (stage, (first, end)) in enumerate(zip(stages, proposal.bounds, strict=True)):
                 team = space.team(4, proposal.devices[index])
                 at = team.table.cut_points.index(first), team.table.cut_points.index(end)

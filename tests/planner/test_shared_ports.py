@@ -19,8 +19,8 @@ from pplan.planner.joint_search import find
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.scoring import assembly_of
-from pplan.planner.search.pipelines import pipelines_of
+from pplan.planner.scoring import assemble
+from pplan.planner.search.pipelines import build_pipelines
 from pplan.planner.search.space import Space
 
 MakeChain = Callable[..., Chain]
@@ -91,10 +91,10 @@ def test_the_searchs_steps_are_those_of_the_simulator(seed: int, make_chain: Mak
     space = Space(chain=chain, topology=topology, optimizer="sgd")
     proposals = random_proposals(rng, topology, chain, 12)
     modes = nothing_again(proposals)
-    pipelines = pipelines_of(space, proposals, modes)
+    pipelines = build_pipelines(space, proposals, modes)
     steps = pipelines.step_seconds()
     for proposal, own, step in zip(proposals, modes, steps, strict=True):
-        made = assembly_of(space, proposal, own)
+        made = assemble(space, proposal, own)
         assert simulate(made.program, made.costs()).step_seconds == pytest.approx(step, rel=1e-12)
         assert step >= bytes_through_ports(made) * (1 - 1e-12)
     alone = np.array([pipelines.some(np.array([row])).step_seconds()[0] for row in range(len(steps))])
@@ -114,7 +114,7 @@ def test_shared_ports_only_make_a_step_longer(make_chain: MakeChain) -> None:
         chain, topology = make_chain(seed, 8, cuts=1.0), machine(8, 4, 4)
         space = Space(chain=chain, topology=topology, optimizer="sgd")
         proposals = random_proposals(np.random.default_rng(seed), topology, chain, 6)
-        pipelines = pipelines_of(space, proposals, nothing_again(proposals))
+        pipelines = build_pipelines(space, proposals, nothing_again(proposals))
         shared = pipelines.step_seconds()
         alone = pipelines.without_sharing().step_seconds()
         assert (shared >= alone * (1 - 1e-12)).all()
@@ -131,12 +131,12 @@ def test_the_step_holds_what_a_nodes_port_must_carry(make_chain: MakeChain) -> N
     space = Space(chain=chain, topology=topology, optimizer="sgd")
     devices = tuple((stage, stage + 8) for stage in range(8))
     ends = tuple(2 * stage + 2 for stage in range(8))
-    made = assembly_of(space, Proposal(PipelineConfig("1f1b", "never", 8, 2), ends, devices), ["never"] * 8)
+    made = assemble(space, Proposal(PipelineConfig("1f1b", "never", 8, 2), ends, devices), ["never"] * 8)
     card = float(chain.trainable_bytes.sum()) / 20.0
     step = simulate(made.program, made.costs()).step_seconds
     assert step >= card
     answer = find(Problem(chain, topology, PlanOptions(mini_batch=16, time_limit=5.0)))
     assert answer.best is not None
-    best = assembly_of(space, answer.best.proposal, answer.best.recompute)
+    best = assemble(space, answer.best.proposal, answer.best.recompute)
     assert answer.best.step_seconds >= bytes_through_ports(best) * (1 - 1e-12)
     assert answer.best.step_seconds <= step * (1 + 1e-12)

@@ -230,7 +230,7 @@ def test_the_counter_peaks_at_the_ledger(chain: Chain, plan: Plan, make_topology
     ("overrides", "what", "hint"),
     [
         (Overrides(stages=13), "stages 13: the allowed cuts make at most", "fewer stages"),
-        (Overrides(micro_batches=5), "micro-batches 5: a mini-batch of 16", "1, 2, 4, 8, 16"),
+        (Overrides(micro_batches=5), "micro-batches 5: a global batch of 16", "1, 2, 4, 8, 16"),
         (Overrides(micro_batches=2**15), "micro-batches 32768", "fewer"),
         (Overrides(schedule="chimera", stages=3), "stages 3: chimera", "2 or 4"),
         (Overrides(schedule="interleaved", micro_batches=2), "micro-batches 2: interleaved", "4"),

@@ -14,9 +14,9 @@ from pplan.cost_models.communication import exposed_all_reduce_seconds
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
-from pplan.planner.alternatives import alternatives_of
+from pplan.planner.alternatives import find_alternatives
 from pplan.planner.candidate import ScoredPlan, linear_pipeline
-from pplan.planner.joint_search import JointSearchResult, planned_by
+from pplan.planner.joint_search import JointSearchResult, plan_with
 from pplan.planner.pipeline_config import SEARCHED
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
@@ -112,10 +112,10 @@ def test_alternatives_where_an_interleaved_plan_is_the_best(
     """As asked of its planner; of the other schedules nothing is proven by it."""
     chain, topology = make_chain(2, 8, cuts=1.1), make_topology(2)
     own = problem(chain, topology, mini_batch=8, schedule="interleaved")
-    best = planned_by(PLANNERS["interleaved"], own)
+    best = plan_with(PLANNERS["interleaved"], own)
     assert isinstance(best, ScoredPlan)
     found = SearchResult(best, best.step_seconds, best.step_seconds, exact=True)
-    made = alternatives_of(
+    made = find_alternatives(
         problem(chain, topology, mini_batch=8), JointSearchResult(found, {"interleaved": best})
     )
     assert {"deepspeed", "torch"} <= {name for other in made for name in other.runtimes}
@@ -214,7 +214,7 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
     [
         ({"mini_batch": 0}, "mini_batch=0: must be at least 1"),
         ({"mini_batch": 64, "micro_batches": 0}, "micro_batches=0: must be at least 1"),
-        ({"mini_batch": 64, "micro_batches": 5}, "micro_batches=5: a mini-batch of 64 does not divide"),
+        ({"mini_batch": 64, "micro_batches": 5}, "micro_batches=5: a global batch of 64 does not divide"),
         ({"mini_batch": 10**20}, "in at most 16384 micro-batches"),
         ({"mini_batch": 10**20, "micro_batches": 7}, "does not divide into so many"),
         (

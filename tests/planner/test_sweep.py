@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.errors import InfeasibleError, MachineError, UsageError
 from pplan.planner.plan_file import Plan, PlannedStage, Prediction, ProfileReference
-from pplan.planner.sweep import points_of, row_of, solve_points
+from pplan.planner.sweep import list_points, make_row, solve_points
 
 
 def made(gpus: int, size: int = 1, **others: Any) -> Plan:
@@ -48,7 +48,7 @@ def made(gpus: int, size: int = 1, **others: Any) -> Plan:
 
 
 def test_the_last_key_changes_fastest() -> None:
-    assert points_of({"gpus": [4, 2], "size": [1, 8]}) == [
+    assert list_points({"gpus": [4, 2], "size": [1, 8]}) == [
         {"gpus": 4, "size": 1},
         {"gpus": 4, "size": 8},
         {"gpus": 2, "size": 1},
@@ -61,12 +61,12 @@ def test_the_last_key_changes_fastest() -> None:
 )
 def test_grids_that_cannot_be(grid: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="sweep"):
-        points_of(grid)
+        list_points(grid)
 
 
 def test_every_row_is_the_point_solved_alone() -> None:
     """In this process: others could not import this file."""
-    points = points_of({"gpus": [4, 3, 1], "size": [8, 2]})
+    points = list_points({"gpus": [4, 3, 1], "size": [8, 2]})
     rows = solve_points(made, points, jobs=1)
     assert [row.point for row in rows] == points
     for point, row in zip(points, rows, strict=True):
@@ -74,26 +74,26 @@ def test_every_row_is_the_point_solved_alone() -> None:
             assert row.reason == "does not fit"
             assert row.step_seconds is None
         else:
-            assert row == row_of(point, made(**point))
+            assert row == make_row(point, made(**point))
             assert row.step_seconds == point["size"] / point["gpus"]
             assert row.memory_bytes == 1000 * point["gpus"]
 
 
 def test_an_error_of_some_points_is_their_rows_reason() -> None:
-    rows = solve_points(made, points_of({"gpus": [5, 1]}), jobs=1)
+    rows = solve_points(made, list_points({"gpus": [5, 1]}), jobs=1)
     assert [row.reason for row in rows] == ["five is refused", None]
 
 
 def test_an_error_of_all_points_is_raised() -> None:
     with pytest.raises(UsageError, match="five is refused"):
-        solve_points(partial(made, 5), points_of({"size": [1, 2]}), jobs=1)
-    rows = solve_points(partial(made, 3), points_of({"size": [1, 2]}), jobs=1)
+        solve_points(partial(made, 5), list_points({"size": [1, 2]}), jobs=1)
+    rows = solve_points(partial(made, 3), list_points({"size": [1, 2]}), jobs=1)
     assert {row.reason for row in rows} == {"does not fit"}
 
 
 def test_a_backend_that_is_unknown() -> None:
     with pytest.raises(UsageError, match="backend='slurm': not known"):
-        solve_points(made, points_of({"gpus": [1, 2]}), backend="slurm")
+        solve_points(made, list_points({"gpus": [1, 2]}), backend="slurm")
 
 
 @pytest.mark.parametrize(("backend", "package"), [("dask", "distributed"), ("ray", "ray")])
@@ -104,6 +104,6 @@ def test_a_backend_that_is_missing_is_named_with_its_extra(
         monkeypatch.setitem(sys.modules, name, None)
     solve: Callable[..., Plan] = made
     with pytest.raises(MachineError) as caught:
-        solve_points(solve, points_of({"gpus": [1, 2]}), backend=backend)
+        solve_points(solve, list_points({"gpus": [1, 2]}), backend=backend)
     assert package in caught.value.what
     assert f"pplan[{backend}]" in caught.value.hint

@@ -17,7 +17,7 @@ from pplan.planner.plan_file import ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.search.budget import SearchBudget
-from pplan.planner.solve import plan_of
+from pplan.planner.solve import build_plan
 
 
 @dataclass
@@ -88,7 +88,7 @@ def test_a_plan_for_very_many_devices_needs_no_time_at_all() -> None:
     assert answer.best is not None
     assert answer.best.proposal.used > 1
     assert clock.looks < 400  # each look is a step of something that then ended
-    plan = plan_of(problem, answer, model="m", profile=ProfileReference(file="p", sha256=""))
+    plan = build_plan(problem, answer, model="m", profile=ProfileReference(file="p", sha256=""))
     assert any("the time limit of 1 s ended the search" in said for said in plan.warnings)
     assert plan.prediction.lower_bound_seconds <= plan.prediction.step_seconds
 

@@ -21,7 +21,7 @@ from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.scoring import assembly_of, possible
+from pplan.planner.scoring import assemble, possible
 from pplan.planner.universal_bound import universal_bound, work_bound
 
 MakeChain = Callable[..., Chain]
@@ -80,7 +80,7 @@ def every_step(problem: Problem) -> Iterator[float]:
             proposal = Proposal(own, (*inner, layers), devices)
             if possible(problem.space, proposal):
                 mode: Recompute = "always" if config.recompute == "always" else "never"
-                made = assembly_of(problem.space, proposal, [mode] * len(devices))
+                made = assemble(problem.space, proposal, [mode] * len(devices))
                 yield float(step_seconds(made.program, made.costs())[0])
 
 

@@ -21,7 +21,7 @@ from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import ReplicaExchange
-from pplan.planner.scoring import assembly_of, fastest
+from pplan.planner.scoring import assemble, fastest
 from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.simulated import simulate_plan
 from pplan.planner.solve import bare_plan
@@ -155,7 +155,7 @@ def test_states_shrink_and_the_network_pays(make_chain: MakeChain, make_topology
     needs, steps = [], []
     for zero in range(4):
         space = Problem(chain, topology, wished(zero, mini_batch=8), "bfloat16").space
-        made = assembly_of(space, proposal, ["never"])
+        made = assemble(space, proposal, ["never"])
         needs.append({name: round(amount, 6) for name, amount in made.ledger(0).items()})
         found = fastest(space, [proposal])
         assert found is not None

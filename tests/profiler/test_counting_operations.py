@@ -11,14 +11,14 @@ import torchvision
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pplan.profiler.clocks import CpuClock
-from pplan.profiler.copies import copied_to_meta
+from pplan.profiler.chain.layers import chain_of
 from pplan.profiler.counting_operations import LayerOperations, Operation, counted_operations
-from pplan.profiler.layers import chain_of
-from pplan.profiler.losses import loss_named
+from pplan.profiler.measurement_target import Subject
 from pplan.profiler.models import from_module
+from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.structure import counted
-from pplan.profiler.subject import Subject
+from pplan.profiler.user_model.copies import copied_to_meta
+from pplan.profiler.user_model.losses import loss_named
 
 
 def operations(

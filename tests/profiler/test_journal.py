@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pplan.profiler.backward_parts import PartTimes
 from pplan.profiler.journal import CountedBytes, Journal, KeptSize, read
 from pplan.profiler.memory.workspace import LossWorkspace, StepMemory
-from pplan.profiler.stamps import LayerTimes, LossTimes
-from pplan.profiler.timing import WholeTimes
+from pplan.profiler.passes.backward_parts import PartTimes
+from pplan.profiler.passes.layer_stamps import LayerTimes, LossTimes
+from pplan.profiler.passes.timing import WholeTimes
 
 COUNTED = CountedBytes(
     saved_bytes=[4, 8],

@@ -100,7 +100,7 @@ def test_what_shows_no_link_is_refused(sizes: list[int], seconds: list[float], w
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys, pplan.profiler.measured_links, pplan.profiler.launched\n"
+        "import sys, pplan.profiler.measured_links, pplan.profiler.torchrun_env\n"
         "sys.exit('torch was loaded' if 'torch' in sys.modules else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,8 +10,8 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.machines.topology_file import load_topology
 from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
-from pplan.profiler.launched import launched
 from pplan.profiler.measured_links import MeasuredLinks, Member, PairTimes
+from pplan.profiler.torchrun_env import launched
 
 SIZES = [1024, 65536, 2**20, 2**24]
 INSIDE, BETWEEN = (5e-6, 300e9), (25e-6, 12.5e9)

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.inputs import ModelInput
-from pplan.profiler.layer_sequential import LayerSequential
-from pplan.profiler.layers import chain_of
+from pplan.profiler.chain.layer_sequential import LayerSequential
+from pplan.profiler.chain.layers import chain_of
 from pplan.profiler.sequential import sequential, state_dict_names
+from pplan.profiler.user_model.loaded_model import ModelInput
 
 
 def nested() -> nn.Module:

@@ -17,16 +17,16 @@ from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
 from torchvision.models.vision_transformer import VisionTransformer
 
-from pplan.profiler.clocks import CpuClock
-from pplan.profiler.copies import copied, copied_to_meta
-from pplan.profiler.layers import chain_of
+from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.measurement_target import Subject
 from pplan.profiler.memory import meta_attention
 from pplan.profiler.models import from_module
-from pplan.profiler.modes import Modes
+from pplan.profiler.passes.clocks import CpuClock
+from pplan.profiler.passes.modes import Modes
 from pplan.profiler.size_result import SizeResult
 from pplan.profiler.size_run import SizeRun
 from pplan.profiler.structure import as_on_the_cpu, counted
-from pplan.profiler.subject import Subject
+from pplan.profiler.user_model.copies import copied, copied_to_meta
 
 SIZE = 2
 Bytes = dict[str, tuple[int, ...]]

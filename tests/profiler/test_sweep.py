@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from pplan.cost_models.errors import MachineError, ModelError
 from pplan.profiler import size_run as size_run_module
 from pplan.profiler import sweep as sweep_module
-from pplan.profiler.backward_parts import run_parts
-from pplan.profiler.inputs import ModelInput
-from pplan.profiler.layers import Layer, LayerChain, chain_of
-from pplan.profiler.loaded_model import LoadedModel
-from pplan.profiler.losses import Loss
-from pplan.profiler.modes import Modes
+from pplan.profiler.chain.layers import Layer, LayerChain, chain_of
+from pplan.profiler.measurement_target import Subject
+from pplan.profiler.passes.backward_parts import run_parts
+from pplan.profiler.passes.layer_stamps import LayerTimes
+from pplan.profiler.passes.modes import Modes
+from pplan.profiler.passes.timing import run_whole
 from pplan.profiler.size_run import SizeRun, host_note
-from pplan.profiler.stamps import LayerTimes
-from pplan.profiler.subject import Subject
 from pplan.profiler.sweep import Progress, Sweep
-from pplan.profiler.timing import run_whole
+from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
+from pplan.profiler.user_model.losses import Loss
 
 PROBE = 1
 """Seconds of the run that finds the cuts."""

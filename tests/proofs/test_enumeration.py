@@ -12,7 +12,7 @@ from attack.problems import case_of
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.problem import Problem
-from pplan.planner.scoring import assembly_of
+from pplan.planner.scoring import assemble
 from pplan.planner.search.placements import placements
 
 NAMED = ("naive", "gpipe", "1f1b", "dapple", "zb-h1", "zb-h2", "interleaved", "zb-v", "chimera", "avgpipe")
@@ -46,7 +46,7 @@ def test_no_step_is_below_the_least_seconds(seed: int, kind: str, schedule: str)
     for config, program in programs:
         for index, (proposal, modes, least) in enumerate(every._plans(config, program)):
             if index % 7 == 0 and looked_at < 150:
-                made = assembly_of(problem.space, proposal, modes)
+                made = assemble(problem.space, proposal, modes)
                 step = float(step_seconds(made.program, made.costs())[0])
                 assert least <= step * (1 + 1e-12)
                 looked_at += 1

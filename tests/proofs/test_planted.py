@@ -14,13 +14,13 @@ from attack.problems import Case, case_of
 from attack.results import Result
 
 from pplan.cost_models.errors import InfeasibleError
-from pplan.planner.objectives.frontier import frontier_of
+from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.frontier_file import Frontier
 from pplan.planner.plan_file import Plan
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS
 from pplan.planner.search import one_f_one_b, subproblem
-from pplan.planner.solve import problem_of
+from pplan.planner.solve import build_problem
 
 
 def found(cases: list[Case], solver: Solver = quickly_solved) -> Counter[str]:
@@ -111,9 +111,9 @@ class TestFrontier:
         broken: set[str] = set()
         for seed in range(4):
             case = case_of(seed, "frontier")
-            problem = problem_of(case.chain, case.topology, case.wishes, attack.REFERENCE, case.profiles)
+            problem = build_problem(case.chain, case.topology, case.wishes, attack.REFERENCE, case.profiles)
             result = Result(seed, "frontier")
-            frontiers.check(problem, lambda *args, **more: change(frontier_of(*args, **more)), result)
+            frontiers.check(problem, lambda *args, **more: change(build_frontier(*args, **more)), result)
             broken |= {violation.check for violation in result.violations}
         return broken
 

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from pplan.cost_models.errors import ExportError, FileError, MachineError, UsageError
 from pplan.planner.plan_file import Plan
-from pplan.profiler.layers import chain_of
+from pplan.profiler.chain.layers import chain_of
 from pplan.profiler.sequential import sequential
 from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.formats.exporters import export

@@ -15,8 +15,8 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from pplan.cost_models.document import sha256
 from pplan.cost_models.errors import ExportError, FileError, MachineError, UsageError
 from pplan.planner.plan_file import Plan
-from pplan.profiler.inputs import ModelInput
-from pplan.profiler.layers import chain_of
+from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.user_model.loaded_model import ModelInput
 from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.formats.torch_export import TorchExport
 from pplan.runtimes.pipelining.cut_tensors import CutTensor, add_zero_gradients, hand_on, pack_tensor

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from ....profiler.clocks import Clock
+from ....profiler.passes.clocks import Clock
 from ...pipelining.cut_tensors import pack_tensor
 from ..job import StageSeconds
 from .stamps import clock_for

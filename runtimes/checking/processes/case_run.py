@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....profiler.inputs import ModelInput
+from ....profiler.user_model.loaded_model import ModelInput
 from ...formats.torch_actions import splits_backward
 from ...pipelining.input_form import InputForm
 from ...pipelining.process import PipelineProcess

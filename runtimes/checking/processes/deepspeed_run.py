@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....profiler.inputs import ModelInput
+from ....profiler.user_model.loaded_model import ModelInput
 from ...deepspeed import build
 from ...formats.deepspeed_export import DeepspeedExport
 from ...formats.export_document import missing_package

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ....cost_models.errors import PplanError
-from ....profiler.out_of_memory import is_out_of_memory
-from ....profiler.user_code import at_user_line, first_line
+from ....profiler.user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..job import Predicted
 
 LAUNCHER = "launcher.pid"

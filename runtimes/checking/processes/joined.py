@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....cost_models.errors import MachineError
-from ....profiler.launched import Launched
+from ....profiler.torchrun_env import Launched
 from ..job import Job, Measured
 from .failure import Journal, failure_of
 from .worker import run_job

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....profiler.launched import Launched
+from ....profiler.torchrun_env import Launched
 from ..job import Job
 from .failure import Journal
 

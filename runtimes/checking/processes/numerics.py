@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....profiler.inputs import ModelInput
+from ....profiler.user_model.loaded_model import ModelInput
 
 LEARNING_RATE = 1e-3
 """Of plain SGD, so that a wrong gradient shows in the next loss."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....profiler.inputs import ModelInput
+from ....profiler.user_model.loaded_model import ModelInput
 from ... import fairscale, torchgpipe
 from ...formats.pipe_export import FairscaleExport
 from ..job import CaseResult, Job, Losses, Predicted, Ran, RuntimeCase, StageSeconds

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....profiler.clocks import Clock
+from ....profiler.passes.clocks import Clock
 from ..job import StageSeconds
 from .stamps import clock_for
 

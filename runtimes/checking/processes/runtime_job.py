@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ....profiler.launched import Launched
 from ....profiler.machine import device_name
+from ....profiler.torchrun_env import Launched
 from ...formats.deepspeed_export import DeepspeedExport
 from ..job import Job, Measured
 from .failure import Journal

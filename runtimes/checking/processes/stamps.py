@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....profiler.clocks import Clock, CpuClock, CudaClock
+from ....profiler.passes.clocks import Clock, CpuClock, CudaClock
 from ...pipelining.process import PipelineProcess
 from ..job import StageSeconds
 

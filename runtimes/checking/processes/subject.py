@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 from ....cost_models.errors import ModelError
 from ....cost_models.quantities import counted
-from ....profiler.inputs import ModelInput
-from ....profiler.losses import loss_named
 from ....profiler.machine import dtype_named
 from ....profiler.models import load_model
-from ....profiler.modes import Modes
 from ....profiler.named_model import LOSSES, shown
+from ....profiler.passes.modes import Modes
 from ....profiler.sequential import sequential
+from ....profiler.user_model.loaded_model import ModelInput
+from ....profiler.user_model.losses import loss_named
 from ...formats.export_document import hash_names
 from ..job import Case, ModelSpec
 from .emulated import emulated, emulated_loss

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ....profiler.launched import Launched, launched
 from ....profiler.machine import device_name
+from ....profiler.torchrun_env import Launched, launched
 from ..calibration import fitted
 from ..job import Case, CaseResult, Corrections, Job, Measured
 from .case_run import CaseRun, Together

@@ -11,7 +11,7 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.schedules import schedule_named
 from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
-from pplan.cost_models.simulator.dependencies import order_of
+from pplan.cost_models.simulator.dependencies import resolve_order
 
 F0, B0, W0, F1, B1 = Action("F", 0), Action("B", 0), Action("W", 0), Action("F", 1), Action("B", 1)
 LOOP = (tuple(StageSlot(device, chunk) for chunk in range(2) for device in range(2)),)
@@ -31,7 +31,7 @@ def action(word: str) -> Action:
 
 def test_the_clock_of_gpipe_is_torchgpipes() -> None:
     """Tick by tick, stage by stage: F0 | F1 F0 | F2 F1 F0 | ..., as torchgpipe's clock_cycles."""
-    order = order_of(schedule_named("gpipe").program(3, 3))
+    order = resolve_order(schedule_named("gpipe").program(3, 3))
     columns = zip(order.device.tolist(), map(str, order.actions), strict=True)
     assert " ".join(f"{device}{action}" for device, action in columns) == (
         "0F0 0F1 1F0 0F2 1F1 2F0 1F2 2F1 2F2 2B2 1B2 2B1 0B2 1B1 2B0 0B1 1B0 0B0"
@@ -39,7 +39,7 @@ def test_the_clock_of_gpipe_is_torchgpipes() -> None:
 
 
 def test_senders_and_receivers() -> None:
-    order = order_of(looped("F0 F0.1 B0.1 W0.1 B0", "F0 F0.1 B0.1 B0"))
+    order = resolve_order(looped("F0 F0.1 B0.1 W0.1 B0", "F0 F0.1 B0.1 B0"))
     at = {(d, str(a)): i for i, (d, a) in enumerate(zip(order.device.tolist(), order.actions, strict=True))}
     sources = {key: order.source[i] for key, i in at.items() if order.source[i] >= 0}
     assert sources == {
@@ -55,8 +55,8 @@ def test_senders_and_receivers() -> None:
 
 def test_an_order_is_kept_as_long_as_its_program() -> None:
     program = schedule_named("1f1b").program(2, 3)
-    assert order_of(program) is order_of(program)
-    assert order_of(replace(program)) is not order_of(program)
+    assert resolve_order(program) is resolve_order(program)
+    assert resolve_order(replace(program)) is not resolve_order(program)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_an_order_is_kept_as_long_as_its_program() -> None:
 )
 def test_impossible_programs_are_refused(program: Program, message: str | None) -> None:
     with pytest.raises(UsageError, match=message or "B0 is missing"):
-        order_of(program)
+        resolve_order(program)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_impossible_programs_are_refused(program: Program, message: str | None) 
 )
 def test_deadlocks_name_the_circle(program: Program, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        order_of(program)
+        resolve_order(program)
     assert message in str(caught.value)
 
 
 def test_a_program_goes_with_its_order() -> None:
     program = schedule_named("1f1b").program(2, 3)
-    order_of(program)
+    resolve_order(program)
     gone = weakref.ref(program)
     del program
     gc.collect()

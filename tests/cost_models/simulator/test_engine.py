@@ -18,7 +18,7 @@ from pplan.cost_models.errors import MachineError, UsageError
 from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
 from pplan.cost_models.simulator import accelerated
 from pplan.cost_models.simulator.costs import TRANSFERS, Costs, Transfers
-from pplan.cost_models.simulator.dependencies import order_of
+from pplan.cost_models.simulator.dependencies import resolve_order
 from pplan.cost_models.timeline import Timeline, simulate, step_seconds
 
 Node = tuple[str, int, int]
@@ -207,7 +207,7 @@ def longest_path(program: Program, costs: Costs) -> dict[Node, float]:
 
 
 def clock_order(program: Program) -> list[Node]:
-    order = order_of(program)
+    order = resolve_order(program)
     columns = (order.kind.tolist(), order.micro_batch.tolist(), order.place.tolist())
     return [("FBW"[kind], m, place) for kind, m, place in zip(*columns, strict=True)]
 
@@ -471,7 +471,7 @@ def test_memory_is_linear_in_the_actions(run: Callable[..., Any]) -> None:
         own = [Action(kind, m) for kind in ("F", "B") for m in range(micro_batches)]
         program = linear_program([own] * 4)
         costs = Costs(forward=np.ones((4, 1, micro_batches)), backward=np.ones((4, 1, micro_batches)))
-        order_of(program)
+        resolve_order(program)
         tracemalloc.start()
         run(program, costs, "python")
         most = tracemalloc.get_traced_memory()[1]

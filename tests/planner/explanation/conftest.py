@@ -10,7 +10,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.explanation.explain import Explanation, explain
-from pplan.planner.explanation.explain_context import ExplainContext, context_of
+from pplan.planner.explanation.explain_context import ExplainContext, make_context
 from pplan.planner.joint_search import find
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
@@ -28,7 +28,7 @@ class Solved:
 
     @property
     def question(self) -> ExplainContext:
-        return context_of(self.plan, self.chain, self.topology)
+        return make_context(self.plan, self.chain, self.topology)
 
     def explained(self, **more: object) -> Explanation:
         return explain(self.plan, self.chain, self.topology, **more)  # type: ignore[arg-type]

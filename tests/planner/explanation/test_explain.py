@@ -17,7 +17,7 @@ from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.explanation.resolve import (
     MANY,
-    solved_again,
+    resolve,
     with_bandwidth,
     with_slower_layers,
     with_topology,
@@ -236,9 +236,9 @@ def test_on_many_devices_only_near_plans_are_searched(
 ) -> None:
     question = solved(heavy(make_chain(2, 6)), make_topology(MANY + 2), mini_batch=4).question
     present, problem = question.present, question.problem
-    found = solved_again(problem, [present])
+    found = resolve(problem, [present])
     assert not found.exact
     assert found.best is not None
     assert found.best.step_seconds == pytest.approx(present.step_seconds)
-    without = solved_again(problem, [])
+    without = resolve(problem, [])
     assert without.exact

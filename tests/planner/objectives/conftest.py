@@ -17,7 +17,7 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.scoring import assembly_of
+from pplan.planner.scoring import assemble
 
 MakeChain = Callable[..., Chain]
 MODES: tuple[Recompute, Recompute] = ("never", "always")
@@ -72,7 +72,7 @@ def plans(problem: Problem) -> Iterator[tuple[Proposal, float, float]]:
             for modes in routes:
                 mode = "except_last" if "except_last" in modes else "by_stage"
                 proposal = Proposal(PipelineConfig(schedule, mode, 4 // size, size), ends, devices)  # type: ignore[arg-type]
-                made = assembly_of(problem.space, proposal, modes)
+                made = assemble(problem.space, proposal, modes)
                 in_flight = [sum(made.ledger(device).values()) for device in range(made.program.devices)]
                 if max(in_flight) <= problem.space.limit(range(problem.gpus)):
                     yield proposal, float(step_seconds(made.program, made.costs())[0]), max(in_flight)

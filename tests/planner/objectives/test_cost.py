@@ -11,7 +11,7 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.objectives.cost import least_cost
-from pplan.planner.objectives.objective import Objective, objective_of, price_by_kind, prices_of
+from pplan.planner.objectives.objective import Objective, parse_objective, parse_prices, price_by_kind
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 
@@ -106,13 +106,13 @@ def test_use_all_leaves_no_device_free(make_problem: MakeProblem) -> None:
     [("2.5", {"": 2.5}), ("$2", {"": 2.0}), ("A100=2.5, T4 = 0.35", {"A100": 2.5, "T4": 0.35})],
 )
 def test_prices_as_they_are_written(text: str, prices: dict[str, float]) -> None:
-    assert prices_of(text) == prices
+    assert parse_prices(text) == prices
 
 
 @pytest.mark.parametrize("text", ["", "cheap", "=2", "A100=2,A100=3", "1,2", "A100=two"])
 def test_prices_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="price"):
-        prices_of(text)
+        parse_prices(text)
 
 
 @pytest.mark.parametrize("price", [0.0, -1.0, float("nan"), float("inf")])
@@ -135,7 +135,7 @@ def test_every_kind_has_a_price(make_problem: MakeProblem) -> None:
     [("step-time", "step-time", 0.05), ("memory", "memory", 0.05), ("memory:10%", "memory", 0.1)],
 )
 def test_objectives_as_they_are_written(text: str, name: str, slack: float) -> None:
-    made = objective_of(text)
+    made = parse_objective(text)
     assert made.name == name
     assert made.slack == pytest.approx(slack)
 
@@ -152,5 +152,5 @@ def test_objectives_as_they_are_written(text: str, name: str, slack: float) -> N
 )
 def test_objectives_that_cannot_be(text: str, prices: dict[str, float] | None, word: str) -> None:
     with pytest.raises(UsageError) as caught:
-        objective_of(text, prices)
+        parse_objective(text, prices)
     assert word in str(caught.value)

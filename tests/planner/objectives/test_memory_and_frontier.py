@@ -10,7 +10,7 @@ import pytest
 
 from pplan.cost_models.errors import FileError, InfeasibleError, UsageError
 from pplan.planner.candidate import Proposal
-from pplan.planner.objectives.frontier import frontier_of
+from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.frontier_file import Frontier
 from pplan.planner.objectives.memory import least_memory
 from pplan.planner.objectives.objective import Objective
@@ -64,7 +64,7 @@ def test_the_frontier_is_that_of_all_plans(
 ) -> None:
     problem = make_problem(seed, 3 + seed % 2, 3)
     wanted = pareto(every_plan(problem))
-    made = frontier_of(problem, model="toy", profile=PROFILE, points=1000, memory_step=0.0)
+    made = build_frontier(problem, model="toy", profile=PROFILE, points=1000, memory_step=0.0)
     assert [point.step_seconds for point in made.points] == pytest.approx([step for step, _ in wanted])
     assert [point.memory_bytes for point in made.points] == pytest.approx(
         [in_flight for _, in_flight in wanted], abs=2
@@ -80,22 +80,22 @@ def test_the_frontier_is_that_of_all_plans(
 
 def test_few_points_are_the_first_of_many(make_problem: MakeProblem) -> None:
     problem = make_problem(3, 4, 3)
-    many = frontier_of(problem, model="toy", profile=PROFILE, memory_step=0.0, points=1000)
-    few = frontier_of(problem, model="toy", profile=PROFILE, memory_step=0.0, points=2)
+    many = build_frontier(problem, model="toy", profile=PROFILE, memory_step=0.0, points=1000)
+    few = build_frontier(problem, model="toy", profile=PROFILE, memory_step=0.0, points=2)
     assert len(many.points) > 2
     assert few.points == many.points[:2]
     assert not few.complete
 
 
 def test_memory_steps_are_kept(make_problem: MakeProblem) -> None:
-    made = frontier_of(make_problem(3, 4, 3), model="toy", profile=PROFILE, memory_step=0.2)
+    made = build_frontier(make_problem(3, 4, 3), model="toy", profile=PROFILE, memory_step=0.2)
     in_flight = [point.memory_bytes for point in made.points]
     assert len(in_flight) > 1
     assert all(after <= before * 0.8 + 1 for before, after in pairwise(in_flight))
 
 
 def test_a_frontier_is_read_back_and_is_no_plan(make_problem: MakeProblem, tmp_path: Path) -> None:
-    made = frontier_of(make_problem(3, 4, 3), model="toy", profile=PROFILE)
+    made = build_frontier(make_problem(3, 4, 3), model="toy", profile=PROFILE)
     made.save(tmp_path / "toy.frontier.json", force=False)
     assert Frontier.load(tmp_path / "toy.frontier.json") == made
     with pytest.raises(FileError, match="this is a frontier, a plan is needed here"):
@@ -119,7 +119,7 @@ def test_the_plan_says_what_it_is_the_best_of(make_problem: MakeProblem) -> None
 def test_nothing_that_fits_is_an_error(make_problem: MakeProblem) -> None:
     problem = make_problem(0, 3, 2, memory=10)
     with pytest.raises(InfeasibleError):
-        frontier_of(problem, model="toy", profile=PROFILE)
+        build_frontier(problem, model="toy", profile=PROFILE)
     with pytest.raises(InfeasibleError):
         solve_for(Objective("memory"), problem, model="toy", profile=PROFILE)
 
@@ -127,4 +127,4 @@ def test_nothing_that_fits_is_an_error(make_problem: MakeProblem) -> None:
 @pytest.mark.parametrize(("points", "step"), [(0, 0.02), (3, 1.0), (3, -0.1)])
 def test_numbers_that_cannot_be(points: int, step: float, make_problem: MakeProblem) -> None:
     with pytest.raises(UsageError):
-        frontier_of(make_problem(0, 3, 2), model="toy", profile=PROFILE, points=points, memory_step=step)
+        build_frontier(make_problem(0, 3, 2), model="toy", profile=PROFILE, points=points, memory_step=step)

@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.simulator.steady import steady_state
-from pplan.planner.asynchronous import running, steady_seconds
+from pplan.planner.asynchronous import assemble_endless, steady_seconds
 from pplan.planner.candidate import Proposal
 from pplan.planner.objectives.steady_search import pace
 from pplan.planner.objectives.throughput import fastest_asynchronous, throughput
@@ -33,7 +33,7 @@ def asynchronous(problem: Problem, shapes: Shapes) -> Iterator[tuple[Proposal, t
             schedule = "pipedream" if count == 1 else "pipedream-2bw"
             proposal = Proposal(PipelineConfig(schedule, "by_stage", count, size), ends, devices)
             for modes in product(MODES, repeat=len(ends)):
-                made = running(problem.space, proposal, modes)
+                made = assemble_endless(problem.space, proposal, modes)
                 in_flight = [sum(made.ledger(device).values()) for device in range(len(ends))]
                 if max(in_flight) <= problem.space.limit(range(problem.gpus)):
                     yield proposal, modes
@@ -86,7 +86,7 @@ def test_the_formula_is_the_simulators_steady_state(
         simulated = steady_seconds(problem.space, proposal, modes)
         formula = pace(problem.space, proposal, modes) * count
         assert simulated >= formula * (1 - 1e-5), proposal
-        made = running(problem.space, proposal, modes, 48)
+        made = assemble_endless(problem.space, proposal, modes, 48)
         own_ports = replace(made.costs(), links=None, port_seconds=0.0)
         alone = steady_state(made.program, own_ports).seconds_per_micro_batch * count
         assert alone == pytest.approx(formula, rel=1e-5), proposal
@@ -96,7 +96,7 @@ def test_memory_counts_weight_versions(make_problem: MakeProblem) -> None:
     """Three equal stages: PipeDream keeps 3, 2 and 1 versions; what is held falls from stage to stage."""
     problem = make_problem(1, 3, 3)
     proposal = Proposal(PipelineConfig("pipedream", "never", 1, 4), (1, 2, 3), ((0,), (1,), (2,)))
-    made = running(problem.space, proposal, ("never",) * 3)
+    made = assemble_endless(problem.space, proposal, ("never",) * 3)
     ledgers = [made.ledger(device) for device in range(3)]
     for stage, ledger in enumerate(ledgers):
         weights = float(problem.chain.parameter_bytes[stage])

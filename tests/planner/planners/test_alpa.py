@@ -13,7 +13,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Topology
-from pplan.planner.planners.alpa import PLANNER, devices_of, plan, submeshes
+from pplan.planner.planners.alpa import PLANNER, place_submeshes, plan, submeshes
 from pplan.planner.planners.replicated import Trial
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
@@ -128,7 +128,7 @@ def test_submeshes(gpus: int, per_node: int, sizes: list[int]) -> None:
 
 
 def test_the_largest_stages_take_their_devices_first() -> None:
-    assert devices_of([1, 4, 2, 1]) == ((6,), (0, 1, 2, 3), (4, 5), (7,))
+    assert place_submeshes([1, 4, 2, 1]) == ((6,), (0, 1, 2, 3), (4, 5), (7,))
 
 
 @pytest.mark.parametrize(("gpus", "per_node"), [(8, 4), (12, 6), (12, 4), (10, 4), (6, 8)])
@@ -137,7 +137,7 @@ def test_no_stage_lies_across_more_nodes_than_it_must(gpus: int, per_node: int) 
     for stages in range(1, 5):
         for replicas in product(sizes, repeat=stages):
             if sum(replicas) == gpus:
-                devices = devices_of(replicas)
+                devices = place_submeshes(replicas)
                 assert sorted(rank for own in devices for rank in own) == list(range(gpus))
                 for own in devices:
                     assert len({rank // per_node for rank in own}) == -(-len(own) // per_node)

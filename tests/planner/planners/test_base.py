@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from pplan.cost_models.layer import Chain, joined
+from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.planner.planners.base import allows, nearest_cuts
 
 
@@ -38,7 +38,7 @@ def test_allowed_ends_stay_and_others_become_allowed(make_chain: Callable[..., C
     for stages in range(1, chain.max_stages + 1):
         for inner in combinations(range(1, 8), stages - 1):
             ends = (*inner, 8)
-            allowed = set(inner) <= set(joined(chain))
+            allowed = set(inner) <= set(list_cut_points(chain))
             assert allows(chain, ends) == allowed
             moved = nearest_cuts(chain, ends)
             assert allows(chain, moved)

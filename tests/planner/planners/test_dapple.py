@@ -19,7 +19,7 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners.dapple import ANY, PLANNER, Effort, Whole, plan
-from pplan.planner.planners.dapple_moves import POLICIES, machines_of
+from pplan.planner.planners.dapple_moves import POLICIES, split_machines
 from pplan.planner.planners.replicated import Trial
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
@@ -108,7 +108,7 @@ def estimated(space: Space, trial: Trial, ends: tuple[int, ...], devices: Device
 
 def placed(stages: int, size: int, gpus: int, per_node: int) -> Iterator[Devices]:
     """Every way to give so many stages their devices, by all policies."""
-    machines = machines_of(gpus, min(gpus, per_node))
+    machines = split_machines(gpus, min(gpus, per_node))
 
     def extended(count: int, used: tuple[int, ...]) -> Iterator[Devices]:
         if count == 0:

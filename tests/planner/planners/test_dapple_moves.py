@@ -7,9 +7,9 @@ import pytest
 from pplan.planner.planners.dapple_moves import (
     append_first,
     fresh_first,
-    machines_of,
-    ranks_of,
+    list_ranks,
     scatter_first,
+    split_machines,
 )
 
 TWO = (4, 4)
@@ -49,12 +49,12 @@ def test_scatter_stays_on_used_machines_where_they_have_enough() -> None:
 
 
 def test_ranks_follow_the_used_ones() -> None:
-    assert ranks_of((0, 4), (2, 0), (1, 3)) == (2, 4, 5, 6)
+    assert list_ranks((0, 4), (2, 0), (1, 3)) == (2, 4, 5, 6)
 
 
 def test_machines_of_few_devices() -> None:
     """Six devices, four to a node: the second has two."""
-    machines = machines_of(6, 4)
+    machines = split_machines(6, 4)
     assert (machines.rooms, machines.starts, machines.each) == ((4, 2), (0, 4), 1)
     assert machines.ranks((1, 0), (2, 1)) == (1, 2, 4)
 
@@ -74,7 +74,7 @@ def test_neighbours_stay_together_where_there_are_many(
     gpus: int, per_node: int, rooms: tuple[int, ...], each: int
 ) -> None:
     """At most 16 groups, each in one node or of whole ones."""
-    machines = machines_of(gpus, per_node)
+    machines = split_machines(gpus, per_node)
     assert (machines.rooms, machines.each) == (rooms, each)
     everything = machines.ranks((0,) * len(rooms), rooms)
     assert everything == tuple(range(gpus // each * each))

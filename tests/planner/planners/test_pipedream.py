@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
-from pplan.cost_models.layer import Chain, joined
+from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.runtime import runtime_named
 from pplan.cost_models.stage_bytes import stage_bytes
@@ -19,7 +19,7 @@ from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.planners import pipedream
 from pplan.planner.planners.pipedream import plan_asynchronous
 from pplan.planner.planners.pipedream_programme import Part
-from pplan.planner.planners.pipedream_search import devices_of, tiers_of
+from pplan.planner.planners.pipedream_search import list_tiers, place_parts
 from pplan.planner.search.space import Space
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def test_no_asynchronous_plan_that_fits_is_faster(make_chain: MakeChain, make_to
     bitten = infeasible = 0
     for seed in range(60):
         chain, gpus = make_chain(seed, 6, traffic=0.3), 2 + seed % 3
-        plans = list(every_plan(joined(chain), gpus))
+        plans = list(every_plan(list_cut_points(chain), gpus))
         seconds = [bottleneck(chain, 4, stages, 20.0) for stages in plans]
         needs = [max(memory(chain, 4, s, list(range(len(s), 0, -1)))) for s in plans]
         limit = int(min(needs) * (0.97 + 0.06 * (seed % 11)))
@@ -159,15 +159,15 @@ class TestDevices:
     def test_levels(
         self, gpus: int, sizes: tuple[int, ...], expected: list[tuple[int, float]], uneven: bool
     ) -> None:
-        tiers, note = tiers_of(self.topology(gpus, *sizes))
+        tiers, note = list_tiers(self.topology(gpus, *sizes))
         assert [tuple(tier) for tier in tiers] == expected
         assert bool(note) == uneven
 
     def test_copies_of_an_inner_pipeline(self) -> None:
-        tiers, _ = tiers_of(self.topology(12, 4))
+        tiers, _ = list_tiers(self.topology(12, 4))
         inner = (Part(0, 2, 3), Part(2, 4, 1))
         parts = (Part(0, 4, 2, inner), Part(4, 5, 1, (Part(4, 5, 2),)))
-        assert devices_of(parts, tiers) == [(0, 1, 2, 4, 5, 6), (3, 7), (8, 9)]
+        assert place_parts(parts, tiers) == [(0, 1, 2, 4, 5, 6), (3, 7), (8, 9)]
 
     def test_an_uneven_topology_is_said(self, make_chain: MakeChain) -> None:
         plan = plan_asynchronous(Space(make_chain(0, 8), self.topology(6, 4), "sgd"), 2)

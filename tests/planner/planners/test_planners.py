@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.layer import Chain, joined
+from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.schedules import schedule_named
 from pplan.planner.candidate import Proposal
 from pplan.planner.planners import PLANNERS, planner_named
@@ -52,7 +52,7 @@ def check(proposal: Proposal, problem: Problem) -> None:
     chain, config, runtime = problem.chain, proposal.config, problem.runtime
     assert all(first < end for first, end in pairwise((0, *proposal.ends)))
     assert proposal.ends[-1] == len(chain)
-    assert set(proposal.ends) <= set(joined(problem.space.chain))
+    assert set(proposal.ends) <= set(list_cut_points(problem.space.chain))
     assert len(proposal.devices) == len(proposal.ends)
     ranks = [rank for own in proposal.devices for rank in own]
     assert set(ranks) <= set(range(problem.topology.gpus))

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pplan.cost_models.layer import Chain, joined
+from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.topology import Topology
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.plan_options import Limits
-from pplan.planner.planners.replicated import Trial, team_costs, thinned, trials
+from pplan.planner.planners.replicated import Trial, cost_replicas, thin, trials
 from pplan.planner.search.space import Space
 
 
@@ -55,7 +55,7 @@ def test_a_stage_recomputes_where_it_must(
     """More micro-batches take more memory: first the forward runs again, then nothing fits."""
     space = Space(make_chain(1, 4, cuts=1.0), make_topology(1), "sgd", 900.0)
     team = space.team(2, (0,))
-    costs = team_costs(space, team, ("by_stage",), np.zeros_like(team.forward))
+    costs = cost_replicas(space, team, ("by_stage",), np.zeros_like(team.forward))
     plain = costs.forward + costs.backward
     seen = set()
     for in_flight in range(1, 40):
@@ -72,13 +72,15 @@ def test_thinned_cuts_lie_at_equal_seconds(
     make_chain: Callable[..., Chain], make_topology: Callable[..., Topology]
 ) -> None:
     chain = make_chain(0, 60, cuts=0.7)
-    space = Space(chain, make_topology(2), "sgd", limits=Limits(must_cut=(int(joined(chain)[3]) - 1,)))
-    coarse = thinned(space, 10)
-    cut_points = joined(coarse.chain)
-    assert set(cut_points) <= set(joined(chain))
-    assert joined(chain)[3] in cut_points
+    space = Space(
+        chain, make_topology(2), "sgd", limits=Limits(must_cut=(int(list_cut_points(chain)[3]) - 1,))
+    )
+    coarse = thin(space, 10)
+    cut_points = list_cut_points(coarse.chain)
+    assert set(cut_points) <= set(list_cut_points(chain))
+    assert list_cut_points(chain)[3] in cut_points
     assert 9 <= len(cut_points) - 1 <= 11
     table = coarse.table(4)
     seconds = np.diagonal(table.forward + table.backward, 1)
     assert seconds.max() < 2.5 * seconds.sum() / 10
-    assert thinned(space, 60) is space
+    assert thin(space, 60) is space

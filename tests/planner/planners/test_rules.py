@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.layer import Chain, joined
+from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.precision import training_precision
 from pplan.planner.candidate import Proposal
 from pplan.planner.planners import PLANNERS, planner_named
@@ -27,7 +27,7 @@ MakeProblem = Callable[..., Problem]
 
 def all_ends(chain: Chain, stages: int) -> Iterator[tuple[int, ...]]:
     """Ends of all partitions into so many stages."""
-    for inner in combinations(joined(chain)[1:-1], stages - 1):
+    for inner in combinations(list_cut_points(chain)[1:-1], stages - 1):
         yield (*inner, len(chain))
 
 

@@ -12,15 +12,15 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.planner.candidate import Proposal
 from pplan.planner.joint_search import find
-from pplan.planner.objectives.frontier import frontier_of
+from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solved import solve_for
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.robust.choice import Robust, most_robust, variations
-from pplan.planner.robust.draws import draws_of
-from pplan.planner.robust.interval import interval_of, percentiles
+from pplan.planner.robust.draws import make_draws
+from pplan.planner.robust.interval import estimate_interval, percentiles
 from pplan.planner.robust.resampled import Resampled
 from pplan.planner.scoring import fastest
 
@@ -45,7 +45,7 @@ def every_proposal(problem: Problem) -> Iterator[Proposal]:
 
 def best_of_all(problem: Problem) -> tuple[Proposal, float]:
     """The plan with the best 90th percentile, and that."""
-    resampled, best = Resampled(problem.space, draws_of(len(problem.chain))), None
+    resampled, best = Resampled(problem.space, make_draws(len(problem.chain))), None
     for proposal in every_proposal(problem):
         plan = fastest(problem.space, [proposal]) if problem.allows(proposal) else None
         if plan is not None:
@@ -102,7 +102,7 @@ def test_against_every_plan(make_problem: MakeProblem) -> None:
         chosen, (_, high) = chosen_of(problem), best_of_all(problem)
         assert chosen.high_seconds == pytest.approx(high, rel=1e-9), seed
         assert chosen.high_seconds <= chosen.fastest_high_seconds
-        interval = interval_of(problem.space, chosen.plan)
+        interval = estimate_interval(problem.space, chosen.plan)
         assert interval is not None
         assert interval.high_seconds == chosen.high_seconds
         others += not chosen.is_fastest
@@ -175,6 +175,6 @@ def test_refused_where_it_says_nothing(make_problem: MakeProblem) -> None:
     with pytest.raises(UsageError, match="`robust` with objective='memory'"):
         solved(wished, Objective("memory"))
     with pytest.raises(UsageError, match="`robust` with `frontier`"):
-        frontier_of(wished, model="toy", profile=PROFILE)
+        build_frontier(wished, model="toy", profile=PROFILE)
     with pytest.raises(UsageError, match="`robust` with planner='gpipe'"):
         PlanOptions(planner="gpipe", robust=True)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.memory import Recompute
-from pplan.planner.asynchronous import running, steady_seconds
+from pplan.planner.asynchronous import assemble_endless, steady_seconds
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
 from pplan.planner.robust import interval
-from pplan.planner.robust.draws import Draws, draws_of
-from pplan.planner.robust.interval import FEWEST, interval_of, percentiles
+from pplan.planner.robust.draws import Draws, make_draws
+from pplan.planner.robust.interval import FEWEST, estimate_interval, percentiles
 from pplan.planner.robust.resampled import Resampled
 from pplan.planner.robust.steady import steady_steps
 from pplan.planner.scoring import fastest
@@ -32,13 +32,13 @@ def test_of_one_device_straight_from_the_layers(make_problem: MakeProblem) -> No
     problem = make_problem(1, 6, 1)
     plan = fastest(problem.space, [ALONE])
     assert plan is not None
-    costs, draws = problem.chain.at(2), draws_of(6)
+    costs, draws = problem.chain.at(2), make_draws(6)
     assert costs.spread is not None
     # sigma from the quartiles of exp(sigma z), which lie 2 sinh(0.6745 sigma) apart
     sigma = np.arcsinh(costs.spread / 2) / 0.6744897501960817
     layers = (costs.forward_seconds + costs.backward_seconds) * np.exp(sigma * draws.layers)
     steps = 4 * layers.sum(axis=1) * 1.02**draws.common
-    found = interval_of(problem.space, plan)
+    found = estimate_interval(problem.space, plan)
     assert found is not None
     assert found.low_seconds == pytest.approx(np.percentile(steps, 10))
     assert found.high_seconds == pytest.approx(np.percentile(steps, 90))
@@ -50,7 +50,7 @@ def test_without_spread_it_is_the_step(make_problem: MakeProblem, every_cut: Fre
     proposal = Proposal(PipelineConfig("1f1b", "by_stage", 4, 2), (3, 6), ((0, 1), (2,)))
     plan = fastest(problem.space, [proposal])
     assert plan is not None
-    found = interval_of(problem.space, plan)
+    found = estimate_interval(problem.space, plan)
     assert found is not None
     assert (found.low_seconds, found.high_seconds) == (plan.step_seconds, plan.step_seconds)
 
@@ -60,7 +60,7 @@ def test_none_where_the_spread_is_not_known(make_problem: MakeProblem) -> None:
     problem = replace(problem, chain=replace(problem.chain, spread=None))
     plan = fastest(problem.space, [ALONE])
     assert plan is not None
-    assert interval_of(problem.space, plan) is None
+    assert estimate_interval(problem.space, plan) is None
 
 
 def test_of_many_stages_alike_the_slowest_counts(make_problem: MakeProblem, every_cut: Freed) -> None:
@@ -78,7 +78,7 @@ def test_of_many_stages_alike_the_slowest_counts(make_problem: MakeProblem, ever
     ends, devices = tuple(range(1, 9)), tuple((rank,) for rank in range(8))
     plan = fastest(problem.space, [Proposal(PipelineConfig("1f1b", "by_stage", 64, 1), ends, devices)])
     assert plan is not None
-    found = interval_of(problem.space, plan)
+    found = estimate_interval(problem.space, plan)
     assert found is not None
     assert plan.step_seconds < found.low_seconds < found.high_seconds
 
@@ -89,10 +89,10 @@ def test_fewer_draws_where_they_go_one_by_one(
     problem = every_cut(make_problem(3, 6, 3, schedule="interleaved"))
     plan = fastest(problem.space, [INTERLEAVED])
     assert plan is not None
-    steps = Resampled(problem.space, draws_of(6)).step_seconds(plan)
-    assert interval_of(problem.space, plan) == percentiles(steps)
+    steps = Resampled(problem.space, make_draws(6)).step_seconds(plan)
+    assert estimate_interval(problem.space, plan) == percentiles(steps)
     monkeypatch.setattr(interval, "ONE_BY_ONE", 1)
-    assert interval_of(problem.space, plan) == percentiles(steps[:FEWEST])
+    assert estimate_interval(problem.space, plan) == percentiles(steps[:FEWEST])
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
@@ -113,12 +113,12 @@ def test_steady_steps_against_the_simulator(
         ((0,), (1, 2) if seed % 2 else (1,), (3,)),
     )
     modes: tuple[Recompute, ...] = ("always", "never", "never")
-    draws = draws_of(6, 2)
-    made = running(problem.space, proposal, modes)
+    draws = make_draws(6, 2)
+    made = assemble_endless(problem.space, proposal, modes)
     steps = steady_steps(Resampled(problem.space, draws).costs(made), count)
     alone = [
         steady_seconds(as_drawn(problem, draws, number).space, proposal, modes)
         for number in range(len(draws))
     ]
     assert steps == pytest.approx(alone, rel=1e-6)
-    assert interval_of(problem.space, ScoredPlan(proposal, modes, 1.0), draws) == percentiles(steps)
+    assert estimate_interval(problem.space, ScoredPlan(proposal, modes, 1.0), draws) == percentiles(steps)

@@ -17,10 +17,10 @@ from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
 from pplan.planner.robust import resampled
-from pplan.planner.robust.draws import Draws, draws_of
-from pplan.planner.robust.resampled import Resampled, known
+from pplan.planner.robust.draws import Draws, make_draws
+from pplan.planner.robust.resampled import Resampled, has_spread
 from pplan.planner.scoring import fastest
-from pplan.planner.search.pipelines import pipelines_of
+from pplan.planner.search.pipelines import build_pipelines
 from pplan.planner.stage_table import Floats
 
 MakeProblem = Callable[..., Problem]
@@ -63,7 +63,7 @@ def test_equals_the_drawn_chains_one_by_one(
 ) -> None:
     config, ends, devices, more = PLANS[name]
     problem = every_cut(make_problem(3, 6, 3, **more))
-    draws, proposal = draws_of(6, DRAWS), Proposal(config, ends, devices)
+    draws, proposal = make_draws(6, DRAWS), Proposal(config, ends, devices)
     plan = fastest(problem.space, [proposal])
     assert plan is not None
     steps = Resampled(problem.space, draws).step_seconds(plan)
@@ -78,10 +78,10 @@ def test_a_stage_that_must_recompute(
     problem = every_cut(make_problem(5, 6, 2))
     proposal = Proposal(PipelineConfig("1f1b", "by_stage", 4, 2), (3, 6), ((0,), (1,)))
     modes: tuple[Recompute, ...] = ("always", "never")
-    draws = draws_of(6, DRAWS)
+    draws = make_draws(6, DRAWS)
     steps = Resampled(problem.space, draws).step_seconds(ScoredPlan(proposal, modes, 1.0))
     alone = [
-        float(pipelines_of(as_drawn(problem, draws, number).space, [proposal], [modes]).step_seconds()[0])
+        float(build_pipelines(as_drawn(problem, draws, number).space, [proposal], [modes]).step_seconds()[0])
         for number in range(DRAWS)
     ]
     assert steps == pytest.approx(alone, rel=1e-9)
@@ -94,7 +94,7 @@ def test_without_spread_every_draw_is_the_plan(
         problem = every_cut(make_problem(4, 6, 3, spread=0.0, uncertainty=None, **more))
         plan = fastest(problem.space, [Proposal(config, ends, devices)])
         assert plan is not None, name
-        steps = Resampled(problem.space, draws_of(6, DRAWS)).step_seconds(plan)
+        steps = Resampled(problem.space, make_draws(6, DRAWS)).step_seconds(plan)
         assert steps.tolist() == [plan.step_seconds] * DRAWS, name
 
 
@@ -106,7 +106,7 @@ def test_a_part_at_a_time_is_the_same(
         problem.space, [Proposal(PipelineConfig("1f1b", "by_stage", 2, 4), (3, 6), ((0, 1), (2,)))]
     )
     assert plan is not None
-    whole = Resampled(problem.space, draws_of(6, 7)).step_seconds(plan)
+    whole = Resampled(problem.space, make_draws(6, 7)).step_seconds(plan)
     monkeypatch.setattr(resampled, "ENTRIES", 3 * 2 * 2 * 2)  # three draws of 2 stages x 2 micro-batches
     asked: list[int | None] = []
 
@@ -115,7 +115,7 @@ def test_a_part_at_a_time_is_the_same(
         return step_seconds(program, costs)
 
     monkeypatch.setattr(resampled, "step_seconds", counting)
-    assert (Resampled(problem.space, draws_of(6, 7)).step_seconds(plan) == whole).all()
+    assert (Resampled(problem.space, make_draws(6, 7)).step_seconds(plan) == whole).all()
     assert asked == [3, 3, 1]
 
 
@@ -124,19 +124,19 @@ def test_seconds_of_few_tables_are_kept(
 ) -> None:
     monkeypatch.setattr(resampled, "KEPT", 2)
     problem = every_cut(make_problem(3, 6, 3))
-    own = Resampled(problem.space, draws_of(6, DRAWS))
+    own = Resampled(problem.space, make_draws(6, DRAWS))
     for ends, devices in (((3, 6), ((0, 1), (2,))), ((6,), ((0,),)), ((3, 6), ((0, 1), (2,)))):
         plan = fastest(problem.space, [Proposal(PipelineConfig("1f1b", "by_stage", 2, 4), ends, devices)])
         assert plan is not None
-        fresh = Resampled(problem.space, draws_of(6, DRAWS)).step_seconds(plan)
+        fresh = Resampled(problem.space, make_draws(6, DRAWS)).step_seconds(plan)
         assert (own.step_seconds(plan) == fresh).all()
         assert len(own._kept) <= 2
 
 
 def test_known_where_every_kind_of_device_tells_it(make_problem: MakeProblem) -> None:
     problem = make_problem(0, 4, 2)
-    assert known(problem.space)
-    assert not known(replace(problem, chain=replace(problem.chain, spread=None)).space)
+    assert has_spread(problem.space)
+    assert not has_spread(replace(problem, chain=replace(problem.chain, spread=None)).space)
 
 
 def test_a_kind_of_device_with_a_profile_of_its_own(
@@ -147,7 +147,7 @@ def test_a_kind_of_device_with_a_profile_of_its_own(
     kinds = (Device("toy", None), Device("other", None, profile="other.json"))
     topology = replace(problem.topology, groups=tuple(Group(kind, 1) for kind in kinds))
     both = replace(problem, topology=topology, profiles={"other.json": other.chain})
-    draws = draws_of(6, DRAWS)
+    draws = make_draws(6, DRAWS)
     proposal = Proposal(PipelineConfig("1f1b", "by_stage", 2, 4), (6,), ((0, 1),))
     plan = fastest(both.space, [proposal])
     assert plan is not None
@@ -157,6 +157,6 @@ def test_a_kind_of_device_with_a_profile_of_its_own(
         alone = fastest(replace(as_drawn(both, draws, number), profiles=own).space, [proposal])
         assert alone is not None
         assert step == pytest.approx(alone.step_seconds, rel=1e-9)
-    assert known(both.space)
+    assert has_spread(both.space)
     unknown = replace(other.chain, spread=None)
-    assert not known(replace(both, profiles={"other.json": unknown}).space)
+    assert not has_spread(replace(both, profiles={"other.json": unknown}).space)

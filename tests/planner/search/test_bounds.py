@@ -17,8 +17,8 @@ from pplan.planner.candidate import Proposal, linear_pipeline
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.scoring import WHOLE_BOUNDS
 from pplan.planner.search.device_ranges import DeviceRanges
-from pplan.planner.search.partial import extended, nothing
-from pplan.planner.search.pipelines import Pipelines, modes_of, pipelines_of
+from pplan.planner.search.partial import extend, nothing
+from pplan.planner.search.pipelines import Pipelines, build_pipelines, choose_modes
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_choices import StageChoices, list_stage_choices
 from pplan.planner.search.subproblem import BOUNDS, Family, expansions, quick_bound
@@ -47,7 +47,7 @@ def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
             if len(rows):
                 (row,) = rows
                 seen.append(float(own[row]))
-                following = extended(plans, more, now, np.array([row]))
+                following = extend(plans, more, now, np.array([row]))
         assert len(seen) == before + 1
         plans = following
     return seen
@@ -76,7 +76,7 @@ def test_unfinished_plans(
     plans = [
         (proposal, step)
         for proposal, modes, step in brute_force(space, [family]).plans()
-        if modes == modes_of(space, proposal)
+        if modes == choose_modes(space, proposal)
     ]
     options = list_stage_choices(
         space, family.config, DeviceRanges(space, family.placement, family.replicas), np.inf
@@ -92,8 +92,8 @@ def test_unfinished_plans(
 
 
 def pipelines(space: Space, proposals: list[Proposal]) -> Pipelines:
-    modes = [modes_of(space, proposal) for proposal in proposals]
-    return pipelines_of(space, proposals, [own for own in modes if own is not None])
+    modes = [choose_modes(space, proposal) for proposal in proposals]
+    return build_pipelines(space, proposals, [own for own in modes if own is not None])
 
 
 def every_cut(space: Space, config: PipelineConfig, stages: int) -> list[Proposal]:

@@ -10,7 +10,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import replicated_pipeline
-from pplan.planner.joint_search import searched
+from pplan.planner.joint_search import run_search
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
@@ -60,7 +60,7 @@ def test_odd_replicas_beside_single_devices_are_bounded() -> None:
     known = fastest(problem.space, [plan])
     assert known is not None
     assert known.step_seconds == pytest.approx(0.273, rel=1e-3)
-    found = searched(problem)
+    found = run_search(problem)
     assert found.bound_seconds <= known.step_seconds
     assert found.best is not None
     assert found.best.step_seconds <= known.step_seconds * 1.0001
@@ -86,7 +86,7 @@ def test_no_number_of_replicas_is_below_the_bound(devices: int, seed: int) -> No
     ]
     best = fastest(problem.space, plans)
     assert best is not None
-    assert searched(problem).bound_seconds <= best.step_seconds * (1 + 1e-9)
+    assert run_search(problem).bound_seconds <= best.step_seconds * (1 + 1e-9)
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_the_bound_of_many_devices_sees_memory_and_bubbles() -> None:
     chain = chain_of(list(rng.uniform(0, 2e-4, 24)), list(rng.uniform(5e-4, 1e-3, 24)), 10.0, 100.0)
     wishes = PlanOptions(mini_batch=4096, micro_batches=64, schedule="1f1b", time_limit=2.0)
     problem = Problem(chain, free_links(256, 5_000), wishes)
-    found = searched(problem)
+    found = run_search(problem)
     assert found.best is not None
     assert len(found.best.proposal.ends) > 1
     assert found.best.step_seconds <= 1.1 * found.bound_seconds

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pplan.cost_models.errors import ModelError
+from pplan.profiler.chain.layers import LayerChain, chain_of
 from pplan.profiler.graphs.cutting import Flow, parts
 from pplan.profiler.graphs.granularity import Granularity
 from pplan.profiler.graphs.tracing import symbolic_graph
 from pplan.profiler.graphs.trial import Trial
-from pplan.profiler.inputs import ModelInput
-from pplan.profiler.layers import LayerChain, chain_of
 from pplan.profiler.sequential import sequential
+from pplan.profiler.user_model.loaded_model import ModelInput
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ from pplan.cost_models.errors import ModelError
 from pplan.profiler.graphs import exporting
 from pplan.profiler.graphs.exporting import exported_graph
 from pplan.profiler.graphs.flat_output import flat
-from pplan.profiler.graphs.graph import TracedGraph
-from pplan.profiler.graphs.graph_module import graph_module
-from pplan.profiler.graphs.rederiving import device_of
+from pplan.profiler.graphs.graph import TracedGraph, graph_module
 from pplan.profiler.graphs.regions import AutocastSwitched, GradientsSwitched
-from pplan.profiler.inputs import ModelInput
+from pplan.profiler.graphs.size_recovery import device_of
+from pplan.profiler.user_model.loaded_model import ModelInput
 
 
 def run(traced: TracedGraph, model: nn.Module, given: ModelInput) -> Any:

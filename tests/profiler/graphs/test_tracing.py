@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
+from pplan.profiler.chain.layers import chain_of
 from pplan.profiler.graphs.tracing import symbolic_graph
-from pplan.profiler.inputs import ModelInput
-from pplan.profiler.layers import chain_of
 from pplan.profiler.sequential import sequential
+from pplan.profiler.user_model.loaded_model import ModelInput
 
 
 class Arguments(nn.Module):

@@ -11,14 +11,14 @@ import torchvision
 from torch import Tensor, nn
 
 from pplan.cost_models.stage_bytes import stage_workspace, workspace_before_loss
-from pplan.profiler.layers import Layer, chain_of
-from pplan.profiler.losses import loss_named
+from pplan.profiler.chain.layers import Layer, chain_of
 from pplan.profiler.measure import profile_model
-from pplan.profiler.memory.counted_pass import counted_pass
 from pplan.profiler.memory.live_bytes import LiveBytes, lasting, meter_of
 from pplan.profiler.memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
+from pplan.profiler.offload.fitting import counted_pass
+from pplan.profiler.passes.timing import OutputGradients, backward, run_layers
 from pplan.profiler.profile_file import Profile
-from pplan.profiler.timing import OutputGradients, backward, run_layers
+from pplan.profiler.user_model.losses import loss_named
 
 
 def measured(

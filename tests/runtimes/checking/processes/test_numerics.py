@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.profiler.inputs import ModelInput
+from pplan.profiler.user_model.loaded_model import ModelInput
 from pplan.runtimes.checking.processes.numerics import LEARNING_RATE, plain_losses, varied, without_dropout
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.profiler.clocks import CpuClock
+from pplan.profiler.passes.clocks import CpuClock
 from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.checking.job import Job, ModelSpec, RuntimeCase
 from pplan.runtimes.checking.processes import pipe_stamps

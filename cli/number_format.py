@@ -1,0 +1,54 @@
+"""Numbers without a unit as the tables print them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+SAME = 1e-9
+"""Share of a step by which another may differ and still take as long."""
+
+
+def percent(share: float) -> str:
+    """`0.0612` as `6.1 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def three_digits(value: float) -> str:
+    """A number with three digits that count, never in powers of ten below a million."""
+    size = abs(value)
+    if size < 9.995:
+        return f"{value:.2f}"
+    if size < 99.95:
+        return f"{value:.1f}"
+    return f"{value:.0f}"
+
+
+def compared(step: float, own: float) -> str:
+    """A step against one's own: `1.25 x slower`; in percent where the factor would read 1.00."""
+    factor = max(step, own) / min(step, own)
+    if factor - 1 <= SAME:
+        return "the same"
+    if factor < 1.005:
+        return compared_percent(step, own)
+    return f"{three_digits(factor)} x {'slower' if step > own else 'faster'}"
+
+
+def compared_percent(step: float, own: float) -> str:
+    """A step against one's own: `3.1 % slower`."""
+    share = step / own - 1
+    if abs(share) <= SAME:
+        return "the same"
+    if abs(share) < 5e-4:
+        return "nearly the same"
+    return f"{percent(share)} slower" if share > 0 else f"{percent(1 - step / own)} faster"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`[0, 1, 2, 5]` as `0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,0 +1,181 @@
+"""The answer of a plan in sentences: what it is the best of, the global batch, what stays free."""
+
+from __future__ import annotations
+
+from ..cost_models.quantities import counted, format_seconds
+from ..cost_models.runtime import runtime_named
+from ..planner.pipeline_config import SEARCHED
+from ..planner.plan_file import TIE, Aim, Alternative, Baseline, DefaultMiniBatch, OtherMiniBatch, Plan
+from .number_format import three_digits
+from .plan_summary import objective_value
+
+OBJECTIVES = {
+    "memory": "needs the least memory",
+    "cost": "is the cheapest",
+    "robust": "is the fastest at the 90th percentile",
+}
+
+
+def answer_lines(plan: Plan) -> list[str]:
+    """What to do, in one line, and what to know about it before anything else."""
+    answer, *more = _answer(plan)
+    return [answer, *_batch_lines(plan), *more]
+
+
+def _answer(plan: Plan) -> list[str]:
+    what = _what(plan)
+    if plan.objective is not None:
+        return [_objective_answer(plan, plan.objective, what)]
+    rival = _faster_baseline(plan)
+    figures = _figures(plan.prediction.step_seconds, plan.prediction.samples_per_second)
+    figures += _give_or_take(plan.prediction.uncertainty)
+    if plan.was_given:
+        return [f"{what} as given: {figures}."]
+    if rival is None:
+        lines = [f"{what} is the fastest{_how_sure(plan)}: {figures}."]
+    else:
+        lines = [_rival_answer(plan, rival), f"This plan is {_lower(what).rstrip(',')}: {figures}."]
+    used = devices_used(plan)
+    if plan.gpus is not None and used < plan.gpus:
+        lines.append(_fewer(plan, used, plan.gpus))
+    return lines
+
+
+def _objective_answer(plan: Plan, aim: Aim, what: str) -> str:
+    sure = "" if aim.exact else " of those scored"
+    step = format_seconds(plan.prediction.step_seconds)
+    best = OBJECTIVES.get(aim.name, f"is the best for {aim.name}")
+    return f"{what} {best}{sure}: {objective_value(aim)}; {step} a step."
+
+
+def _lower(what: str) -> str:
+    return what.replace("A pipeline", "a pipeline").replace("Data", "data").replace("One ", "one ")
+
+
+def devices_used(plan: Plan) -> int:
+    """How many devices the plan uses."""
+    return len({device for stage in plan.stages for device in stage.devices})
+
+
+def _what(plan: Plan) -> str:
+    used = devices_used(plan)
+    stages, chunks = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
+    if len(plan.stages) > 1:
+        each = f", {chunks} virtual stages on each," if chunks > 1 else ""
+        return f"A pipeline of {counted(stages, 'stage')} over {counted(used, plan.device_kind)}{each}"
+    return (
+        f"Data parallelism over {counted(used, plan.device_kind)}" if used > 1 else f"One {plan.device_kind}"
+    )
+
+
+def _how_sure(plan: Plan) -> str:
+    """What the plan is the fastest of."""
+    within = f" that {plan.runtime} can run" if plan.runtime else ""
+    if not plan.prediction.exact:
+        return f"{within} of those scored"
+    step = plan.prediction.step_seconds * (1 - TIE)
+    proposed = any(
+        other.step_seconds < step and other.schedule not in SEARCHED and _may_run(plan, other)
+        for other in plan.alternatives
+    )
+    return f"{within} of the schedules that are searched" if proposed else within
+
+
+def _figures(step: float, samples_per_second: float) -> str:
+    return f"{format_seconds(step)} a step, {three_digits(samples_per_second)} samples/s"
+
+
+def _give_or_take(uncertainty: float | None) -> str:
+    """How far the seconds may be off, where that would show."""
+    shown = uncertainty is not None and uncertainty >= _SHOWN
+    return f", give or take {uncertainty:.0%}" if shown else ""
+
+
+def _rival_answer(plan: Plan, rival: Baseline) -> str:
+    on = (
+        f" over {counted(plan.gpus, plan.device_kind)}" if rival.name == "data-parallel" and plan.gpus else ""
+    )
+    step = rival.step_seconds or 0.0
+    unable = rival.name == "data-parallel" and plan.runtime and plan.gpus and not _replicates(plan)
+    asked = f"{plan.runtime} does not run it" if unable else "the options given leave it out"
+    return f"{_rival(plan, rival)}{on} is the fastest: {_figures(step, plan.mini_batch / step)}; {asked}."
+
+
+def _rival(plan: Plan, rival: Baseline) -> str:
+    return "Data parallelism" if rival.name == "data-parallel" else f"One {plan.device_kind}"
+
+
+def _replicates(plan: Plan) -> bool:
+    return runtime_named(plan.runtime or "").runs_replicas([plan.gpus or 1])
+
+
+def _fewer(plan: Plan, used: int, offered: int) -> str:
+    """That devices stay free, and what using all of them would give, as far as the plan tells."""
+    on_all = [
+        (other.step_seconds, f"a straight {other.schedule} pipeline")
+        for other in plan.alternatives
+        if other.replicas == other.virtual_stages == 1
+        and len(other.balance) == offered
+        and _may_run(plan, other)
+    ]
+    on_all += [
+        (base.step_seconds, "data parallelism")
+        for base in plan.baselines
+        if base.name == "data-parallel" and base.step_seconds is not None and plan.runtime is None
+    ]
+    # A faster one is not for this plan's options: it may not stand here as the price of using all.
+    slower = [row for row in on_all if row[0] >= plan.prediction.step_seconds]
+    uses = f"It uses {used} of the {counted(offered, plan.device_kind)}"
+    runtime = None if plan.runtime is None else runtime_named(plan.runtime)
+    if runtime is not None and runtime.one_process and used == plan.gpus_per_node:
+        return f"{uses}: {runtime.name} reaches those of one node."
+    if not slower and not plan.prediction.exact:
+        return f"{uses}: no faster plan was found on more of them."
+    if not slower:
+        return f"{uses}: more of them would not be faster."
+    step, what = min(slower)
+    return f"{uses}; on all {offered}, {what} takes {format_seconds(step)} a step."
+
+
+def _may_run(plan: Plan, other: Alternative) -> bool:
+    return plan.runtime is None or not other.runtimes or plan.runtime in other.runtimes
+
+
+def _faster_baseline(plan: Plan) -> Baseline | None:
+    """Data parallelism or one GPU where it beats the plan: the search was then held away from it."""
+    limit = plan.prediction.step_seconds * (1 - TIE)
+    faster = [
+        base
+        for base in plan.baselines
+        if base.name in _RIVALS and base.step_seconds is not None and base.step_seconds < limit
+    ]
+    return min(faster, key=lambda base: base.step_seconds or 0.0, default=None)
+
+
+_SHOWN = 0.01
+"""Share from which on the profile's uncertainty is said."""
+_RIVALS = ("data-parallel", "one-gpu")
+
+
+def _batch_lines(plan: Plan) -> list[str]:
+    """How the global batch was chosen where none was given, and what half and twice of it would give."""
+    default = plan.default_mini_batch
+    if default is None:
+        return []
+    samples, each = default.samples_per_device, plan.mini_batch / (plan.gpus or 1)
+    about = "" if each == samples else "about "
+    rule = f"Global batch {plan.mini_batch}, {about}{samples} samples a {plan.device_kind}, as none was given"
+    return [f"{rule}; {_others(default)}."]
+
+
+def _others(default: DefaultMiniBatch) -> str:
+    if not default.others:
+        return "half and twice of it were not tried (--mini-batch sets another)"
+    return "; ".join(_other(other) for other in default.others) + " (--mini-batch)"
+
+
+def _other(other: OtherMiniBatch) -> str:
+    if other.step_seconds is None or other.samples_per_second is None:
+        return f"with {other.mini_batch}: no plan"
+    step, rate = format_seconds(other.step_seconds), three_digits(other.samples_per_second)
+    return f"with {other.mini_batch}: {step}, {rate} samples/s"

@@ -1,0 +1,100 @@
+"""The figures of a plan in sentences: step, batch, training, search space, and what was proven of them."""
+
+from __future__ import annotations
+
+from ..cost_models.optimizers import optimizer_named
+from ..cost_models.quantities import counted, format_bytes, format_seconds
+from ..planner.plan_file import Aim, Plan, Prediction
+from .field_names import as_options
+from .number_format import percent, three_digits
+
+
+def summary_lines(plan: Plan) -> list[str]:
+    """The step, what it is made of, its proof, and what was searched."""
+    predicted = plan.prediction
+    lines = [
+        f"Step {format_seconds(predicted.step_seconds)}{_interval(predicted)}, "
+        f"{three_digits(predicted.samples_per_second)} samples/s, bubble {percent(predicted.bubble)}.",
+        f"{_batch(plan)}; schedule {plan.schedule}; recompute {plan.recompute.replace('_', '-')}; "
+        f"optimizer {plan.optimizer}{_states(plan)}.",
+        as_options(_proof(plan)),
+    ]
+    if plan.searched not in ("", predicted.bound_covers) and not plan.was_given:
+        lines.append(f"Searched: {as_options(plan.searched)}")
+    if plan.topology:
+        lines.append(f"Devices: {plan.topology}")
+    return lines
+
+
+def _batch(plan: Plan) -> str:
+    """`Global batch 256 = 32 micro-batches x 8 replicas x 1`."""
+    samples, replicas = plan.micro_batch_size, set(plan.replicas)
+    each = f"Global batch {plan.mini_batch} = {counted(plan.micro_batches, 'micro-batch')}"
+    shared = max(replicas)
+    if len(replicas) == 1 and shared > 1 and samples % shared == 0:
+        return f"{each} x {shared} replicas x {samples // shared}"
+    return f"{each} x {samples}"
+
+
+def _states(plan: Plan) -> str:
+    """In which numbers it trains, where the plan says it: `; mixed precision, bf16 gradients, ...`."""
+    if plan.precision is None or (plan.precision in ("fp32", "fp64") and not plan.zero):
+        return ""
+    trained = plan.trained
+    size = trained.bytes_per_parameter(optimizer_named(plan.optimizer))
+    name = {"mixed": "mixed precision", "bf16": "pure bf16"}.get(trained.name, trained.name)
+    gradients = f", {trained.gradient_dtype} gradients" if trained.name == "mixed" else ""
+    spread = f"; ZeRO-{plan.zero} over the replicas of a stage" if plan.zero else ""
+    return f"; {name}{gradients}: {size:.3g} bytes a parameter{spread}"
+
+
+def _interval(predicted: Prediction) -> str:
+    """Where the step lies as a rule: ` (80 % interval 12.1 to 12.9 ms)`, as far as it would show."""
+    if predicted.low_seconds is None or predicted.high_seconds is None:
+        return ""
+    low, high = format_seconds(predicted.low_seconds), format_seconds(predicted.high_seconds)
+    if low == high == format_seconds(predicted.step_seconds):
+        return ""
+    number, unit = low.split()
+    ends = f"{number if high.endswith(f' {unit}') else low} to {high}"
+    # The step is that of the layers' medians; of many stages some one is late in nearly every step.
+    late = predicted.low_seconds > predicted.step_seconds and low != format_seconds(predicted.step_seconds)
+    return f" (80 % interval {ends}{', as some stage is late in most steps' if late else ''})"
+
+
+def _proof(plan: Plan) -> str:
+    if plan.was_given:
+        return "No other partition was looked at: pplan solve finds the best."
+    if plan.objective is not None:
+        return _objective_proof(plan, plan.objective)
+    predicted = plan.prediction
+    covers = f" ({predicted.bound_covers})" if predicted.bound_covers else ""
+    if predicted.exact:
+        return f"Optimal in the search space{covers}: none of these plans is faster."
+    bound = format_seconds(predicted.lower_bound_seconds)
+    return f"Best found; at most {percent(predicted.gap)} from the proven bound of {bound}{covers}."
+
+
+def _objective_proof(plan: Plan, aim: Aim) -> str:
+    """The bound on what is aimed at, and on the step."""
+    step = f"no plan is faster than {format_seconds(plan.prediction.lower_bound_seconds)} a step"
+    if not aim.lower_bound:
+        return f"Best found; not proven: {aim.detail}. Proven: {step}."
+    about = "; ".join(part for part in (aim.covers, aim.detail) if part)
+    among = f" ({about})" if about else ""
+    if aim.exact:
+        return f"Optimal in the search space{among}: none of these plans has less. Proven: {step}."
+    gap, bound = percent(aim.value / aim.lower_bound - 1), _amount(aim, aim.lower_bound)
+    return f"Best found; at most {gap} from the proven bound of {bound}{among}. Proven: {step}."
+
+
+def objective_value(aim: Aim) -> str:
+    """What the plan has of what is aimed at."""
+    where = " on the fullest device" if aim.unit == "bytes" else ""
+    return f"{_amount(aim, aim.value)}{where}"
+
+
+def _amount(aim: Aim, value: float) -> str:
+    if aim.unit == "seconds":
+        return format_seconds(value)
+    return f"${1e6 * value:.4g} a million samples" if aim.unit == "$/sample" else format_bytes(value)

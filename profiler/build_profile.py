@@ -1,0 +1,216 @@
+"""What was measured, put into the form of the profile's file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..cost_models.errors import MachineError
+from .chain.layers import LayerChain, users_of_tensors
+from .machine import device_memory_bytes, device_name, versions
+from .measurement_target import Subject
+from .profile_file import (
+    InputTensor,
+    LayerMeasurement,
+    MeasuredLoss,
+    Profile,
+    ProfiledLayer,
+    Tied,
+    Unmeasured,
+    WholeMeasurement,
+)
+from .profile_warnings import closing_warning
+from .size_result import SizeResult
+
+_DOMINATES = 1 / 3
+"""Share of all seconds from which on a layer put together from several modules is worth a remark."""
+
+
+def assembled(
+    subject: Subject, results: Sequence[SizeResult], unmeasured: Sequence[Unmeasured], notes: Sequence[str]
+) -> Profile:
+    """The profile. Raises MachineError where the clock saw no time pass."""
+    loaded, chain, device, modes = subject.loaded, subject.chain, subject.device, subject.modes
+    costs = [_costs(result, len(chain)) for result in results]
+    whole = [_whole(result) for result in results if result.rounds.whole]
+    example = loaded.example_input_for(1).to(dtype=subject.dtype)
+    layers = [
+        ProfiledLayer(
+            name=layer.name,
+            kind=layer.kind,
+            parameter_bytes=layer.parameter_bytes,
+            trainable_bytes=layer.trainable_bytes,
+            buffer_bytes=layer.buffer_bytes,
+            cut_after=layer.cut_reason is None,
+            cut_reason=layer.cut_reason,
+            crossing=layer.crossing,
+            costs=[of_size[index] for of_size in costs],
+        )
+        for index, layer in enumerate(chain.layers)
+    ]
+    return Profile(
+        model=loaded.name,
+        device=device.type,
+        device_name=device_name(device),
+        device_memory_bytes=device_memory_bytes(device),
+        dtype=_dtype_name(subject.dtype),
+        input_shape=list(loaded.input_shape),
+        inputs=[
+            InputTensor(shape=list(tensor.shape[1:]), dtype=_dtype_name(tensor.dtype))
+            for tensor in example.tensors
+        ],
+        input_bytes_per_sample=example.bytes_per_sample,
+        classes=loaded.classes,
+        settings=loaded.settings_in_json,
+        seed=subject.seed,
+        threads=torch.get_num_threads() if device.type == "cpu" else None,
+        granularity=chain.granularity,
+        compiled=modes.compile,
+        channels_last=modes.channels_last,
+        amp=modes.amp,
+        tf32=modes.tf32,
+        layers=layers,
+        edges=[(chain.layers[a].name, chain.layers[b].name) for a, b in chain.edges],
+        whole=whole,
+        loss=_loss(subject, results),
+        tied=_tied(loaded.module, chain),
+        unmeasured=list(unmeasured),
+        notes=[
+            *subject.notes,
+            *notes,
+            *_evaluation_note(subject),
+            *(note for each in whole for note in closing_warning(each)),
+            *_dominating_note(chain, layers),
+            *_checkpoint_note(chain),
+        ],
+        made_by=versions(),
+    )
+
+
+def _costs(result: SizeResult, layers: int) -> list[LayerMeasurement]:
+    """Of every layer; without passes (on the meta device) there are no seconds."""
+    rounds, timed = result.rounds, bool(result.rounds.layers)
+    zeros, nothing = [0.0] * layers, [None] * layers
+    forward, backward = (rounds.medians(way).tolist() if timed else zeros for way in ("forward", "backward"))
+    host = [rounds.host_medians(way) if timed else nothing for way in ("forward", "backward")]
+    parts = [rounds.part_medians(part) if timed else nothing for part in ("input", "weight")]
+    spreads = rounds.spreads().tolist() if timed else zeros
+    own_forward = result.forward_workspace_bytes
+    own_backward = result.backward_workspace_bytes
+    return [
+        LayerMeasurement(
+            micro_batch_size=result.size,
+            forward_seconds=forward[index],
+            backward_seconds=backward[index],
+            output_bytes=result.output_bytes[index],
+            saved_bytes=result.saved_bytes[index],
+            saved_input_bytes=result.saved_input_bytes[index],
+            workspace_bytes=max(own_forward[index], own_backward[index])
+            if own_forward and own_backward
+            else 0,
+            spread=spreads[index],
+            forward_host_seconds=host[0][index],
+            backward_host_seconds=host[1][index],
+            backward_input_seconds=parts[0][index],
+            backward_weight_seconds=parts[1][index],
+            forward_workspace_bytes=own_forward[index] if own_forward else None,
+            backward_workspace_bytes=own_backward[index] if own_backward else None,
+        )
+        for index in range(layers)
+    ]
+
+
+def _loss(subject: Subject, results: Sequence[SizeResult]) -> MeasuredLoss | None:
+    if subject.loss is None:
+        return None
+    costs = []
+    for result in results:
+        times, workspace = result.rounds.loss_medians(), result.loss_workspace
+        costs.append(
+            LayerMeasurement(
+                micro_batch_size=result.size,
+                forward_seconds=times.forward if times else 0.0,
+                backward_seconds=times.backward if times else 0.0,
+                forward_host_seconds=times.forward_host if times else None,
+                backward_host_seconds=times.backward_host if times else None,
+                output_bytes=result.loss_output_bytes,
+                saved_bytes=result.loss_saved_bytes,
+                workspace_bytes=workspace.larger if workspace else 0,
+                forward_workspace_bytes=workspace.forward if workspace else None,
+                backward_workspace_bytes=workspace.backward if workspace else None,
+            )
+        )
+    return MeasuredLoss(name=subject.loss.name, costs=costs)
+
+
+def _whole(result: SizeResult) -> WholeMeasurement:
+    rounds = result.rounds
+    forward, backward = rounds.whole_medians()
+    own_forward = float(rounds.medians("forward").sum())
+    own_backward = float(rounds.medians("backward").sum())
+    if forward + backward <= 0 or own_forward + own_backward <= 0:
+        raise MachineError(
+            f"micro-batch size {result.size}: the clock reads 0 s for the whole pass",
+            "The model is too fast for this machine's clock: name larger `micro_batch_sizes`.",
+        )
+    return WholeMeasurement(
+        micro_batch_size=result.size,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        closing_ratio=(own_forward + own_backward) / (forward + backward),
+        forward_closing_ratio=own_forward / forward if forward else None,
+        backward_closing_ratio=own_backward / backward if backward else None,
+        backward_parts_ratio=rounds.backward_parts_ratio(),
+        spread=rounds.whole_spread(),
+        rounds=len(rounds),
+        peak_bytes=result.peak_bytes,
+        predicted_peak_bytes=result.predicted_peak_bytes,
+    )
+
+
+def _tied(model: nn.Module, chain: LayerChain) -> list[Tied]:
+    """Parameters and buffers that several layers use."""
+    modules = [layer.module for layer in chain.layers]
+    return [
+        Tied(tensor=name, layers=[chain.layers[index].name for index in users])
+        for name, users in users_of_tensors(model, modules, chain.aliases)
+        if len(users) > 1
+    ]
+
+
+def _evaluation_note(subject: Subject) -> list[str]:
+    measured = "the model is in evaluation mode and was measured so"
+    return [] if subject.loaded.module.training else [measured]
+
+
+def _checkpoint_note(chain: LayerChain) -> list[str]:
+    note = (
+        "the model recomputes parts of itself (torch.utils.checkpoint), which its layers do not: "
+        "pplan plans recomputation itself"
+    )
+    return [note] if chain.drops_checkpoints else []
+
+
+def _dominating_note(chain: LayerChain, layers: Sequence[ProfiledLayer]) -> list[str]:
+    """A layer that holds much of the model limits every plan; finer cuts may part it."""
+    seconds = [layer.costs[-1].forward_seconds + layer.costs[-1].backward_seconds for layer in layers]
+    heaviest = max(range(len(layers)), key=lambda index: seconds[index])
+    share = seconds[heaviest] / sum(seconds) if any(seconds) else float(len(layers) == 1)
+    put_together = chain.layers[heaviest].path is None
+    if chain.granularity == "fine" or not put_together or share <= _DOMINATES:
+        return []
+    takes = (
+        f"takes {share:.0%} of the time, and no stage can be shorter"
+        if any(seconds)
+        else "is the whole model"
+    )
+    return [
+        f"layer {layers[heaviest].name} {takes}; "
+        "granularity='fine' cuts inside it, where several tensors cross"
+    ]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""The layers of a model, in a chain, and what several of them hold."""

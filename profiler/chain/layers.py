@@ -1,0 +1,291 @@
+"""A module as a chain of layers, and the cuts between them that must not be made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, fx, nn
+
+from ...cost_models.errors import ModelError
+from ..graphs.cutting import Flow, parts
+from ..graphs.frontends import drawn
+from ..graphs.granularity import Granularity, refuse_unmatched
+from ..graphs.segments import GraphSegment
+from ..user_model.failures import layer_failure as layer_failure
+from ..user_model.loaded_model import ModelInput, refuse_lazy
+from .layer_sequential import LayerSequential, model_name
+from .shared_parameters import aliases_in, tensors_used
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The smallest thing that may sit alone on a stage.
+
+    Takes one tensor or one tuple of tensors, and returns the same for the next; the last returns what the
+    model does.
+    """
+
+    name: str
+    kind: str
+    module: nn.Module
+    """Runs the layer with the model's own modules and parameters."""
+    path: str | None
+    """Where the model keeps `module`; None where it was put together from several or from functions."""
+    parameters: tuple[nn.Parameter, ...]
+    """Those that no earlier layer uses."""
+    buffers: tuple[Tensor, ...]
+    cut_reason: str | None
+    """Why no stage may end with this layer."""
+    crossing: int = 1
+    """Tensors that it hands to the next layer, each once."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    @property
+    def trainable_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.parameters if parameter.requires_grad)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerChain:
+    """The layers in the order they run; each feeds the next."""
+
+    model_name: str
+    layers: tuple[Layer, ...]
+    overwrites_input: bool
+    """Whether a layer changes the model's input in place."""
+    granularity: str = "block"
+    edges: tuple[tuple[int, int], ...] = ()
+    """Which layer makes a tensor, and which uses it: those of neighbours, and those that skip layers."""
+    keep_together: tuple[str, ...] = ()
+    """The user's pins: patterns of layer names."""
+    aliases: tuple[tuple[str, ...], ...] = ()
+    """Names of different parameters and buffers that lie in the same memory."""
+    drops_checkpoints: bool = False
+    """Whether the model recomputes parts of itself (torch.utils.checkpoint), which its layers do not."""
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def chain_of(
+    model: nn.Module,
+    given: object,
+    *,
+    name: str | None = None,
+    granularity: str = "block",
+    keep_together: Sequence[str] = (),
+    aliases: tuple[tuple[str, ...], ...] | None = None,
+) -> LayerChain:
+    """Takes `model` apart into layers; deterministic, and without changing it.
+
+    An nn.Sequential is its elements, nested ones taken apart too (`features.0`); everything else is traced,
+    and so is an nn.Sequential that is to be cut otherwise. `granularity`: `block` cuts where one tensor alone
+    leads on, `fine` after every operation that computes something, `module:PATTERN[,PATTERN...]` around the
+    calls of the modules so named. The input, as `ModelInput.of` takes it, is only looked at for its shapes
+    and dtypes where the model runs on torch's meta device; its sizes except for the batch may be taken for
+    constants.
+
+    A cut is refused where a later layer overwrites a tensor that crosses it (version counters tell, through
+    views too), between the users of a shared parameter or buffer, and between the first and the last layer
+    whose names match a pattern of `keep_together`. `aliases`: the names of parameters and buffers that lie
+    in the same memory, for a copy of a model, which has parted them; None: as `aliases_in` finds them.
+
+    Raises ModelError: not traceable (with the line), with hooks of its own, lazy, failing on this input, or a
+    pattern that nothing matches; UsageError for an unknown granularity.
+    """
+    wanted = Granularity.parse(granularity)
+    name = name or model_name(model)
+    example = ModelInput.of(given, name)
+    refuse_lazy(name, model)
+    told = str(wanted)
+    if isinstance(model, LayerSequential) and wanted.kind != "module":
+        # Its elements are the layers that it was made of.
+        wanted, told = Granularity("block"), model.granularity
+    segments, flow = _segments(model, example, name, wanted)
+    modules = [segment.bind(model) for segment in segments]
+    names = _names(model, segments)
+    reasons = _overwritten_reasons(model, segments, names, flow)
+    aliases = aliases_in(model) if aliases is None else aliases
+    _add(reasons, _shared_reasons(model, modules, names, aliases))
+    pins = (*_remembered(model, segments), *keep_together)
+    _add(reasons, _kept_together(pins, names, name))
+    firsts = _first_users(modules)
+    layers = tuple(
+        Layer(
+            names[i],
+            segments[i].kind(model),
+            modules[i],
+            segments[i].path,
+            *firsts[i],
+            reasons[i],
+            segments[i].crossing,
+        )
+        for i in range(len(segments))
+    )
+    return LayerChain(
+        name,
+        layers,
+        flow.overwrites_input,
+        told,
+        _edges(segments, flow),
+        pins,
+        aliases,
+        flow.traced.recomputes,
+    )
+
+
+def _segments(
+    model: nn.Module, given: ModelInput, name: str, granularity: Granularity
+) -> tuple[list[GraphSegment], Flow]:
+    flow = Flow(*drawn(model, given, name, granularity))
+    if not flow.reaches_output:
+        raise ModelError(
+            f"{name}: its output does not depend on its input", "Return what is computed from the input."
+        )
+    if not flow.order:
+        raise ModelError(f"{name} has no layers", "Give a model that computes something.")
+    return [GraphSegment(flow, part, granularity.kind) for part in parts(flow, granularity)], flow
+
+
+def _names(model: nn.Module, segments: Sequence[GraphSegment]) -> list[str]:
+    """An nn.Sequential that was made of a model's layers keeps their names: it is the same chain."""
+    kept = model.layer_names if isinstance(model, LayerSequential) else ()
+    return list(kept) if len(kept) == len(segments) else _unique([segment.name for segment in segments])
+
+
+def _remembered(model: nn.Module, segments: Sequence[GraphSegment]) -> tuple[str, ...]:
+    """The pins of the chain that an nn.Sequential was made of."""
+    if isinstance(model, LayerSequential) and len(model.layer_names) == len(segments):
+        return model.keep_together
+    return ()
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    taken: set[str] = set()
+    given = set(names)
+    counts: dict[str, int] = {}
+    unique: list[str] = []
+    for name in names:
+        candidate, count = name, counts.get(name, 0)
+        while candidate in taken or (count and candidate in given):
+            count += 1
+            candidate = f"{name}_{count}"
+        counts[name] = count
+        taken.add(candidate)
+        unique.append(candidate)
+    return unique
+
+
+_Reasons = list[str | None]
+"""Of each layer, why no stage may end with it."""
+
+
+def _add(reasons: _Reasons, more: _Reasons) -> None:
+    """The first reason found stays."""
+    reasons[:] = [first or second for first, second in zip(reasons, more, strict=True)]
+
+
+def _overwritten_reasons(
+    model: nn.Module, segments: Sequence[GraphSegment], names: Sequence[str], flow: Flow
+) -> _Reasons:
+    """No cut that a tensor crosses which is overwritten behind it."""
+    layers = _layers_of(segments)
+    reasons: _Reasons = [None] * len(segments)
+    for index, segment in enumerate(segments[:-1]):
+        node = flow.first_overwriting(segment.part.after)
+        if node is not None:
+            by = layers[node]
+            reasons[index] = _overwritten(segments[by], names[by], model, is_next=by == index + 1)
+    return reasons
+
+
+def _overwritten(segment: GraphSegment, name: str, model: nn.Module, *, is_next: bool) -> str:
+    if segment.is_composite:
+        # Its kind is that of the module which gives it its name, and need not be what works in place.
+        return f"an in-place operation in {name} {'follows' if is_next else 'overwrites it'}"
+    kind = segment.kind(model)
+    return f"in-place {kind} follows" if is_next else f"in-place {kind} {name} overwrites it"
+
+
+def _layers_of(segments: Sequence[GraphSegment]) -> dict[fx.Node, int]:
+    return {node: index for index, segment in enumerate(segments) for node in segment.part.nodes}
+
+
+def _edges(segments: Sequence[GraphSegment], flow: Flow) -> tuple[tuple[int, int], ...]:
+    layers = _layers_of(segments)
+    last = len(segments) - 1
+    found = {
+        (maker, layers.get(user, last))
+        for node, maker in layers.items()
+        for user in node.users
+        if flow.holds_tensors(node) and maker != layers.get(user, last)
+    }
+    return tuple(sorted(found))
+
+
+def users_of_tensors(
+    model: nn.Module, modules: Sequence[nn.Module], aliases: Sequence[Sequence[str]]
+) -> list[tuple[str, list[int]]]:
+    """For each parameter and buffer that modules use, its name and the positions of those, ascending.
+
+    Tensors that lie in the same memory are one, by the name of the first.
+    """
+    paths: dict[int, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        paths.setdefault(id(tensor), name)
+    first_of = {name: group[0] for group in aliases for name in group}
+    users: dict[str | int, list[int]] = {}
+    for index, module in enumerate(modules):
+        for key in dict.fromkeys(map(id, tensors_used(module))):
+            path = paths.get(key)
+            found = users.setdefault(key if path is None else first_of.get(path, path), [])
+            found.extend([index] if index not in found else [])
+    return [(key if isinstance(key, str) else "a tensor", layers) for key, layers in users.items()]
+
+
+def _shared_reasons(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    names: Sequence[str],
+    aliases: Sequence[Sequence[str]],
+) -> _Reasons:
+    """No cut between the first and the last user of a parameter or a buffer."""
+    reasons: _Reasons = [None] * len(modules)
+    for word, users in users_of_tensors(model, modules, aliases):
+        for index in range(users[0], users[-1]):
+            reasons[index] = reasons[index] or f"{names[users[0]]} and {names[users[-1]]} share {word}"
+    return reasons
+
+
+def _kept_together(patterns: Sequence[str], names: Sequence[str], model_name: str) -> _Reasons:
+    """The user's pins: no cut between the first and the last layer of a pattern."""
+    refuse_unmatched(patterns, names, "layer", model_name)
+    reasons: _Reasons = [None] * len(names)
+    for pattern in patterns:
+        matching = [index for index, name in enumerate(names) if fnmatchcase(name, pattern)]
+        for index in range(matching[0], matching[-1]):
+            reasons[index] = reasons[index] or f"kept together: {pattern}"
+    return reasons
+
+
+def _first_users(
+    modules: Sequence[nn.Module],
+) -> list[tuple[tuple[nn.Parameter, ...], tuple[Tensor, ...]]]:
+    seen: set[int] = set()
+
+    def fresh(tensor: Tensor) -> bool:
+        return id(tensor) not in seen and not seen.add(id(tensor))  # type: ignore[func-returns-value]
+
+    return [
+        (tuple(p for p in module.parameters() if fresh(p)), tuple(b for b in module.buffers() if fresh(b)))
+        for module in modules
+    ]

@@ -1,0 +1,152 @@
+"""What several layers hold: tensors in the same memory, and stand-ins for what an earlier layer holds.
+
+torchgpipe and FairScale refuse a parameter that two elements of an nn.Sequential register, and whatever
+converts or saves modules would do so twice. References are kept in tuples, where nn.Module does not look for
+modules and parameters; copy.deepcopy and pickle keep them references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Again(nn.Module):
+    """Runs a module that an earlier layer holds."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._held_earlier = (module,)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._held_earlier[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's own attributes, for code that reads its weight, say, without running it."""
+        held = self.__dict__.get("_held_earlier")
+        if held is None or name.startswith("__"):
+            return super().__getattr__(name)
+        return getattr(held[0], name)
+
+    def extra_repr(self) -> str:
+        return f"{type(self.module).__name__} of an earlier layer"
+
+
+class Borrowed(nn.Module):
+    """Returns a parameter or buffer that a module of an earlier layer holds."""
+
+    def __init__(self, owner: nn.Module, field: str) -> None:
+        super().__init__()
+        self._held_earlier = (owner, field)
+
+    def forward(self) -> Tensor:
+        owner, field = self._held_earlier
+        value: Tensor = getattr(owner, field)
+        return value
+
+    def extra_repr(self) -> str:
+        return f"{self._held_earlier[1]} of an earlier layer"
+
+
+class Borrows:
+    """The forward pre-hook of a module that uses parameters of an earlier layer as plain attributes.
+
+    They follow a conversion in place by themselves; the hook is for what puts another tensor into the owner's
+    place (`load_state_dict(assign=True)`, `to_empty`, `to("meta")`).
+    """
+
+    def __init__(self) -> None:
+        self._fields: list[tuple[nn.Module, str, nn.Module, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def add(self, user: nn.Module, field: str, owner: nn.Module, owners_field: str) -> None:
+        """`user.field` is to be `owner.owners_field` from now on, and no parameter of `user`."""
+        del user._parameters[field]
+        self._fields.append((user, field, owner, owners_field))
+        user.__dict__[field] = getattr(owner, owners_field)
+
+    def __call__(self, module: nn.Module, given: Any) -> None:  # noqa: ARG002
+        for user, field, owner, owners_field in self._fields:
+            user.__dict__[field] = getattr(owner, owners_field)
+
+
+class OnClone(nn.Module):
+    """Runs a layer that overwrites its input, a tensor or a tuple of them, on a clone of it.
+
+    Micro-batches are views of one mini-batch, and a checkpointed stage's input is a leaf that needs a
+    gradient: PyTorch lets neither be overwritten.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, given: Tensor | tuple[Tensor, ...]) -> Any:
+        own = given.clone() if isinstance(given, Tensor) else tuple(tensor.clone() for tensor in given)
+        return self.layer(own)
+
+
+def modules_used(module: nn.Module) -> Iterator[nn.Module]:
+    """`module`, all those inside it, and those that it runs again."""
+    for part in module.modules():
+        yield part
+        if isinstance(part, Again):
+            yield from modules_used(part.module)
+
+
+def tensors_used(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers that `module` registers, and those it borrows."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for part in module.modules():
+        if isinstance(part, Again):
+            yield from tensors_used(part.module)
+        elif isinstance(part, Borrowed):
+            yield part()
+        else:
+            yield from (value for value in vars(part).values() if isinstance(value, nn.Parameter))
+
+
+def aliases_in(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of names whose tensors overlap in memory (`c.weight.data = a.weight.data`).
+
+    Views of one flat buffer that lie beside each other are no group, and a tensor that several modules
+    register is in one under its first name only. Copies and conversions of a model part what overlaps, so the
+    user's own model is to be asked.
+    """
+    places = [(name, _place(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    groups: list[list[str]] = []
+    storage, reach = -1, 0
+    for name, (key, first, end) in sorted(
+        ((name, place) for name, place in places if place is not None), key=lambda pair: pair[1]
+    ):
+        if key != storage or first >= reach:
+            groups.append([])
+            storage, reach = key, 0
+        groups[-1].append(name)
+        reach = max(reach, end)
+    return tuple(tuple(group) for group in groups if len(group) > 1)
+
+
+def _place(tensor: Tensor) -> tuple[int, int, int] | None:
+    """Its storage, and the bytes of that from the first to behind the last that it uses; None: unknown."""
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        # Sparse tensors and some wrappers have none.
+        return None
+    if not tensor.numel() or not storage.nbytes():
+        return None
+    size = tensor.element_size()
+    spans = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((int(length) - 1) * int(stride) for length, stride in spans)
+    first = int(tensor.storage_offset()) * size
+    return storage._cdata, first, first + (last + 1) * size

@@ -1,0 +1,121 @@
+"""What is replaced in torch and transformers while a model is traced.
+
+Calls of torch.autograd.Function: a tracer that looked through them would lose their backward.
+torch.utils.checkpoint: whether a model recomputes parts of itself, which tracing looks through. And the masks
+of transformers, which under torch.export are other ones than in training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from torch import fx, nn
+from torch.autograd import Function
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
+
+
+class CustomFunction(nn.Module):
+    """Applies a function that has a backward of its own."""
+
+    def __init__(self, function: type[Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.function.apply(*given, **named)
+
+
+@contextlib.contextmanager
+def kept_as_calls() -> Iterator[None]:
+    """While torch.fx traces, a function is one call of a `CustomFunction`, added to the traced module."""
+
+    def applied(apply: Callable[..., Any], function: type[Function], args: Any, kwargs: Any) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        proxy = next((leaf for leaf in leaves if isinstance(leaf, fx.Proxy)), None)
+        if proxy is None:
+            return apply(*args, **kwargs)
+        root: nn.Module = proxy.tracer.root  # type: ignore[attr-defined]  # TracerBase does not tell of it
+        name = f"{function.__name__}_{sum(isinstance(m, CustomFunction) for m in root.modules())}"
+        root.add_module(name, CustomFunction(function))
+        return proxy.tracer.create_proxy("call_module", name, args, kwargs)
+
+    with _instead_of_apply(applied):
+        yield
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """While torch.export traces: raises NotImplementedError at a function that is not of torch's own."""
+
+    def applied(apply: Callable[..., Any], function: type[Function], args: Any, kwargs: Any) -> Any:
+        if function.__module__.partition(".")[0] == "torch":
+            return apply(*args, **kwargs)
+        raise NotImplementedError(f"{function.__name__} has a backward of its own, which would be lost")
+
+    with _instead_of_apply(applied):
+        yield
+
+
+def _instead_of_apply(applied: Callable[..., Any]) -> Any:
+    apply = Function.__dict__["apply"]
+
+    def instead(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        return applied(apply.__get__(None, function), function, args, kwargs)
+
+    return mock.patch.object(Function, "apply", classmethod(instead))
+
+
+_INNER = ("_checkpoint_impl", "_checkpoint_without_reentrant_generator")
+"""What torch.utils.checkpoint.checkpoint looks up when it is called, by torch's version."""
+
+
+@contextlib.contextmanager
+def checkpoints_noticed() -> Iterator[list[bool]]:
+    """Inside, every call of torch.utils.checkpoint adds to the list."""
+    seen: list[bool] = []
+
+    def noticed(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*args: Any, **options: Any) -> Any:
+            seen.append(True)
+            return plain(*args, **options)
+
+        return instead
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in (
+            *((checkpoint, name) for name in _INNER),
+            (checkpoint.CheckpointFunction, "apply"),
+        ):
+            plain = getattr(owner, name, None)
+            if plain is not None:
+                stack.enter_context(mock.patch.object(owner, name, noticed(plain)))
+        yield seen
+
+
+@contextlib.contextmanager
+def masks_as_in_training(*, one_text_a_row: bool = True) -> Iterator[None]:
+    """While it lasts, the models of transformers are traced on the path that eager code takes.
+
+    Otherwise a mask of four dimensions would be made that eager code leaves to the is_causal kernel, and
+    another attention would be measured than is trained. `one_text_a_row`: position ids are the model's own,
+    and need not be searched for several texts packed into one row; eager code finds none and goes on, but
+    traced code cannot look. Does nothing where transformers is not loaded, or has no such functions.
+    """
+    module = sys.modules.get("transformers.masking_utils")
+    replaced: dict[str, Callable[..., Any]] = {"is_torchdynamo_exporting": lambda: False}
+    is_tracing = getattr(module, "is_tracing", None)
+    if is_tracing is not None:
+        # transformers before 5.18 asks it of masks too that are not given (None).
+        replaced["is_tracing"] = lambda tensor=None: tensor is not None and is_tracing(tensor)
+    if one_text_a_row:
+        replaced["find_packed_sequence_indices"] = lambda *_args, **_kwargs: None
+    with contextlib.ExitStack() as stack:
+        for name, replacement in replaced.items():
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, replacement))
+        yield

@@ -1,0 +1,127 @@
+"""What is measured, and where."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..cost_models.errors import ModelError
+from .chain.layers import LayerChain, chain_of
+from .chain.shared_parameters import aliases_in
+from .machine import DTYPES, dtype_named
+from .passes.clocks import Clock
+from .passes.modes import Modes
+from .user_model.copies import copied, copied_to_host, copied_to_meta
+from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
+from .user_model.loaded_model import LoadedModel, own_dtype, refuse_lazy
+from .user_model.losses import Loss, loss_named
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The working copy of the model, its layers, and the clock."""
+
+    loaded: LoadedModel
+    chain: LayerChain
+    device: torch.device
+    dtype: torch.dtype
+    clock: Clock
+    seed: int
+    notes: tuple[str, ...] = ()
+    """What the profile is to say of it."""
+    modes: Modes = field(default_factory=Modes)
+    """The working copy is converted already."""
+    loss: Loss | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is to be measured."""
+
+    device: torch.device
+    dtype: str | None
+    granularity: str
+    keep_together: tuple[str, ...]
+    loss: str
+    modes: Modes
+    seed: int
+    clock: Clock
+
+
+def subject_for(loaded: LoadedModel, setup: Setup, smallest: int, *, host: bool = False) -> Subject:
+    """The working copy on the device (`host`: left on the CPU), and its layers. Raises DoesNotFit."""
+    kind, notes = dtype_for(loaded, setup.dtype)
+    place = torch.device("cpu") if host else setup.device
+    try:
+        copy = setup.modes.converted(_copied_to(place, loaded).to(kind))
+        for parameter in copy.parameters():
+            parameter.grad = None
+        example = loaded.example_input_for(smallest).to(dtype=kind)
+        chain = chain_of(
+            copy,
+            example,
+            name=loaded.name,
+            granularity=setup.granularity,
+            keep_together=setup.keep_together,
+            aliases=aliases_in(loaded.module),
+        )
+        layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
+        return Subject(
+            dataclasses.replace(loaded, module=copy),
+            chain,
+            setup.device,
+            kind,
+            setup.clock,
+            setup.seed,
+            (*loaded.notes, *notes, *layouts),
+            setup.modes,
+            loss_named(setup.loss, setup.seed),
+        )
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = refusal(error)
+    raise DoesNotFit(
+        f"{loaded.name}: the model does not fit on {place}: {said}",
+        "Use a smaller `dtype`, a smaller model, or a device of more memory.",
+    )
+
+
+def _copied_to(place: torch.device, loaded: LoadedModel) -> nn.Module:
+    """A copy there. To another device than the model's own, it does not lie on that twice."""
+    model, name = loaded.module, loaded.name
+    if place.type == "meta":
+        return copied_to_meta(model, name)
+    if place.type == "cpu" and any(parameter.device.type == "cuda" for parameter in model.parameters()):
+        return copied_to_host(model, name)
+    return copied(model, name).to(place)
+
+
+def dtype_for(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple[str, ...]]:
+    """What the model is converted to, and what is to be said of it. Raises UsageError, ModelError."""
+    asked = None if name is None else dtype_named(name)
+    module = loaded.module
+    refuse_lazy(loaded.name, module)
+    tensors = list(itertools.chain(module.named_parameters(), module.named_buffers()))
+    for path, tensor in tensors:
+        if tensor.is_complex():
+            raise ModelError(
+                f"{loaded.name}: {path} is {_name(tensor.dtype)}; only real numbers can be measured",
+                "Keep real and imaginary parts in tensors of their own (torch.view_as_real).",
+            )
+    if asked is not None:
+        return asked, ()
+    own = own_dtype(module)
+    if own is not None and own in DTYPES.values():
+        return own, ()
+    kinds = sorted({_name(tensor.dtype) for _, tensor in tensors if tensor.dtype.is_floating_point})
+    note = f"the model is in {' and '.join(kinds)} and was measured in float32; choose another with `dtype`"
+    return torch.float32, (note,) if kinds else ()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,197 @@
+"""Which runs of layers fit on a device by themselves, where the whole model does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...cost_models.errors import MachineError, ModelError
+from ...cost_models.memory import FRAGMENTATION_RESERVE
+from ...cost_models.quantities import format_bytes
+from ...cost_models.stage_bytes import workspace_before_loss
+from ..chain.layers import Layer
+from ..chain.shared_parameters import tensors_used
+from ..memory.live_bytes import Meter, meter_of, storages
+from ..memory.meta_attention import attention_as_on_the_cpu
+from ..memory.workspace import LossWorkspace, StepMemory, Workspace
+from ..passes.activations import SavedBytes
+from ..passes.timing import Context, OutputGradients, run_layers, tensors_in
+from ..passes.watchers import Together
+from ..user_model.losses import Loss
+
+
+@dataclass(frozen=True)
+class LayerNeeds:
+    """Bytes of one layer on a device, at one micro-batch size.
+
+    `held`: what it holds between passes by storage: weights with their gradients, and buffers; a storage that
+    several layers use has the same key in each. `saved`, `workspace`, `output`: as in the profile.
+    """
+
+    name: str
+    held: Mapping[int, int]
+    saved: int
+    workspace: int
+    output: int
+
+
+def needs_of(
+    layers: Sequence[Layer],
+    saved_bytes: Sequence[int],
+    workspace_bytes: Sequence[int],
+    output_bytes: Sequence[int],
+    *,
+    amp: bool = False,
+) -> tuple[LayerNeeds, ...]:
+    """Of each layer, from its bytes at that size. `amp`: with what autocast converts."""
+    return tuple(
+        LayerNeeds(layer.name, _held(layer.module, amp=amp), saved, workspace, output)
+        for layer, saved, workspace, output in zip(
+            layers, saved_bytes, workspace_bytes, output_bytes, strict=True
+        )
+    )
+
+
+def needs_counted(
+    model: nn.Module, layers: Sequence[Layer], given: Any, loss: Loss | None = None, *, amp: bool = False
+) -> tuple[LayerNeeds, ...]:
+    """Of each layer, from passes through them: on the meta device, where they cost no memory.
+
+    `given`: the first layer's input, a tensor or several, where the model is. What an operation needs inside
+    itself (a convolution's workspace) is not seen there. Attention is counted as what runs on a real device
+    does it, without its matrix. The last layer's are with `loss`, unless that does not run there. `amp`:
+    autocast is not possible there, so activations count in their full size, and converted weights are added.
+    """
+    gradients = OutputGradients(0)
+    device = tensors_in(given)[0].device
+    attention = attention_as_on_the_cpu() if device.type == "meta" else nullcontext()
+    with attention, meter_of(device, model) as meter:
+        # The first makes the gradients.
+        counted_pass(model, layers, given, gradients, meter)
+        saved, memory = counted_pass(model, layers, given, gradients, meter)
+        behind = _loss_counted(model, layers, given, gradients, meter, loss)
+    saved_bytes, workspace = list(saved.saved_bytes), list(memory.workspace)
+    if behind is not None:
+        saved_bytes[-1] += behind[0]
+        workspace[-1] = int(workspace_before_loss(workspace[-1], behind[0], behind[1].larger))
+    return needs_of(layers, saved_bytes, workspace, saved.output_bytes, amp=amp)
+
+
+def _loss_counted(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    given: Any,
+    gradients: OutputGradients,
+    meter: Meter,
+    loss: Loss | None,
+) -> tuple[int, LossWorkspace] | None:
+    """None without a loss, and for one that does not run here: the user's may make its targets elsewhere."""
+    if loss is None:
+        return None
+    try:
+        return counted_loss(model, layers, given, gradients, meter, loss)
+    except ModelError:
+        return None
+
+
+def _held(module: nn.Module, *, amp: bool = False) -> dict[int, int]:
+    """Also what an earlier layer registers. Under autocast a copy of the parameters in half size besides.
+
+    That copy is an estimate: autocast converts what its operations take, and all of it lives to the end of
+    the forward at least.
+    """
+    tensors = list({id(tensor): tensor for tensor in tensors_used(module)}.values())
+    held = {storage._cdata: storage.nbytes() for storage in storages(tensors)}
+    for tensor in tensors:
+        key = tensor.untyped_storage()._cdata
+        if tensor.requires_grad:
+            held[key] += tensor.nbytes
+        if amp and isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32:
+            held[key] += tensor.nbytes // 2
+    return held
+
+
+def segments_that_fit(
+    layers: Sequence[LayerNeeds], input_bytes: int, free_bytes: int, device: str = "the device"
+) -> tuple[range, ...]:
+    """The fewest runs of consecutive layers that each fit into `free_bytes` by themselves.
+
+    A run needs its weights, gradients and buffers, its input, the gradient of its output, what it saves and
+    its workspace, and the reserve of the ledger. `input_bytes`: of the first layer's input.
+
+    Raises MachineError where a single layer does not fit.
+    """
+    count = len(layers)
+    for index in range(count):
+        alone = next(_needs_from(index, layers, input_bytes))
+        if alone > free_bytes:
+            raise MachineError(
+                f"layer {layers[index].name} does not fit on {device} even alone: it needs "
+                f"{format_bytes(alone)}, {format_bytes(free_bytes)} are free",
+                "Use smaller `micro_batch_sizes`, a smaller `dtype`, or a device of more memory.",
+            )
+    # By number of layers from the front: the fewest segments, and where the last of them starts.
+    fewest, start = [0, *[count + 1] * count], [0] * (count + 1)
+    for first in range(count):
+        for last, needed in enumerate(_needs_from(first, layers, input_bytes), first):
+            if needed <= free_bytes and fewest[first] + 1 < fewest[last + 1]:
+                fewest[last + 1], start[last + 1] = fewest[first] + 1, first
+    segments, end = [], count
+    while end:
+        segments.append(range(start[end], end))
+        end = start[end]
+    return tuple(reversed(segments))
+
+
+def _needs_from(first: int, layers: Sequence[LayerNeeds], input_bytes: int) -> Iterator[int]:
+    """What layers `first` to `first`, to `first + 1`, ... need."""
+    held: set[int] = set()
+    weights = kept = peak = 0
+    given = layers[first - 1].output if first else input_bytes
+    for layer in layers[first:]:
+        weights += sum(size for key, size in layer.held.items() if key not in held)
+        held.update(layer.held)
+        kept += layer.saved
+        peak = max(peak, kept + layer.workspace)
+        yield round((weights + given + layer.output + peak) * (1 + FRAGMENTATION_RESERVE))
+
+
+def counted_loss(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    given: Any,
+    gradients: OutputGradients,
+    meter: Meter,
+    loss: Loss,
+    context: Context = nullcontext,
+) -> tuple[int, LossWorkspace]:
+    """Saved bytes and workspace of the loss, from one untimed pass which it ends.
+
+    As `counted_pass`. The targets are made in this pass: they belong to the loss' workspace.
+    """
+    own = loss.without_targets()
+    saved = SavedBytes(model, len(layers))
+    workspace = Workspace(model, len(layers), meter, tensors_in(given))
+    with saved.hooks():
+        run_layers(layers, given, gradients, Together(saved, workspace), loss=own, context=context)
+    return saved.loss_saved_bytes, workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
+
+
+def counted_pass(
+    model: nn.Module, layers: Sequence[Layer], given: Any, gradients: OutputGradients, meter: Meter
+) -> tuple[SavedBytes, StepMemory]:
+    """Saved and output bytes, and those of the step, from one untimed pass, forward and backward.
+
+    `meter` has been counting since before an earlier pass, which made the weights' gradients and what the
+    libraries allocate once. `given`: the first layer's input, a tensor or several.
+    """
+    saved = SavedBytes(model, len(layers))
+    workspace = Workspace(model, len(layers), meter, tensors_in(given))
+    with saved.hooks():
+        run_layers(layers, given, gradients, Together(saved, workspace))
+    return saved, workspace.memory(saved.saved_bytes)

@@ -1,1 +1,0 @@
-"""Models that do not fit on their device: planned and measured segment by segment."""

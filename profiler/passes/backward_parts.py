@@ -1,0 +1,121 @@
+"""Backward in two parts, as zero-bubble schedules run it: the inputs' gradients, then the weights'.
+
+(Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.)
+
+One forward through all layers; then the input gradients of the whole chain in one run of autograd, which is
+asked for the gradient of what the first layers made and therefore leaves out every weight gradient; then,
+layer by layer in reverse order, the weight gradients from the gradients that were caught on the way. An
+operation that computes both at once (a torch.autograd.Function of the user's, a compiled block) cannot be
+parted: it runs in the first part, and again in the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from .clocks import Clock
+from .launch_lead import Leads, Vector
+from .layer_stamps import LayerTimes, Stamps
+from .timing import Context, OutputGradients, backward_failures, forward_layers, hook_first, tensors_in
+from .weight_paths import WeightPaths
+
+if TYPE_CHECKING:
+    from ..chain.layers import Layer
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Seconds of one backward in two parts, an entry for each layer; the host's where the clock has its own.
+
+    `input`: the gradient of what the layer was given; 0 for layers whose input needs none. `weight`: the
+    gradients of its parameters, their accumulation included; 0 without parameters that need one.
+    """
+
+    input: Vector
+    weight: Vector
+    input_host: Vector | None = None
+    weight_host: Vector | None = None
+
+
+def run_parts(
+    layers: Sequence[Layer],
+    given: Any,
+    gradients: OutputGradients,
+    clock: Clock,
+    *,
+    leads: Leads = Leads(),  # noqa: B008
+    context: Context = nullcontext,
+) -> PartTimes:
+    """One pass: forward, input gradients, weight gradients, which accumulate as in any backward.
+
+    Afterwards every parameter has the same gradient as after a backward in one. Where layers share a
+    parameter, each computes its own share of the gradient. Raises as `run_layers` does.
+    """
+    stamps = Stamps(clock, len(layers), leads)
+    paths = WeightPaths(len(layers), tensors_in(given))
+
+    def made(index: int, tensors: list[Tensor]) -> None:
+        if index < len(layers) - 1:
+            hook_first(stamps, index, tensors)
+        paths.layer_made(index, [get_gradient_edge(tensor) for tensor in tensors])
+
+    with context():
+        output = forward_layers(layers, given, stamps, made)
+    tensors, starts = gradients.of(output)
+    del output, given
+    paths.find()
+    with paths.catching(), backward_failures():
+        stamps.backward_starts()
+        caught = torch.autograd.grad(tensors, paths.targets, starts, retain_graph=True, allow_unused=True)
+        stamps.backward_ends()
+    del tensors, starts
+    paths.catch_targets(caught)
+    del caught
+    # Read before the next stamp is set: the clock uses what it settled again.
+    inputs = stamps.times()
+    clock.hold_back(leads.weights)
+    with backward_failures():
+        marks = _weight_gradients(paths, clock)
+    clock.settle()
+    return _times(inputs, marks, paths.first, clock)
+
+
+def _weight_gradients(paths: WeightPaths, clock: Clock) -> dict[int, tuple[Any, Any]]:
+    """Stamps around each layer that has any."""
+    marks: dict[int, tuple[Any, Any]] = {}
+    for layer in reversed(range(len(paths.branches))):
+        branches = paths.branches[layer]
+        if branches:
+            start = clock.stamp()
+            while branches:
+                branches.pop(0).run()
+            marks[layer] = start, clock.stamp()
+    return marks
+
+
+def _times(
+    inputs: LayerTimes, marks: dict[int, tuple[Any, Any]], first: Collection[int], clock: Clock
+) -> PartTimes:
+    count = len(inputs.backward)
+
+    def weights(seconds: Callable[[Any, Any], float]) -> Vector:
+        each = [seconds(*marks[layer]) if layer in marks else 0.0 for layer in range(count)]
+        return np.maximum(each, 0.0)
+
+    def parted(backward: Vector, weight: Vector) -> tuple[Vector, Vector]:
+        # What ran in a first layer served its weights only.
+        moved = np.array([layer in first for layer in range(count)])
+        return np.where(moved, 0.0, backward), weight + np.where(moved, backward, 0.0)
+
+    device = parted(inputs.backward, weights(clock.seconds))
+    if inputs.backward_host is None:
+        return PartTimes(*device)
+    return PartTimes(*device, *parted(inputs.backward_host, weights(clock.host_seconds)))

@@ -1,0 +1,201 @@
+"""One pass through the layers, or through the whole model: forward and backward, and what watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ...cost_models.errors import ModelError, PplanError
+from ..user_model.failures import at_user_line, first_line, is_out_of_memory, layer_failure
+from ..user_model.loaded_model import ModelInput
+from ..user_model.losses import Loss
+from ..user_model.seeding import normal_like
+from .clocks import Clock
+from .launch_lead import Leads
+from .modes import compiler_failure
+from .watchers import Watcher
+
+if TYPE_CHECKING:
+    from ..chain.layers import Layer
+
+
+class OutputGradients:
+    """The gradients that backward starts from: unit normal, drawn once for each shape, seeded."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._made: dict[tuple[Any, ...], Tensor] = {}
+
+    def of(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors in `output` that need a gradient, and theirs. Raises ModelError where there is none."""
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not tensors:
+            raise ModelError(
+                "the model's output needs no gradient: nothing would be trained",
+                "Leave requires_grad on for some parameter, and compute the output outside torch.no_grad().",
+            )
+        return tensors, [self._for(index, tensor) for index, tensor in enumerate(tensors)]
+
+    def forget(self) -> None:
+        """Frees them; they are drawn again when they are asked for."""
+        self._made.clear()
+
+    def _for(self, index: int, tensor: Tensor) -> Tensor:
+        key = (index, tuple(tensor.shape), tensor.dtype, tensor.device)
+        if key not in self._made:
+            self._made[key] = normal_like(tensor, self._seed + index)
+        return self._made[key]
+
+
+Context = Callable[[], AbstractContextManager[Any]]
+"""What every forward runs in: autocast, or nothing."""
+
+
+def run_layers(
+    layers: Sequence[Layer],
+    given: Any,
+    gradients: OutputGradients,
+    watcher: Watcher,
+    *,
+    loss: Loss | None = None,
+    context: Context = nullcontext,
+) -> None:
+    """Forward through the layers one after another, then backward, as one autograd graph.
+
+    `given`: what the first layer takes, a tensor or a tuple of tensors. Where a layer hands on tensors that
+    it made itself, a hook on each tells when its gradient is complete: after every backward operation of the
+    layers behind it, the accumulation of their gradients included, and before the first of the layer that
+    made it. Autograd runs operations in the reverse order of their creation, so the first of a layer's hooks
+    to fire marks the end of the layers behind; `watcher.gradient` is called for that one. Tensors that a
+    layer hands through are complete at their first consumer, which says nothing. Hooks are put on before a
+    later layer may overwrite the tensor, and then belong to the value before. They are set between `after`
+    and `before`, outside the layers' time.
+
+    `loss` runs as one layer more, of the index after the last; without, backward starts from `gradients`.
+    """
+    last = len(layers) - 1
+
+    def watched(index: int, made: list[Tensor]) -> None:
+        if index < last or loss is not None:
+            hook_first(watcher, index, made)
+
+    with context():
+        value = forward_layers(layers, given, watcher, watched)
+        if loss is not None:
+            loss.prepare(value)
+            watcher.before(last + 1, value)
+            value = loss.of(value)
+            watcher.after(last + 1, value)
+    tensors, starts = ([value], [None]) if loss is not None else gradients.of(value)
+    del value, given
+    watcher.backward_starts()
+    backward(tensors, starts)
+    watcher.backward_ends()
+
+
+def forward_layers(
+    layers: Sequence[Layer], given: Any, watcher: Watcher, made: Callable[[int, list[Tensor]], None]
+) -> Any:
+    """The last layer's output; `made` is told which tensors each layer made that need a gradient."""
+    value = given
+    for index, layer in enumerate(layers):
+        run, entering = layer.module, {id(tensor): tensor._version for tensor in tensors_in(value)}
+        watcher.before(index, value)
+        try:
+            value = run(value)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, PplanError):
+                raise
+            raise layer_failure(layer.name, layer.kind, value, error) from error
+        watcher.after(index, value)
+        # A tensor that came in and was overwritten is made anew; one without a graph is a parameter.
+        own = [t for t in tensors_in(value) if t.requires_grad and entering.get(id(t)) != t._version]
+        made(index, [tensor for tensor in own if tensor.grad_fn is not None])
+    return value
+
+
+def hook_first(watcher: Watcher, index: int, made: Sequence[Tensor]) -> None:
+    """Tells `watcher` when the first of these tensors has its gradient."""
+    arrived = False
+
+    def hook(gradient: Tensor) -> None:
+        nonlocal arrived
+        if not arrived:
+            arrived = True
+            watcher.gradient(index, gradient)
+
+    for tensor in made:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Each once."""
+    if isinstance(value, Tensor):
+        return [value]
+    leaves = value if type(value) is tuple else tree_leaves(value)
+    flat = leaves if all(isinstance(leaf, Tensor) for leaf in leaves) else tree_leaves(value)
+    return list({id(leaf): leaf for leaf in flat if isinstance(leaf, Tensor)}.values())
+
+
+def run_whole(
+    model: nn.Module,
+    given: ModelInput,
+    gradients: OutputGradients,
+    clock: Clock,
+    *,
+    leads: Leads = Leads(),  # noqa: B008
+    context: Context = nullcontext,
+) -> WholeTimes:
+    """Forward and backward of the untouched model, between stamps at its ends only."""
+    clock.hold_back(leads.forward)
+    start = clock.stamp()
+    try:
+        with context():
+            output = given.call(model)
+    except Exception as error:
+        if is_out_of_memory(error) or isinstance(error, PplanError):
+            raise
+        raise layer_failure("(all)", type(model).__name__, given.handed, error) from error
+    middle = clock.stamp()
+    tensors, starts = gradients.of(output)
+    del output
+    clock.hold_back(leads.backward)
+    again = clock.stamp()
+    backward(tensors, starts)
+    end = clock.stamp()
+    clock.settle()
+    return WholeTimes(clock.seconds(start, middle), clock.seconds(again, end))
+
+
+def backward(tensors: Sequence[Tensor], starts: Sequence[Tensor | None]) -> None:
+    """Raises ModelError, MachineError; where memory runs out, what the allocator raises."""
+    with backward_failures():
+        torch.autograd.backward(tensors, starts)
+
+
+@contextmanager
+def backward_failures() -> Iterator[None]:
+    """Has what fails inside raise as `backward` says."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error) or isinstance(error, PplanError):
+            raise
+        raise compiler_failure(error) or ModelError(
+            f"the model's backward failed: {first_line(error)}{at_user_line(error)}",
+            "Check that output.backward() runs on the model itself.",
+        ) from error
+
+
+@dataclass(frozen=True)
+class WholeTimes:
+    """Seconds of one pass through the untouched model."""
+
+    forward: float
+    backward: float

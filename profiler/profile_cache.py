@@ -1,0 +1,159 @@
+"""What outlives a run: finished profiles and unfinished journals, in a folder of the user's.
+
+Both are found by what was measured (see fingerprint.py), never by a name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from ..cost_models.document import Record, read_text, write_whole
+from ..cost_models.errors import FileError
+from .fingerprint import fingerprint
+from .journal import Journal
+from .measurement_target import Subject
+from .profile_file import Profile
+
+
+def cache_folder() -> Path:
+    """$PPLAN_CACHE, else pplan in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError without a home."""
+    named = os.environ.get("PPLAN_CACHE")
+    if named:
+        return Path(named)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "pplan"
+
+
+class Request(Record):
+    """How much of a model was to be measured."""
+
+    sizes: tuple[int, ...] | None
+    budget_seconds: float
+    rounds: int | None
+    parts: bool
+    memory_bytes: int | None
+
+    def answers(self, asked: Request) -> bool:
+        """Whether what was measured for this is good enough for `asked`: the same, and no longer."""
+        longer = asked.budget_seconds > self.budget_seconds and asked.rounds is None
+        return not longer and self == asked.model_copy(update={"budget_seconds": self.budget_seconds})
+
+
+class StoredProfile(Profile):
+    """A profile in the cache."""
+
+    kind: ClassVar[str] = "profile"
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Takes profiles from the folder and puts them there. `folder` None: nothing is kept.
+
+    `resume`: an interrupted profile is continued. `remark` is told what a user should know.
+    """
+
+    folder: Path | None
+    resume: bool = False
+    remark: Callable[[str], None] = lambda _: None
+
+    @classmethod
+    def of_user(cls, *, cache: bool, resume: bool, remark: Callable[[str], None] | None) -> Keeper:
+        """In the user's folder, which is made; to resume is to keep."""
+        tell = remark or (lambda _: None)
+        if not (cache or resume):
+            return cls(None)
+        try:
+            folder = cache_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError) as error:
+            tell(f"Nothing is kept for a later run: {error}")
+            return cls(None)
+        return cls(folder, resume, tell)
+
+    def profile(
+        self,
+        subject: Subject,
+        request: Request,
+        measure: Callable[[Journal | None], Profile],
+        *,
+        way: str = "",
+    ) -> Profile:
+        """The one that is kept, or what `measure` makes.
+
+        `way`: another way of measuring the same, of which there is no journal.
+        """
+        if self.folder is None:
+            return measure(None)
+        key = fingerprint(subject) + way
+        path = self.folder / f"{key}.profile.json"
+        found = self._found(path, request)
+        if found is not None:
+            loaded = subject.loaded
+            told = {
+                "model": loaded.name,
+                "classes": loaded.classes,
+                "settings": loaded.settings_in_json,
+            }
+            return found.model_copy(update=told)
+        if way:
+            profile = measure(None)
+            self._store(path, profile, request)
+            return profile
+        journal = self._journal(self.folder / f"{key}.journal", key, len(subject.chain))
+        done = False
+        try:
+            profile = measure(journal)
+            self._store(path, profile, request)
+            done = True
+        finally:
+            if journal is not None and (done or not journal.is_worth_keeping):
+                journal.remove()
+            elif journal is not None:
+                journal.close()
+        return profile
+
+    def _found(self, path: Path, request: Request) -> Profile | None:
+        """What cannot be read counts as not there."""
+        try:
+            text = read_text(path, "profile")
+            stored = StoredProfile.parse(text, str(path))
+            profile = Profile.parse(text, str(path))
+        except FileError:
+            return None
+        if not stored.request.answers(request):
+            return None
+        self.remark(f"Taken from the cache of {profile.made_by.time}; `cache=False` measures anew")
+        return profile
+
+    def _journal(self, path: Path, key: str, layers: int) -> Journal | None:
+        try:
+            journal = Journal.opened(path, key, layers, resume=self.resume)
+        except BlockingIOError:
+            self.remark("Another process measures the same: this one keeps no journal for `resume`")
+            return None
+        except OSError as error:
+            self.remark(f"No journal is kept for `resume`: {error}")
+            return None
+        if journal.passes:
+            self.remark(f"Continuing an interrupted profile: {journal.passes} passes of it are kept")
+        elif self.resume:
+            self.remark("There is no interrupted profile of this to resume: measuring from the beginning")
+        elif journal.passes_found:
+            self.remark(
+                f"An interrupted profile of this, of {journal.passes_found} passes, is begun anew; "
+                "`resume` would have continued it"
+            )
+        return journal
+
+    def _store(self, path: Path, profile: Profile, request: Request) -> None:
+        stored = StoredProfile.model_validate({**profile.model_dump(by_alias=True), "request": request})
+        try:
+            write_whole(path, stored.to_json(), force=True)
+        except FileError as error:
+            self.remark(f"The profile is not kept for a later run: {error.what}")

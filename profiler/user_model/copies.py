@@ -1,0 +1,58 @@
+"""Copies of a model to do things to: as it is, or on the meta device at no cost."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from ...cost_models.errors import ModelError
+from .failures import at_user_line, first_line, is_out_of_memory
+
+
+def copied(model: nn.Module, name: str) -> nn.Module:
+    """A copy, where the model is. Raises ModelError; where memory runs out, what the allocator raises."""
+    return _copy(model, name, {})
+
+
+def copied_to_host(model: nn.Module, name: str) -> nn.Module:
+    """A copy on the CPU; nothing is allocated where the model is. Raises as `copied` does."""
+    tensors = (*model.parameters(), *model.buffers())
+    return _copy(model, name, {id(tensor): _on_the_host(tensor) for tensor in tensors}).to("cpu")
+
+
+def copied_to_meta(model: nn.Module, name: str) -> nn.Module:
+    """A copy on the meta device: parameters and buffers without values. Raises as `copied` does.
+
+    Nothing is allocated where the model is: copying first and moving then would hold the weights twice.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    return _copy(model, name, {id(tensor): _without_values(tensor) for tensor in tensors}).to("meta")
+
+
+def _copy(model: nn.Module, name: str, memo: dict[int, object]) -> nn.Module:
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{name} cannot be copied: {first_line(error)}{at_user_line(error)}",
+            "It is measured on a copy; keep only parameters, buffers and plain values in its attributes.",
+        ) from error
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return _twin(tensor, torch.empty_like(tensor.detach(), device="meta"))
+
+
+def _on_the_host(tensor: Tensor) -> Tensor:
+    return _twin(tensor, tensor.detach().to("cpu", copy=True))
+
+
+def _twin(tensor: Tensor, values: Tensor) -> Tensor:
+    """`values`, of the class of `tensor`, for what asks whether it is a parameter, or of which kind."""
+    twin = torch.Tensor._make_subclass(type(tensor), values, tensor.requires_grad)
+    twin.__dict__.update(tensor.__dict__)
+    return twin

@@ -1,0 +1,202 @@
+"""A model that was built, and the input it is called with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ...cost_models.errors import ModelError
+
+
+@dataclass(frozen=True, eq=False)
+class ModelInput:
+    """The arguments of one call of a model. Dimension 0 of its tensors is the batch.
+
+    A tensor whose dimension 0 is not that of the first tensor (a table of positions, say) belongs to all
+    samples, and is handed over as it is. One that all samples share and that happens to be as long as the
+    batch cannot be told from samples, and is cut and repeated with them: give an example whose batch is a
+    number that no other dimension 0 has.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, example: object, name: str = "the model") -> Self:
+        """From a tensor, from a tuple or list of forward's arguments, or from a dict of keyword arguments.
+
+        Raises ModelError where there is no tensor that holds a sample.
+        """
+        if isinstance(example, cls):
+            return example
+        if isinstance(example, Mapping):
+            made = cls((), {str(key): value for key, value in example.items()})
+        elif isinstance(example, tuple | list):
+            made = cls(tuple(example), {})
+        else:
+            made = cls((example,), {})
+        if not made.tensors:
+            raise ModelError(
+                f"{name}: the example input is {described(example)}, and holds no tensor",
+                "Give a tensor, a tuple of forward's arguments, or a dict of its keyword arguments; "
+                "dimension 0 of the tensors is the batch.",
+            )
+        first = made.tensors[0]
+        if first.dim() == 0 or len(first) == 0:
+            raise ModelError(
+                f"{name}: the example input has shape {tuple(first.shape)}, which holds no sample",
+                "Dimension 0 is the batch and must be at least 1.",
+            )
+        return made
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, in the order of the arguments."""
+        leaves, _ = tree_flatten((self.args, self.kwargs))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    @property
+    def batch(self) -> int:
+        """Samples: dimension 0 of the first tensor."""
+        return len(self.tensors[0])
+
+    @property
+    def handed(self) -> Tensor | tuple[Tensor, ...]:
+        """What the first layer of the model's chain takes: the tensor, or the tuple of all."""
+        tensors = self.tensors
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """Of the tensors that hold samples."""
+        batched = [tensor for tensor in self.tensors if self._is_batched(tensor)]
+        return sum(tensor.nbytes for tensor in batched) // self.batch
+
+    @property
+    def is_token_ids(self) -> bool:
+        """Whether the first tensor holds whole numbers: indices, of words in a text for instance."""
+        dtype = self.tensors[0].dtype
+        return not (dtype.is_floating_point or dtype.is_complex)
+
+    def repeated(self, samples: int) -> ModelInput:
+        """An input of `samples` samples, which repeats those there are."""
+        index = torch.arange(samples) % self.batch
+
+        def picked(tensor: Tensor) -> Tensor:
+            return tensor.detach()[index.to(tensor.device)] if self._is_batched(tensor) else tensor.detach()
+
+        return self.mapped(picked)
+
+    def to(
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> ModelInput:
+        """Moved; floating tensors converted to `dtype`.
+
+        `memory_format`: of those of four dimensions; torch.channels_last means those of five (clips) too.
+        """
+
+        def moved(tensor: Tensor) -> Tensor:
+            kind = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+            layout = layout_of(tensor, memory_format)
+            return tensor.to(device=device or tensor.device, dtype=kind, memory_format=layout)
+
+        return self.mapped(moved)
+
+    def clone(self) -> ModelInput:
+        """The same values in memory of their own: a model may work on its input in place."""
+        return self.mapped(lambda tensor: tensor.detach().clone())
+
+    def call(self, model: nn.Module) -> Any:
+        """What `model` makes of it."""
+        return model(*self.args, **self.kwargs)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> ModelInput:
+        """`change` of every tensor, everything else as it is."""
+        args, kwargs = tree_map_only(Tensor, change, (self.args, self.kwargs))
+        return ModelInput(args, kwargs)
+
+    def _is_batched(self, tensor: Tensor) -> bool:
+        return tensor.dim() > 0 and len(tensor) == self.batch
+
+
+def layout_of(tensor: Tensor, wanted: torch.memory_format) -> torch.memory_format:
+    """What `wanted` is for a tensor of so many dimensions; torch.preserve_format where it says nothing."""
+    if tensor.dim() == 4:
+        return wanted
+    if tensor.dim() == 5 and wanted is torch.channels_last:
+        return torch.channels_last_3d
+    return torch.preserve_format
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A module, and what it is called with."""
+
+    module: nn.Module
+    name: str
+    example: ModelInput
+    """At least one sample; inputs of other sizes repeat them."""
+    classes: int | None = None
+    loss: str = "none"
+    """The usual one for such a model, as `losses.loss_named` knows it."""
+    granularity: str = "block"
+    """The usual one for such a model."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """What its factory or configuration was given."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def settings_in_json(self) -> dict[str, Any]:
+        """Those whose values JSON can say."""
+        return {name: value for name, value in self.settings.items() if _is_json(value)}
+
+    def example_input_for(self, batch: int) -> ModelInput:
+        """An input of `batch` samples, in memory of its own, the same at every call."""
+        return self.example.repeated(batch)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample of the first tensor."""
+        return tuple(self.example.tensors[0].shape[1:])
+
+
+def _is_json(value: object) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def described(value: object) -> str:
+    """What somebody returned instead of what was expected."""
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(part).__name__ for part in value) or 'nothing'}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def refuse_lazy(name: str, module: nn.Module) -> None:
+    """Raises ModelError where a parameter or buffer has no shape yet."""
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{name}: {path} is lazy and has no shape yet", "Run it once first, on an input of its own."
+            )
+
+
+def own_dtype(module: nn.Module) -> torch.dtype | None:
+    """That of all floating parameters (of buffers, where there are none); None: several, or none at all."""
+    for tensors in (module.parameters(), module.buffers()):
+        dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
+        if dtypes:
+            return dtypes.pop() if len(dtypes) == 1 else None
+    return None

@@ -1,0 +1,56 @@
+"""Random numbers that are the same at every run, and leave the caller's as they were."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from ...cost_models.errors import UsageError
+
+_SEEDS = 2**63
+
+
+def checked_seed(seed: int) -> int:
+    """Raises UsageError where torch, or the file of a profile, could not hold it."""
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= int(seed) < _SEEDS:
+        raise UsageError(f"seed {seed!r}: must be a whole number from 0 to 2**63 - 1", "As in seed=0.")
+    return int(seed)
+
+
+def normal_like(tensor: Tensor, seed: int) -> Tensor:
+    """Unit normal values of its shape and dtype, drawn where it is; on meta there is nothing to draw."""
+    if tensor.device.type == "meta":
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device=tensor.device)
+
+
+def whole_numbers(shape: Sequence[int], below: int, device: torch.device, seed: int) -> Tensor:
+    """Of 0 to `below` - 1, drawn on `device`; on meta there is nothing to draw."""
+    if device.type == "meta":
+        return torch.empty(tuple(shape), dtype=torch.long, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(below, tuple(shape), generator=generator, device=device)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, torch draws from `seed`; afterwards the caller's random state is as it was.
+
+    CUDA's, too, where CUDA has been initialised by now: whoever computes there enters the device first.
+    """
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed_all(seed)
+        yield
+
+
+def noise(shape: Sequence[int], seed: int, samples: int = 2) -> Tensor:
+    """Random samples of this shape, the same for the same seed; the caller's random state is left alone."""
+    return torch.randn((samples, *shape), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,295 @@
+"""What an earlier run has measured is not measured again; what is another thing is."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pplan.profiler.measure import profile_model
+from pplan.profiler.models import from_module
+from pplan.profiler.profile_cache import Request, cache_folder
+from pplan.profiler.profile_file import Interrupted, Profile
+from pplan.profiler.sweep import Progress
+from pplan.profiler.user_model.loaded_model import LoadedModel
+
+INPUT = torch.ones(2, 4)
+
+
+def model(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4))
+
+
+class Renamed(nn.Sequential):
+    pass
+
+
+class Doubles(nn.Module):
+    factor = 2.0
+
+    def forward(self, given: Tensor) -> Tensor:
+        return given * self.factor
+
+
+def kept(
+    module: nn.Module | LoadedModel | None = None, given: object = INPUT, **options: Any
+) -> tuple[Profile, list[str]]:
+    """The profile, and what was said."""
+    said: list[str] = []
+    loaded = module if isinstance(module, LoadedModel) else (module or model(), given)
+    options = {"rounds": 1, "micro_batch_sizes": [1], "cache": True, "device": "cpu", **options}
+    return profile_model(loaded, remark=said.append, **options), said
+
+
+def is_hit(said: list[str]) -> bool:
+    return any(text.startswith("Taken from the cache of 2") for text in said)
+
+
+def after(rounds: int) -> Callable[[Progress], None]:
+    """Presses Ctrl-C when so many rounds were begun, at any size."""
+    begun = 0
+
+    def tell(now: Progress) -> None:
+        nonlocal begun
+        begun += now.doing.startswith("round")
+        if begun > rounds:
+            raise KeyboardInterrupt
+
+    return tell
+
+
+def test_the_same_again_is_taken_from_the_cache(own_cache: Path) -> None:
+    first, said = kept()
+    assert not said
+    again, said = kept()
+    assert said == [f"Taken from the cache of {first.made_by.time}; `cache=False` measures anew"]
+    assert again == first
+    (file,) = own_cache.iterdir()
+    assert Profile.load(file) == first
+    assert file.name.endswith(".profile.json")
+
+
+def test_names_and_values_of_weights_do_not_matter() -> None:
+    first, _ = kept()
+    other = copy.deepcopy(model())
+    renamed, said = kept(LoadedModel(other, "another", from_module(other, INPUT).example))
+    assert is_hit(said)
+    assert renamed == first.model_copy(update={"model": "another"})
+    assert is_hit(kept(given=torch.zeros(3, 4))[1])
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (lambda: model(width=9), {}),
+        (lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), {}),
+        (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4)), {}),
+        (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4, bias=False)), {}),
+        (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4).requires_grad_(False)), {}),
+        (lambda: model().eval(), {}),
+        (model, {"given": torch.ones(2, 3, 4)}),
+        (model, {"dtype": "float64"}),
+        (model, {"loss": "mse"}),
+        (model, {"seed": 1}),
+        (model, {"amp": "bf16"}),
+        (model, {"keep_together": ["0", "1"]}),
+        (model, {"micro_batch_sizes": [3]}),
+        (model, {"rounds": 2}),
+        (model, {"parts": False}),
+        (model, {"memory_bytes": 2**40}),
+    ],
+)
+def test_what_is_another_thing_is_measured(module: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    kept()
+    assert not is_hit(kept(module(), **options)[1])
+    assert is_hit(kept(module(), **options)[1])
+
+
+def test_settings_and_code_of_the_users_modules_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), Doubles())
+
+    kept(made())
+    assert is_hit(kept(made())[1])
+    other = made()
+    other[1].factor = 3.0  # type: ignore[index]
+    assert not is_hit(kept(other)[1])
+    monkeypatch.setattr("inspect.getsource", lambda made: f"other code of {made.__name__}")
+    assert not is_hit(kept(made())[1])
+
+
+def test_a_function_that_a_module_holds_counts() -> None:
+    given = torch.ones(2, 3, 4)
+    kept(nn.Sequential(nn.TransformerEncoderLayer(4, 1, 4, activation="gelu")), given)
+    assert not is_hit(kept(nn.Sequential(nn.TransformerEncoderLayer(4, 1, 4)), given)[1])
+
+
+def test_threads_count() -> None:
+    kept()
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert not is_hit(kept()[1])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_larger_budget_measures_anew() -> None:
+    small = Request(sizes=None, budget_seconds=10.0, rounds=None, parts=True, memory_bytes=None)
+    large = small.model_copy(update={"budget_seconds": 20.0})
+    assert (large.answers(small), small.answers(large), small.answers(small)) == (True, False, True)
+    assert not small.answers(small.model_copy(update={"sizes": (1, 2)}))
+    fixed = small.model_copy(update={"rounds": 2})
+    assert fixed.answers(fixed.model_copy(update={"budget_seconds": 20.0}))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"schema": 1, "layers": []}'])
+def test_a_damaged_entry_is_replaced(own_cache: Path, content: bytes) -> None:
+    kept()
+    (file,) = own_cache.iterdir()
+    file.write_bytes(content)
+    profile, said = kept()
+    assert not said
+    assert Profile.load(file) == profile
+
+
+def test_nothing_is_kept_unless_asked_for_nor_on_meta(own_cache: Path) -> None:
+    kept(cache=False)
+    kept(device="meta", rounds=None, resume=True)
+    assert not own_cache.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_a_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PPLAN_CACHE", str(tmp_path / "file" / "cache"))
+    profile, (said,) = kept()
+    assert said.startswith("Nothing is kept for a later run: ")
+    assert profile.micro_batch_sizes == [1]
+
+
+def test_a_journal_or_profile_that_cannot_be_written_is_a_remark(own_cache: Path) -> None:
+    kept()
+    (file,) = own_cache.iterdir()
+    file.unlink()
+    file.mkdir()
+    Path(str(file).replace(".profile.json", ".journal")).mkdir()
+    _, said = kept()
+    assert [text.split(":")[0] for text in said] == [
+        "No journal is kept for `resume`",
+        "The profile is not kept for a later run",
+    ]
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_folder() == Path(os.environ["PPLAN_CACHE"])
+    monkeypatch.delenv("PPLAN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "pplan"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "pplan"
+
+
+def test_an_interruption_holds_what_there_is_and_resume_goes_on(own_cache: Path) -> None:
+    with pytest.raises(Interrupted) as caught:
+        kept(rounds=3, micro_batch_sizes=[1, 2, 4], progress=after(5))
+    half = caught.value.profile
+    assert [(whole.micro_batch_size, whole.rounds) for whole in half.whole] == [(1, 3), (2, 2)]
+    assert half.notes[0] == (
+        "interrupted after 5 rounds at micro-batch size 1, 2; the same with `resume` continues"
+    )
+    assert [(left.micro_batch_size, left.reason) for left in half.unmeasured] == [(4, "interrupted")]
+    assert [file.suffix for file in own_cache.iterdir()] == [".journal"]
+    whole, said = kept(rounds=3, micro_batch_sizes=[1, 2, 4], resume=True)
+    # Three passes in each of five rounds.
+    assert said == ["Continuing an interrupted profile: 15 passes of it are kept"]
+    assert "continued: 15 of its passes are those of an interrupted run" in whole.notes
+    assert [(each.micro_batch_size, each.rounds) for each in whole.whole] == [(1, 3), (2, 3), (4, 3)]
+    assert whole.whole[0] == half.whole[0]
+    for layer, before in zip(whole.layers, half.layers, strict=True):
+        assert layer.costs[0] == before.costs[0]
+        assert layer.costs[1].saved_bytes == before.costs[1].saved_bytes
+    assert [file.suffix for file in own_cache.iterdir()] == [".json"]
+
+
+def test_an_interruption_before_the_first_round_leaves_nothing(own_cache: Path) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        kept(progress=after(0))
+    assert not isinstance(caught.value, Interrupted)
+    assert not list(own_cache.iterdir())
+
+
+def test_without_resume_an_interrupted_profile_is_begun_anew() -> None:
+    with pytest.raises(Interrupted):
+        kept(rounds=2, progress=after(1))
+    _, (said,) = kept(rounds=2)
+    assert said == (
+        "An interrupted profile of this, of 3 passes, is begun anew; `resume` would have continued it"
+    )
+    assert kept(model(9), resume=True)[1] == [
+        "There is no interrupted profile of this to resume: measuring from the beginning"
+    ]
+
+
+def test_without_a_cache_an_interruption_promises_nothing() -> None:
+    with pytest.raises(Interrupted) as caught:
+        kept(rounds=2, cache=False, progress=after(1))
+    assert caught.value.profile.notes[0] == "interrupted after 1 rounds at micro-batch size 1"
+
+
+def test_all_sittings_together_keep_the_budget() -> None:
+    """What a journal tells of size 1 has used the budget up: only what it holds is in the profile."""
+    with pytest.raises(Interrupted):
+        kept(rounds=None, micro_batch_sizes=[1, 2], budget_seconds=1e6, progress=after(3))
+    profile, _ = kept(rounds=None, micro_batch_sizes=[1, 2], budget_seconds=1e-9, resume=True)
+    assert [(each.micro_batch_size, each.rounds) for each in profile.whole] == [(1, 3)]
+    assert [(left.micro_batch_size, left.reason) for left in profile.unmeasured] == [(2, "budget")]
+
+
+def test_a_pass_that_was_done_is_not_done_again(own_cache: Path) -> None:
+    """Killed between the passes of a round: the round is finished."""
+    with pytest.raises(Interrupted):
+        kept(rounds=4, micro_batch_sizes=[1], progress=after(2))
+    (file,) = own_cache.iterdir()
+    lines = file.read_bytes().splitlines(keepends=True)
+    # Behind key and bytes: three passes and the round; of the second the first pass only.
+    file.write_bytes(b"".join(lines[:7]))
+    profile, said = kept(rounds=4, micro_batch_sizes=[1], resume=True)
+    assert said == ["Continuing an interrupted profile: 4 passes of it are kept"]
+    assert [each.rounds for each in profile.whole] == [4]
+
+
+def test_on_a_device_the_leads_are_found_again(device_clock: Any, takes: Any) -> None:
+    layers = nn.Sequential(*(takes(device_clock, 1.0, 2.0) for _ in range(2)))
+    options = {"rounds": 4, "clock": device_clock}
+    with pytest.raises(Interrupted):
+        kept(layers, progress=after(2), **options)
+    device_clock.held_back.clear()
+    profile, _ = kept(layers, resume=True, **options)
+    assert max(device_clock.held_back) > 0
+    assert [each.rounds for each in profile.whole] == [4]
+    assert [layer.costs[0].forward_seconds for layer in profile.layers] == [1.0, 1.0]
+    assert [layer.costs[0].backward_seconds for layer in profile.layers] == [2.0, 2.0]
+
+
+def test_in_segments_an_interruption_holds_the_sizes_before() -> None:
+    def press_at_two(now: Progress) -> None:
+        if now.micro_batch_size == 2:
+            raise KeyboardInterrupt
+
+    wide = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    options = {"given": torch.ones(2, 64), "memory_bytes": 100_000, "micro_batch_sizes": [1, 2]}
+    with pytest.raises(Interrupted) as caught:
+        kept(wide, progress=press_at_two, **options)
+    profile = caught.value.profile
+    assert (profile.micro_batch_sizes, profile.whole) == ([1], [])
+    assert "interrupted: larger micro-batch sizes were not measured" in profile.notes
+    whole, said = kept(wide, **options)
+    assert (whole.micro_batch_sizes, said) == ([1, 2], [])
+    assert is_hit(kept(wide, **options)[1])

@@ -1,0 +1,293 @@
+"""Sizes measured in segments on a CPU that pretends to have less memory, against the model measured whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pplan.cost_models.errors import MachineError, ModelError, UsageError
+from pplan.profiler import segmented_sweep as segmented_sweep_module
+from pplan.profiler.build_profile import assembled
+from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.measure import profile_model
+from pplan.profiler.measurement_target import Subject
+from pplan.profiler.micro_batch_sizes import sizes_to_try
+from pplan.profiler.offload.segmented import Segmented
+from pplan.profiler.passes.clocks import CpuClock
+from pplan.profiler.profile_file import Profile
+from pplan.profiler.segmented_sweep import SegmentedSweep
+from pplan.profiler.sequential import as_sequential
+from pplan.profiler.size_result import SizeResult
+from pplan.profiler.sweep import Progress, Sweep
+from pplan.profiler.user_model.failures import DoesNotFit
+from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
+from pplan.profiler.user_model.losses import loss_named
+
+MakeModel = Callable[[], nn.Sequential]
+
+MUCH = 10**9
+UNHELD = ", and the layers' seconds were not held against the whole model's"
+
+
+def subject_of(model: nn.Module, clock: Any, given: Tensor | None = None, **options: Any) -> Subject:
+    example = ModelInput.of(torch.ones(1, 4) if given is None else given)
+    loaded = LoadedModel(model, "model", example)
+    chain = chain_of(model, example, granularity=options.pop("granularity", "block"))
+    return Subject(loaded, chain, torch.device("cpu"), torch.float32, clock, 0, **options)
+
+
+def swept(
+    subject: Subject,
+    free: int | Callable[[], int],
+    sizes: Sequence[int] | None = None,
+    budget: float = 1e6,
+    rounds: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> SegmentedSweep:
+    asked = free if callable(free) else lambda: free
+    sweep = SegmentedSweep(subject, sizes, budget, asked, rounds, progress)
+    sweep.measure()
+    return sweep
+
+
+def left_of(sweep: SegmentedSweep) -> list[tuple[int, str]]:
+    return [(left.micro_batch_size, left.reason) for left in sweep.unmeasured]
+
+
+def sizes_of(sweep: SegmentedSweep) -> list[int]:
+    return [result.size for result in sweep.results]
+
+
+def whole_profile(subject: Subject, sizes: Sequence[int]) -> Profile:
+    sweep = Sweep(subject, sizes, 1e6, 1)
+    sweep.measure()
+    return assembled(subject, [SizeResult.of_run(run) for run in sweep.runs], sweep.unmeasured, sweep.notes)
+
+
+@pytest.mark.parametrize("loss", ["none", "cross-entropy"])
+@pytest.mark.parametrize(("free", "segments"), [(MUCH, 1), (32_000, 2), (28_000, 3)])
+def test_the_profile_has_the_bytes_of_the_whole(
+    free: int, segments: int, loss: str, convolutions: MakeModel
+) -> None:
+    given = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(0))
+    subject = subject_of(convolutions(), CpuClock(), given, loss=loss_named(loss, 0))
+    sweep = swept(subject, free, [3], rounds=1)
+    profile = assembled(subject, sweep.results, sweep.unmeasured, sweep.notes)
+    expected = whole_profile(subject, [3])
+    note = f"does not fit on cpu whole: measured in {segments} segment{'s' * (segments > 1)}{UNHELD}"
+    assert profile.notes[0] == note
+    assert (profile.whole, len(expected.whole)) == ([], 1)
+    assert Profile.model_validate_json(profile.model_dump_json()) == profile
+    assert [layer.name for layer in profile.layers] == [layer.name for layer in expected.layers]
+    same = ("micro_batch_size", "saved_bytes", "saved_input_bytes", "output_bytes", "forward_workspace_bytes")
+    last = sweep.segments(3)[-1].start
+    for index, (found, wanted) in enumerate(zip(profile.layers, expected.layers, strict=True)):
+        for ours, theirs in zip(found.costs, wanted.costs, strict=True):
+            for name in same:
+                assert getattr(ours, name) == getattr(theirs, name), (found.name, name)
+            # Before the last segment neither the model's output nor its gradient is held, but two numbers.
+            assert ours.backward_workspace_bytes is not None
+            assert theirs.backward_workspace_bytes is not None
+            above = ours.backward_workspace_bytes - theirs.backward_workspace_bytes
+            assert above == (2 * 4 - 2 * (3 * 2 * 4) if index < last else 0)
+            assert ours.forward_seconds > 0
+    if expected.loss is not None:
+        assert profile.loss is not None
+        for ours, theirs in zip(profile.loss.costs, expected.loss.costs, strict=True):
+            assert (ours.saved_bytes, ours.output_bytes) == (theirs.saved_bytes, theirs.output_bytes)
+            assert ours.workspace_bytes == theirs.workspace_bytes > 0
+
+
+def test_seconds_and_rounds_follow_from_the_clock(clock: Any, takes: Any) -> None:
+    model = nn.Sequential(takes(clock, 1, 2), takes(clock, 3, 5), takes(clock, 7, 11))
+    sweep = swept(subject_of(model, clock), MUCH, [1, 4], rounds=2)
+    assert sizes_of(sweep) == [1, 4]
+    for result in sweep.results:
+        assert result.rounds.medians("forward").tolist() == [result.size, 3 * result.size, 7 * result.size]
+        assert result.rounds.medians("backward").tolist() == [
+            2 * result.size,
+            5 * result.size,
+            11 * result.size,
+        ]
+        assert (len(result.rounds.layers), len(result.rounds.whole)) == (2, 0)
+    assert (sweep.unmeasured, len(sweep.notes)) == ([], 1)
+
+
+def test_the_budget_ends_the_default_sizes(clock: Any, takes: Any) -> None:
+    # A pass takes 3 s a sample. A size: 2 counted on meta, a warm-up, 2 that count, 3 timed: 24 s for size 1,
+    # 48 for size 2; size 4 is predicted to take 96 of the 27 left, besides 2 for finding the layers.
+    begun = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), MUCH, budget=101.0)
+    assert sizes_of(begun) == [1, 2]
+    assert left_of(begun) == [(4, "budget")]
+    assert begun.unmeasured[0].detail == "it would take about 96 s, 27 s of 101 s are left"
+
+
+def test_named_sizes_behind_the_budget_are_recorded_too(clock: Any, takes: Any) -> None:
+    model = nn.Sequential(takes(clock, 1, 2))
+    sweep = swept(subject_of(model, clock), MUCH, [2, 8, 16], budget=0.001)
+    assert sizes_of(sweep) == [2]
+    assert left_of(sweep) == [(8, "budget"), (16, "budget")]
+    assert sweep.unmeasured[1].detail.startswith("after micro-batch size 8: it would take about")
+
+
+def test_rounds_that_are_named_are_made_whatever_they_cost(clock: Any, takes: Any) -> None:
+    model = nn.Sequential(takes(clock, 1, 2))
+    assert sizes_of(swept(subject_of(model, clock), MUCH, [1, 2, 4], budget=0.001, rounds=1)) == [1, 2, 4]
+
+
+def test_default_sizes_end_where_a_layer_alone_does_not_fit(clock: Any, takes: Any) -> None:
+    model = nn.Sequential(*(takes(clock, 1, 2) for _ in range(4)))
+    sweep = swept(subject_of(model, clock), 500)
+    assert sizes_of(sweep) == [1, 2, 4]
+    assert left_of(sweep) == [(8, "does not fit")]
+    assert "does not fit on cpu even alone" in sweep.unmeasured[0].detail
+    assert sweep.notes == [
+        f"does not fit on cpu whole: measured in 1 segment{UNHELD}",
+        "from micro-batch size 4 on: measured in 3 segments",
+    ]
+
+
+def test_a_layer_too_large_at_the_smallest_size_is_an_error(clock: Any, takes: Any) -> None:
+    with pytest.raises(
+        DoesNotFit, match="micro-batch size 4: layer 0 does not fit on cpu even alone"
+    ) as caught:
+        swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), 100, [4, 8])
+    assert "`micro_batch_sizes`" in caught.value.hint
+
+
+class Refusing:
+    """Stands for Segmented where the allocator refuses so many times."""
+
+    def __init__(self, times: int, error: Exception) -> None:
+        self.times, self.error = times, error
+        self.tried: list[int] = []
+
+    def __call__(self, layers: Any, segments: Sequence[range], *others: Any, **options: Any) -> Any:
+        self.tried.append(len(segments))
+        if len(self.tried) > self.times:
+            return Segmented(layers, segments, *others, **options)
+        return self
+
+    def measure(self, given: Any, rounds: int) -> None:  # noqa: ARG002
+        raise self.error
+
+
+OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the manual")
+
+
+def test_memory_that_runs_out_all_the_same_makes_more_segments(
+    monkeypatch: pytest.MonkeyPatch, convolutions: MakeModel
+) -> None:
+    refusing = Refusing(1, OUT)
+    monkeypatch.setattr(segmented_sweep_module, "Segmented", refusing)
+    subject = subject_of(convolutions(), CpuClock(), torch.randn(2, 3, 10, 10))
+    sweep = swept(subject, 38_000, [3], rounds=1)
+    assert refusing.tried == [1, 3]
+    assert sweep.notes == [f"does not fit on cpu whole: measured in 3 segments{UNHELD}"]
+
+
+def test_memory_that_runs_out_always_is_told(monkeypatch: pytest.MonkeyPatch, clock: Any, takes: Any) -> None:
+    refusing = Refusing(9, OUT)
+    monkeypatch.setattr(segmented_sweep_module, "Segmented", refusing)
+    subject = subject_of(nn.Sequential(takes(clock, 1, 2)), clock)
+    with pytest.raises(DoesNotFit, match="size 2 does not fit even in segments: CUDA out of memory"):
+        swept(subject, MUCH, [2])
+    # One layer alone cannot be taken apart any more.
+    assert refusing.tried == [1]
+
+
+@pytest.mark.parametrize(
+    "error", [MachineError("no compiler", "Install one."), ModelError("mine", "Mend it.")]
+)
+def test_other_errors_are_not_taken_for_a_lack_of_memory(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, clock: Any, takes: Any
+) -> None:
+    subject = subject_of(nn.Sequential(takes(clock, 1, 2)), clock)
+    monkeypatch.setattr(segmented_sweep_module, "Segmented", Refusing(9, error))
+    with pytest.raises(type(error), match=str(error)):
+        swept(subject, MUCH, [2, 4])
+
+
+def test_one_sample_that_batch_norm_refuses_is_left_out(clock: Any, takes: Any) -> None:
+    model = nn.Sequential(takes(clock, 1, 2), nn.BatchNorm1d(4))
+    sweep = swept(subject_of(model, clock), MUCH, budget=60.0)
+    assert sizes_of(sweep)[0] == 2
+    assert sweep.notes[0].startswith("micro-batch size 1 is left out: layer 1 (BatchNorm1d)")
+    with pytest.raises(ModelError, match=r"layer 1 \(BatchNorm1d\)"):
+        swept(subject_of(model, clock), MUCH, [1])
+
+
+def test_a_sequential_made_of_layers_keeps_them(clock: Any) -> None:
+    """Its granularity tells how the layers were found, not how to find them again."""
+    inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
+    whole = chain_of(inner, torch.ones(1, 4), granularity="module:0")
+    assert len(whole) == 2
+    made = as_sequential(whole)
+    subject = subject_of(made, clock)
+    assert subject.chain.granularity == "module:0"
+    assert [layer.name for layer in subject.chain.layers] == [layer.name for layer in whole.layers]
+    assert len(swept(subject, MUCH, [2], rounds=1).results[0].saved_bytes) == 2
+
+
+def test_progress_tells_layers_and_the_budget(clock: Any, takes: Any) -> None:
+    told: list[Progress] = []
+    model = nn.Sequential(takes(clock, 1, 2), takes(clock, 1, 2))
+    swept(subject_of(model, clock), MUCH, [1, 2], budget=200.0, progress=told.append)
+    assert [(one.micro_batch_size, one.layer) for one in told] == [(1, "0"), (1, "1"), (2, "0"), (2, "1")]
+    assert 0 < told[0].fraction < told[-1].fraction <= 1
+
+
+def test_the_working_copy_stays_where_it_is(clock: Any, takes: Any) -> None:
+    subject = subject_of(nn.Sequential(takes(clock, 1, 2), nn.Linear(4, 4)), clock)
+    homes = [parameter.data_ptr() for parameter in subject.loaded.module.parameters()]
+    swept(subject, MUCH, [1], rounds=1)
+    assert [parameter.data_ptr() for parameter in subject.loaded.module.parameters()] == homes
+    assert all(parameter.grad is None for parameter in subject.loaded.module.parameters())
+
+
+def profiled(model: nn.Module, memory_bytes: int | None, sizes: Sequence[int] | None) -> Profile:
+    given = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(0))
+    return profile_model(
+        (model, given), micro_batch_sizes=sizes, rounds=1, parts=False, memory_bytes=memory_bytes
+    )
+
+
+def test_a_model_beyond_the_devices_memory_is_measured_in_segments(convolutions: MakeModel) -> None:
+    found, expected = profiled(convolutions(), 32_000, [3]), profiled(convolutions(), None, [3])
+    assert found.notes[0] == f"does not fit on cpu whole: measured in 2 segments{UNHELD}"
+    assert (found.whole, len(expected.whole), found.device) == ([], 1, "cpu")
+    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+        assert ours.parameter_bytes == theirs.parameter_bytes
+        assert ours.cut_reason == theirs.cut_reason
+        assert ours.costs[0].saved_bytes == theirs.costs[0].saved_bytes
+        assert ours.costs[0].forward_workspace_bytes == theirs.costs[0].forward_workspace_bytes
+
+
+def test_sizes_beyond_the_devices_memory_are_left_where_the_smallest_fits(convolutions: MakeModel) -> None:
+    whole = profiled(convolutions(), None, [1, 2, 4])
+    peaks = [each.peak_bytes for each in whole.whole]
+    assert peaks[2] is not None
+    found = profiled(convolutions(), peaks[2] * 9 // 10, [1, 2, 4])
+    assert [each.micro_batch_size for each in found.whole] == [1, 2]
+    assert [(left.micro_batch_size, left.reason) for left in found.unmeasured] == [(4, "does not fit")]
+    assert [each.micro_batch_size for each in profiled(convolutions(), 2 * peaks[2], [1, 2, 4]).whole] == [
+        1,
+        2,
+        4,
+    ]
+
+
+def test_a_layer_beyond_the_devices_memory_is_an_error(convolutions: MakeModel) -> None:
+    with pytest.raises(DoesNotFit, match="layer 0 does not fit on cpu even alone"):
+        profiled(convolutions(), 1000, [3])
+    with pytest.raises(UsageError, match="memory_bytes 0"):
+        profiled(convolutions(), 0, [3])
+
+
+def test_default_sizes_are_those_of_a_model_that_fits(clock: Any, takes: Any) -> None:
+    sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), MUCH, budget=1e9)
+    assert sizes_of(sweep) == [1, 2, 4, 8, 16, 32, 64] == list(sizes_to_try(None, torch.device("cpu")))

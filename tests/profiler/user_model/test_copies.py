@@ -1,0 +1,106 @@
+"""Copies of a model: on the meta device without touching the weights, and what stops a copy."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pplan.cost_models.errors import ModelError
+from pplan.profiler.chain.layers import chain_of
+from pplan.profiler.graphs import tracing, trial
+from pplan.profiler.user_model.copies import copied, copied_to_host, copied_to_meta
+
+
+class Kept(nn.Parameter):
+    """May not be copied with its values."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("copied with its values")
+
+
+def tied() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[0].weight = model[2].weight = Kept(torch.ones(4, 4))
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def test_a_meta_copy_is_torchs_but_copies_no_values() -> None:
+    model = tied()
+    twin = copied_to_meta(model, "tied")
+    assert [*twin.state_dict()] == [*model.state_dict()]
+    states = [made.state_dict(keep_vars=True).values() for made in (twin, model)]
+    pairs = list(zip(*states, strict=True))
+    assert len(pairs) == 9
+    for ours, theirs in pairs:
+        assert ours.is_meta
+        assert not theirs.is_meta
+        assert type(ours) is type(theirs)
+        assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
+        assert ours.requires_grad == theirs.requires_grad
+    assert twin[0].weight is twin[2].weight  # type: ignore[index]
+    with pytest.raises(ModelError, match="tied cannot be copied: AssertionError: copied with its values"):
+        copied(model, "tied")
+
+
+def test_cuts_are_found_without_a_copy_of_the_weights() -> None:
+    reasons = [layer.cut_reason for layer in chain_of(tied(), torch.ones(2, 4)).layers]
+    assert reasons == ["0 and 2 share 0.weight", "0 and 2 share 0.weight", None]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_no_memory_for_a_copy_is_no_fault_of_the_model(error: Exception) -> None:
+    class Large(nn.Module):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise error
+
+    with pytest.raises(type(error)):
+        copied(Large(), "large")
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(given)) + torch.ones(4)
+
+
+@pytest.mark.parametrize("granularity", ["block", "fine"])
+def test_the_copies_that_were_traced_and_tried_do_not_stay(
+    monkeypatch: pytest.MonkeyPatch, granularity: str
+) -> None:
+    weights: list[weakref.ref[nn.Parameter]] = []
+
+    def recording(model: nn.Module, name: str) -> nn.Module:
+        copy = copied_to_meta(model, name)
+        weights.append(weakref.ref(copy.get_parameter("linear.weight")))
+        return copy
+
+    for place in (tracing, trial):
+        monkeypatch.setattr(place, "copied_to_meta", recording)
+    model, given = Body(), torch.ones(2, 4)
+    chain = chain_of(model, given, granularity=granularity)
+    gc.collect()
+    assert [reference() for reference in weights] == [None, None]
+    value = given
+    for layer in chain.layers:
+        value = layer.module(value)
+    assert torch.equal(value, model(given))
+
+
+def test_a_host_copy_is_on_the_cpu_and_made_of_twins() -> None:
+    model = tied()
+    twin = copied_to_host(model, "tied")
+    assert isinstance(twin[0].weight, Kept)  # type: ignore[index]
+    for ours, theirs in zip(twin.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.data_ptr() != theirs.data_ptr()
+    assert twin[0].weight is twin[2].weight  # type: ignore[index]
+    assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in model.parameters()]
