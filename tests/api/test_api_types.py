@@ -34,13 +34,14 @@ FREE = {
 
 def written(keywords: Any) -> dict[str, str]:
     """The annotations of a TypedDict as they are written."""
-    made = dict[str, str]()
-    for base in keywords.__orig_bases__:
-        made |= written(base) if base is not typing.TypedDict else {}
-    for name, value in keywords.__annotations__.items():
-        text = getattr(value, "__forward_arg__", str(value))
-        made[name] = text.removeprefix("Required[").removesuffix("]") if text.startswith("Required") else text
-    return made
+    texts = {
+        name: getattr(value, "__forward_arg__", str(value))
+        for name, value in keywords.__annotations__.items()
+    }
+    return {
+        name: text.removeprefix("Required[").removesuffix("]") if text.startswith("Required") else text
+        for name, text in texts.items()
+    }
 
 
 KEYWORDS = written(SolveKeywords)
