@@ -1,4 +1,4 @@
-"""The tables of a plan: the answer first, then its stages, its proof, what else could be done, the memory."""
+"""The tables of a plan: the short answer, or everything: proof, search space, baselines, alternatives."""
 
 from __future__ import annotations
 
@@ -12,20 +12,32 @@ from ..planner.plan_file import Alternative, Baseline, Plan, PlannedStage
 from .field_names import as_options
 from .number_format import compared, ranges
 from .plan_answer import answer_lines
-from .plan_summary import summary_lines
+from .plan_summary import short_summary, summary_lines
 from .table_style import figure, line, table, text, titled, word
+
+MOST_STAGES = 8
+"""Rows of the short answer: of more stages the first and the last ones are shown."""
+MOST_BASELINES = 3
+
+
+def print_answer(plan: Plan, console: Console, next_steps: str) -> None:
+    """Prints in about 20 lines what to do: the answer, stages, proof, some baselines, next steps."""
+    _print_head(plan, console)
+    titled(console, _stages_title(plan), _short_stages(plan, console))
+    console.print()
+    if len(plan.stages) > MOST_STAGES:
+        line(console, f"Balance: {'-'.join(map(str, plan.balance))} layers.")
+    for sentence in short_summary(plan):
+        line(console, sentence)
+    if plan.baselines:
+        line(console, f"Baselines: {'; '.join(_baseline_words(base, plan) for base in _nearest(plan))}.")
+    line(console, next_steps)
 
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Prints everything about a plan but the ledger of its stages' memory."""
-    answer, *more = answer_lines(plan)
-    line(console, answer, style="bold")
-    for further in more:
-        line(console, further)
-    for warning in plan.warnings:
-        line(console, f"Warning: {as_options(warning)}")
-    each = " per replica" if max(plan.replicas) > 1 else ""
-    titled(console, f"Stages; time per micro-batch{each}", _stages(plan, console))
+    _print_head(plan, console)
+    titled(console, _stages_title(plan), _stages(plan, console))
     console.print()
     for sentence in summary_lines(plan):
         line(console, sentence)
@@ -40,15 +52,83 @@ def print_plan(plan: Plan, console: Console) -> None:
         line(console, f"Note: {as_options(note)}")
 
 
+def _print_head(plan: Plan, console: Console) -> None:
+    """The answer, and the warnings right under it."""
+    answer, *more = answer_lines(plan)
+    line(console, answer, style="bold")
+    for further in more:
+        line(console, further)
+    for warning in plan.warnings:
+        line(console, f"Warning: {as_options(warning)}")
+
+
+def _stages_title(plan: Plan) -> str:
+    each = " per replica" if max(plan.replicas) > 1 else ""
+    return f"Stages; time per micro-batch{each}"
+
+
+def _short_stages(plan: Plan, console: Console) -> Table:
+    """A row a stage; what answers (devices, layers, memory) stays at any width."""
+    columns = [
+        figure("stage"),
+        text("devices", folds_at=8),
+        figure("layers"),
+        text("from", leaves=1, folds_at=12),
+        text("to", leaves=1, folds_at=12),
+        figure("forward", leaves=2),
+        figure("backward", leaves=2),
+        figure("memory"),
+    ]
+    if any(stage.memory_limit_bytes is not None for stage in plan.stages):
+        columns += [figure("limit", leaves=3), figure("used", leaves=4)]
+    rows = [
+        _short_row(number, stage, plan.layer_names)[: len(columns)]
+        for number, stage in enumerate(plan.stages)
+    ]
+    if len(rows) > MOST_STAGES:
+        rows = [*rows[: MOST_STAGES // 2], ["..."] * len(columns), *rows[1 - MOST_STAGES // 2 :]]
+    return table(console, columns, rows)
+
+
+def _short_row(number: int, stage: PlannedStage, names: list[str]) -> list[str]:
+    ends = (stage.first_layer, stage.last_layer)
+    return [
+        str(number),
+        ranges(stage.devices),
+        str(stage.layers),
+        *(names[index] if index < len(names) else str(index) for index in ends),
+        format_seconds(stage.forward_seconds),
+        format_seconds(stage.backward_seconds),
+        format_bytes(stage.memory_bytes),
+        *_memory_use(stage)[:2],
+    ]
+
+
+def _nearest(plan: Plan) -> list[Baseline]:
+    """Data parallelism and the even split, and the fastest of the others."""
+    simple = [base for base in plan.baselines if base.name in ("data-parallel", "even")]
+    others = [base for base in plan.baselines if base not in simple]
+    others.sort(key=lambda base: (base.step_seconds is None, base.step_seconds or 0.0))
+    return [*simple, *others][:MOST_BASELINES]
+
+
+def _baseline_words(base: Baseline, plan: Plan) -> str:
+    if base.step_seconds is None:
+        return f"{base.name} {as_options(base.reason or 'has no plan')}"
+    versus = compared(base.step_seconds, plan.prediction.step_seconds)
+    return f"{base.name} {format_seconds(base.step_seconds)} ({versus})"
+
+
 def _stages(plan: Plan, console: Console) -> Table:
     columns = [
         figure("stage"),
-        text("devices", leaves=4, folds_at=12),
-        text("first layer"),
-        text("last layer", leaves=5),
-        figure("forward"),
-        figure("backward"),
-        figure("memory", leaves=6),
+        text("devices", folds_at=8),
+        figure("layers"),
+        text("first layer", leaves=6, folds_at=16),
+        text("last layer", leaves=5, folds_at=16),
+        figure("forward", leaves=7),
+        figure("backward", leaves=7),
+        figure("memory"),
     ]
     if any(stage.memory_limit_bytes is not None for stage in plan.stages):
         columns += [figure("limit", leaves=2), figure("used", leaves=3), word("", leaves=1)]
@@ -64,6 +144,7 @@ def _stage_row(number: int, stage: PlannedStage, names: list[str]) -> list[str]:
     return [
         str(number),
         ranges(stage.devices),
+        str(stage.layers),
         *(f"{index} {names[index]}" if index < len(names) else str(index) for index in ends),
         format_seconds(stage.forward_seconds),
         format_seconds(stage.backward_seconds),

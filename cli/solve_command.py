@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from .output import Target
 
 
+Details = Annotated[
+    bool, typer.Option("--details", help="Print everything: the search space, all baselines, other runtimes.")
+]
 ProfileFile = Annotated[
     Path | None,
     typer.Argument(
@@ -96,6 +99,7 @@ def solve_command(
     jobs: Jobs = None,
     output: Output = None,
     force: Force = False,
+    details: Details = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."""
@@ -167,7 +171,11 @@ def solve_command(
     origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
     plan = plan.model_copy(update={"made_by": origin})
     quiet = frontier and as_json
-    target.write(plan, as_json=as_json and not frontier, show=lambda: None if quiet else _show(plan))
+    target.write(
+        plan,
+        as_json=as_json and not frontier,
+        show=lambda: None if quiet else _show(plan, target.path, details=details),
+    )
     if frontier:
         found = _frontier(profile, points or 24, given).model_copy(update={"made_by": origin})
         beside.write(found, as_json=as_json, show=lambda: _show_frontier(found))
@@ -225,10 +233,28 @@ def _gpus_of(topology: Path | None) -> int:
     return gpus
 
 
-def _show(plan: Plan) -> None:
-    from .plan_tables import print_plan
+def _show(plan: Plan, path: Path, *, details: bool) -> None:
+    from .plan_tables import print_answer, print_plan
 
-    print_plan(plan, console())
+    if details:
+        print_plan(plan, console())
+    else:
+        print_answer(plan, console(), _next_steps(plan, path))
+
+
+def _next_steps(plan: Plan, path: Path) -> str:
+    """The commands that may follow."""
+    from ..cost_models.runtime import RUNTIMES
+    from ..runtimes.formats.plan_choice import refusals
+
+    runtimes = [name for name, own in RUNTIMES.items() if name == plan.runtime or not refusals(plan, own)]
+    export = [f"export {plan.runtime or runtimes[0]}"] if runtimes else []
+    # Without a name the verbs take the newest plan of the working directory: this one.
+    newest = path == Path(path.name) and path.name.endswith(".plan.json")
+    commands = [
+        f"pplan {verb}{'' if newest else f' {path}'}" for verb in ("check", "explain", *export, "show")
+    ]
+    return f"Next: {', '.join(commands)} (all details)."
 
 
 def _show_frontier(frontier: Frontier) -> None:

@@ -212,7 +212,7 @@ def test_says_what_it_wrote_although_the_reader_has_gone(
     def gone(*_: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("pplan.cli.plan_tables.print_plan", gone)
+    monkeypatch.setattr("pplan.cli.plan_tables.print_answer", gone)
     ran = run("solve", "--gpus", "8")
     assert asked
     assert (ran.status, ran.out) == (0, "")

@@ -10,7 +10,7 @@ import pytest
 
 from pplan.cli.ledger_table import planned_memory, print_ledger
 from pplan.cli.plan_answer import answer_lines
-from pplan.cli.plan_tables import print_plan
+from pplan.cli.plan_tables import print_answer, print_plan
 from pplan.cli.profile_tables import print_profile
 from pplan.cli.table_style import figure, table, text, word
 from pplan.cost_models.document import MadeBy
@@ -37,6 +37,36 @@ def test_plan(plan: Plan, golden: Golden, width: int, file: str, terminal: Termi
     print_plan(plan, console)
     print_ledger(planned_memory(plan), console)
     golden(file, console.text)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_short_answer(plan: Plan, golden: Golden, width: int, terminal: Terminal) -> None:
+    console = terminal(width)
+    print_answer(plan, console, "Next: pplan check.")
+    golden(f"plan_short_{width}.txt", console.text)
+    assert len(console.text.splitlines()) <= 20
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_short_answer_of_many_stages(plan: Plan, width: int, terminal: Terminal) -> None:
+    """Eight rows at most; what answers is there at every width."""
+    stages = [plan.stages[0].model_copy(update={"devices": [number]}) for number in range(40)]
+    warned = changed(plan, stages=stages, balance=[4] * 40, warnings=["The profile is an estimate."])
+    console = terminal(width)
+    print_answer(warned, console, "Next: pplan check.")
+    lines = console.text.splitlines()
+    assert "Warning: The profile is an estimate." in lines[1:3]
+    head = next(line.split() for line in lines if line.startswith("stage "))
+    assert {"stage", "devices", "layers", "memory"} <= set(head)
+    assert len([line for line in lines if re.match(r" *(\d+|\.\.\.) ", line)]) == 8
+    assert "Balance: 4-4-4" in console.text
+    assert len(lines) <= 24
+
+
+def test_no_table_of_other_runtimes_where_one_was_named(plan: Plan, terminal: Terminal) -> None:
+    console = terminal(110)
+    print_plan(changed(plan, runtime="deepspeed"), console)
+    assert "Alternatives" not in console.text
 
 
 def test_ledger_of_many_stages_goes_on_below(plan: Plan, terminal: Terminal) -> None:
