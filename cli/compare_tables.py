@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
@@ -9,7 +12,7 @@ from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.explanation.compare import Compared, Comparison
 from .field_names import as_options
 from .number_format import compared, percent, three_digits
-from .table_style import figure, line, table, text
+from .table_style import Column, figure, line, table_of, text
 
 
 def print_comparison(made: Comparison, console: Console) -> None:
@@ -22,32 +25,31 @@ def print_comparison(made: Comparison, console: Console) -> None:
 
 
 def _rows(made: Comparison, console: Console) -> Table:
-    columns = [
-        text("plan\n", folds_at=10),
-        figure("step\n"),
-        figure("samples/s\n", leaves=7),
-        text("vs. the\nfirst", folds_at=9),
-        figure("bubble\n", leaves=4),
-        figure("most\nmemory", leaves=6),
-        figure("GPUs\n", leaves=5),
-        figure("gap\n", leaves=3),
-        text("configuration\n/ reason", leaves=1, folds_at=13),
+    first = made.rows[0]
+    columns: list[tuple[Column, Callable[[Compared], str]]] = [
+        (text("plan\n", folds_at=10), lambda row: row.name),
+        (figure("step\n"), lambda row: _shown(format_seconds, row.step_seconds)),
+        (figure("samples/s\n", leaves=7), lambda row: _shown(three_digits, row.samples_per_second)),
+        (text("vs. the\nfirst", folds_at=9), lambda row: "-" if row is first else _versus(row)),
+        (figure("bubble\n", leaves=4), lambda row: _shown(percent, row.bubble)),
+        (figure("most\nmemory", leaves=6), lambda row: _shown(format_bytes, row.memory_bytes)),
+        (figure("GPUs\n", leaves=5), lambda row: _shown(str, row.devices)),
+        (figure("gap\n", leaves=3), lambda row: _shown(percent, row.gap)),
+        (
+            text("configuration\n/ reason", leaves=1, folds_at=13),
+            lambda row: as_options(row.reason) if row.reason else _how(row),
+        ),
     ]
-    return table(console, columns, [_row(row, index == 0) for index, row in enumerate(made.rows)])
+    return table_of(console, columns, made.rows)
 
 
-def _row(row: Compared, first: bool) -> list[str]:
-    return [
-        row.name,
-        "-" if row.step_seconds is None else format_seconds(row.step_seconds),
-        "-" if row.samples_per_second is None else three_digits(row.samples_per_second),
-        "-" if first or row.slower is None else compared(1 + row.slower, 1),
-        "-" if row.bubble is None else percent(row.bubble),
-        "-" if row.memory_bytes is None else format_bytes(row.memory_bytes),
-        "-" if row.devices is None else str(row.devices),
-        "-" if row.gap is None else percent(row.gap),
-        as_options(row.reason) if row.reason else _how(row),
-    ]
+def _shown(form: Callable[[Any], str], value: float | None) -> str:
+    return "-" if value is None else form(value)
+
+
+def _versus(row: Compared) -> str:
+    """Seconds a sample against those of the first."""
+    return "-" if row.slower is None else compared(1 + row.slower, 1)
 
 
 def _how(row: Compared) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
 from rich.console import Console
@@ -10,7 +11,7 @@ from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..planner.objectives.frontier_file import Frontier, Point
 from ..planner.plan_file import Plan
 from .number_format import three_digits
-from .table_style import figure, line, table, text, titled, word
+from .table_style import Column, figure, line, table_of, text, titled, word
 
 SHOWN = 8
 """Stages of which a row tells the layers."""
@@ -20,30 +21,20 @@ def print_frontier(frontier: Frontier, console: Console) -> None:
     """Prints the points, the fastest first."""
     for warning in frontier.warnings:
         line(console, f"Warning: {warning}")
-    columns = [
-        figure("step"),
-        figure("samples/s", leaves=3),
-        figure("memory"),
-        word("", leaves=2),
-        text("stages", folds_at=20),
-        text("configuration", leaves=1, folds_at=24),
+    columns: list[tuple[Column, Callable[[Point], str]]] = [
+        (figure("step"), lambda point: format_seconds(point.step_seconds)),
+        (
+            figure("samples/s", leaves=3),
+            lambda point: three_digits(point.plan.prediction.samples_per_second),
+        ),
+        (figure("memory"), lambda point: format_bytes(point.memory_bytes)),
+        (word("", leaves=2), lambda point: "exact" if point.exact else "best found"),
+        (text("stages", folds_at=20), lambda point: shape(point.plan.balance, point.plan.replicas)),
+        (text("configuration", leaves=1, folds_at=24), lambda point: how(point.plan)),
     ]
-    rows = [_row(point) for point in frontier.points]
-    titled(console, "Step time vs. peak memory of a GPU", table(console, columns, rows))
+    titled(console, "Step time vs. peak memory of a GPU", table_of(console, columns, frontier.points))
     console.print()
     line(console, _proof(frontier))
-
-
-def _row(point: Point) -> list[str]:
-    plan = point.plan
-    return [
-        format_seconds(point.step_seconds),
-        three_digits(plan.prediction.samples_per_second),
-        format_bytes(point.memory_bytes),
-        "exact" if point.exact else "best found",
-        shape(plan.balance, plan.replicas),
-        how(plan),
-    ]
 
 
 def shape(balance: list[int], replicas: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from .field_names import as_options
 from .number_format import compared, ranges
 from .plan_answer import answer_lines
 from .plan_summary import short_summary, summary_lines
-from .table_style import figure, line, table, text, titled, word
+from .table_style import Column, figure, line, table, table_of, text, titled, word
 
 MOST_STAGES = 8
 """Rows of the short answer: of more stages the first and the last ones are shown."""
@@ -180,28 +181,30 @@ def _baseline_row(base: Baseline, plan: Plan) -> list[str]:
 
 
 def _alternatives(plan: Plan, console: Console) -> Table:
-    columns = [
-        word("schedule\n"),
-        text("for\n", folds_at=11),
-        text("balance\n", folds_at=10),
-        word("micro-\nbatches", leaves=3),
-        word("recompute\n", leaves=2),
-        figure("step\n"),
-        figure("most\nmemory", leaves=1),
+    columns: list[tuple[Column, Callable[[Alternative], str]]] = [
+        (word("schedule\n"), lambda other: other.schedule),
+        (text("for\n", folds_at=11), _for),
+        (text("balance\n", folds_at=10), _balance),
+        (
+            word("micro-\nbatches", leaves=3),
+            lambda other: f"{other.micro_batches} x {other.micro_batch_size}",
+        ),
+        (word("recompute\n", leaves=2), lambda other: other.recompute.replace("_", "-")),
+        (figure("step\n"), lambda other: format_seconds(other.step_seconds)),
+        (
+            figure("most\nmemory", leaves=1),
+            lambda other: format_bytes(max(other.memory_bytes)) if other.memory_bytes else "-",
+        ),
     ]
-    return table(console, columns, [_alternative_row(other) for other in plan.alternatives])
+    return table_of(console, columns, plan.alternatives)
 
 
-def _alternative_row(other: Alternative) -> list[str]:
+def _for(other: Alternative) -> str:
+    return as_options("; ".join(part for part in (", ".join(other.runtimes), other.reason) if part))
+
+
+def _balance(other: Alternative) -> str:
     balance = ", ".join(map(str, islice(other.balance, 16)))
     more = len(other.balance) - 16
     shared = f"; {other.replicas} replicas" if other.replicas > 1 else ""
-    return [
-        other.schedule,
-        "; ".join(part for part in (", ".join(other.runtimes), other.reason) if part),
-        balance + (f" and {more} more" if more > 0 else "") + shared,
-        f"{other.micro_batches} of {other.micro_batch_size}",
-        other.recompute.replace("_", "-"),
-        format_seconds(other.step_seconds),
-        format_bytes(max(other.memory_bytes)) if other.memory_bytes else "-",
-    ]
+    return balance + (f" and {more} more" if more > 0 else "") + shared

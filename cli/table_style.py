@@ -6,8 +6,9 @@ wide even so is printed as wide as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rich import box
 from rich.cells import cell_len
@@ -16,6 +17,8 @@ from rich.table import Table
 
 from .field_names import as_options
 from .streams import printable
+
+Record = TypeVar("Record")
 
 ROOMY = 100
 """Width of a terminal from which the columns stand two spaces apart."""
@@ -87,6 +90,14 @@ def table(
             made.add_section()
         made.add_row(*(row[index] for index in kept))
     return made
+
+
+def table_of(
+    console: Console, columns: Sequence[tuple[Column, Callable[[Record], str]]], records: Sequence[Record]
+) -> Table:
+    """A row for each record: every column stands beside what it says of one."""
+    rows = [[say(record) for _, say in columns] for record in records]
+    return table(console, [column for column, _ in columns], rows)
 
 
 def _heads(columns: Sequence[Column]) -> list[str]:

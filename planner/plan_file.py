@@ -12,14 +12,9 @@ from ..cost_models.errors import UsageError
 from ..cost_models.options import declared
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from ..cost_models.runtime import RUNTIMES
+from ..cost_models.schedules import SCHEDULES
 from .plan_options import PlanOptions
 
-SCHEDULES = (
-    *("naive", "gpipe", "1f1b", "dapple", "interleaved", "looped-bfs", "chimera"),
-    *("zb-h1", "zb-h2", "zb-v", "dualpipe-v"),
-    *("pipedream", "pipedream-2bw", "wpipe", "xpipe", "avgpipe", "autopipe"),
-)
-"""The schedules a plan may name; pplan solves for some of them."""
 TIE = 1e-9
 """Share of a step below which two are equal; a bound closer than this to a step excludes anything faster."""
 

@@ -117,7 +117,7 @@ def nothing(known: Known) -> Partial:
     )
 
 
-def extend(plans: Partial, stage: Expansion, known: Known, kept: Indices) -> Partial:
+def extend_plans(plans: Partial, stage: Expansion, known: Known, kept: Indices) -> Partial:
     """The plans with the kept entries of a further stage."""
     parent = stage.parent[kept]
 

@@ -17,7 +17,7 @@ from .budget import SearchBudget
 from .device_ranges import DeviceRanges
 from .gpipe import GPipeBound
 from .one_f_one_b import RoundTripBound
-from .partial import Expansion, Known, Partial, extend, join, nothing
+from .partial import Expansion, Known, Partial, extend_plans, join, nothing
 from .pipelines import Pipelines, find_routes
 from .placements import Placement
 from .space import Space, divide_batch
@@ -147,7 +147,7 @@ class Subproblem:
                 own = np.where(done, own, np.inf)
             kept = np.flatnonzero(own < limit)
             if len(kept):
-                parts.append(extend(chunk.plans, stage, now, kept))
+                parts.append(extend_plans(chunk.plans, stage, now, kept))
                 bounds.append(own[kept])
         if not parts:
             return []

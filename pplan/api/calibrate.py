@@ -13,9 +13,9 @@ from ..cost_models.topology import Device, Group, Topology
 from ..planner.joint_search import find
 from ..planner.plan_file import Plan
 from ..planner.solve import bare_plan, build_problem
-from ..runtimes.checking.calibration_file import Calibration
+from ..runtimes.checking.calibration import Calibration
+from ..runtimes.checking.check_report import Check
 from ..runtimes.checking.job import Corrections
-from ..runtimes.checking.report import Check
 from .load import PlanAndProfile
 from .machine import planned_machine
 

@@ -18,7 +18,7 @@ from ..planner.plan_options import PlanOptions
 from ..planner.simulated import simulate_plan
 from ..planner.solve import build_problem
 from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument
-from ..runtimes.checking.runtime_prediction import is_serial
+from ..runtimes.checking.prediction import is_serial
 from ..runtimes.formats import deepspeed_export, pipe_export
 from ..runtimes.formats.plan_choice import Choice, choose
 from .check_cases import Prepared, even_plan, links_of

@@ -103,7 +103,7 @@ def test_type_refuses_what_it_cannot_count(
     problem = make_problem(make_named(["conv", "relu", "fc"]), 2)
     assert list(PLANNERS["deepspeed-type"].propose(problem)) == []
     assert "no transformer blocks" in refusal(PLANNERS["deepspeed-type"], problem)
-    with pytest.raises(UsageError, match=r"deepspeed-type:attention: no layer's name matches.*'conv'"):
+    with pytest.raises(UsageError, match=r"deepspeed-type:attention': no layer's name matches.*'conv'"):
         list(planner_named("deepspeed-type:attention").propose(problem))
     with pytest.raises(UsageError, match="in the regular expression"):
         planner_named("deepspeed-type:(")

@@ -17,7 +17,7 @@ from pplan.planner.candidate import Proposal, linear_pipeline
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.scoring import WHOLE_BOUNDS
 from pplan.planner.search.device_ranges import DeviceRanges
-from pplan.planner.search.partial import extend, nothing
+from pplan.planner.search.partial import extend_plans, nothing
 from pplan.planner.search.pipelines import Pipelines, build_pipelines, choose_modes
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_choices import StageChoices, list_stage_choices
@@ -47,7 +47,7 @@ def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
             if len(rows):
                 (row,) = rows
                 seen.append(float(own[row]))
-                following = extend(plans, more, now, np.array([row]))
+                following = extend_plans(plans, more, now, np.array([row]))
         assert len(seen) == before + 1
         plans = following
     return seen
