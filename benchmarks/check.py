@@ -28,12 +28,20 @@ from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.joint_search import find
 from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.solve import bare_plan, build_problem
-from pplan.planner.wishes import Wishes
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.checking.job import Case, CaseResult, Job, Measured, Predicted, StageSeconds, Waits
-from pplan.runtimes.checking.job import Link as CutLink
-from pplan.runtimes.checking.launching import Telling, run_in_processes
+from pplan.runtimes.checking.job import (
+    Case,
+    CasePrediction,
+    CaseResult,
+    CheckMeasurements,
+    Job,
+    StageSeconds,
+    StageWaits,
+)
+from pplan.runtimes.checking.job import CutLink as CutLink
+from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
 from pplan.runtimes.formats.torch_actions import action_rows, build_program, device_stages, schedule_class
 from pplan.runtimes.formats.torch_export import TorchExport
 
@@ -60,14 +68,14 @@ class StageSet:
     crossing_bytes: int
     backward: float = BACKWARD
 
-    def waits(self, parts: int, virtual_stages: int) -> Waits:
+    def waits(self, parts: int, virtual_stages: int) -> StageWaits:
         """Of so many parts of the layers."""
         stages = []
         for part in range(parts):
             own = self.weights[part % len(self.weights)] / virtual_stages
             half = own * self.backward / 2
             stages.append(StageSeconds(forward=own * FORWARD, backward=2 * half, input=half, weight=half))
-        return Waits(stages=stages, crossing_bytes=[self.crossing_bytes] * (parts - 1))
+        return StageWaits(stages=stages, crossing_bytes=[self.crossing_bytes] * (parts - 1))
 
 
 SETS = (
@@ -116,7 +124,9 @@ def reported(devices: int, schedules: Sequence[str], numbers: Sequence[int], eve
                 yield step_case(schedule, devices, micro_batches, stages)
 
 
-def run_steps(devices: int, cases: list[Case], schedules: Sequence[str], told: Telling) -> Measured:
+def run_steps(
+    devices: int, cases: list[Case], schedules: Sequence[str], told: ProgressCallbacks
+) -> CheckMeasurements:
     """The cases, after those that the corrections are fitted to."""
     calibration = [
         step_case(own, devices, micro_batches, CALIBRATION)
@@ -145,7 +155,7 @@ def errors(result: CaseResult) -> tuple[float, float]:
     return result.predicted.step_seconds / measured - 1, fixed / measured - 1
 
 
-def print_steps(chosen: argparse.Namespace, told: Telling) -> None:
+def print_steps(chosen: argparse.Namespace, told: ProgressCallbacks) -> None:
     """The first table."""
     print(f"{'case':<56} {'raw ms':>8} {'calibr.':>8} {'measured':>9} {'raw':>7} {'calibr.':>8}")
     both: list[tuple[float, float]] = []
@@ -182,7 +192,7 @@ def plans(name: str, devices: int) -> Iterator[tuple[str, Plan | str, Profile, T
     reference = ProfileReference(file="", sha256="", layers_sha256=profile.layers_sha256)
     topology = two_level_topology(Device("core", None), devices, devices, Link(2e9, 2e-4), Link(2e9, 2e-4))
     for label, planner in PLANNERS.items():
-        wishes = Wishes(
+        wishes = PlanOptions(
             mini_batch=64, micro_batches=8, schedule="gpipe", recompute="never",
             runtime="torchgpipe", planner=planner, use_all=True,
         )  # fmt: skip
@@ -198,7 +208,7 @@ def plans(name: str, devices: int) -> Iterator[tuple[str, Plan | str, Profile, T
         yield label, made, profile, topology
 
 
-def print_plans(devices: int, told: Telling) -> None:
+def print_plans(devices: int, told: ProgressCallbacks) -> None:
     """The second table: emulated stages of profiled models, on as many processes."""
     print(
         f"{'model':<14} {'planner':<12} {'balance':<22} {'predicted':>10} {'measured':>9} {'over pplan':>11}"
@@ -227,15 +237,15 @@ def print_plans(devices: int, told: Telling) -> None:
             )
 
 
-def telling(path: Path) -> Telling:
+def telling(path: Path) -> ProgressCallbacks:
     """Writes every prediction down, a line each, before its case runs."""
     path.write_text("")
 
-    def write(name: str, predicted: Predicted) -> None:
+    def write(name: str, predicted: CasePrediction) -> None:
         with path.open("a") as file:
             file.write(json.dumps({"case": name, **predicted.model_dump(mode="json")}) + "\n")
 
-    return Telling(predicted=write)
+    return ProgressCallbacks(predicted=write)
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ from .streams import console, remark, result, watched
 if TYPE_CHECKING:
     from ..api.check import CheckOptions
     from ..api.load import PlanAndProfile
-    from ..runtimes.checking.job import Predicted
-    from ..runtimes.checking.report import Check
+    from ..runtimes.checking.check_report import Check
+    from ..runtimes.checking.job import CasePrediction
     from .output import Target
 
 RUNTIMES = ("torch", "torchgpipe", "fairscale", "deepspeed")
@@ -131,7 +131,7 @@ def check_command(
     from ..api.load import read_plan
     from ..cost_models.errors import UsageError
     from ..cost_models.quantities import parse_seconds
-    from ..runtimes.checking.calibration_file import Calibration
+    from ..runtimes.checking.calibration import Calibration
     from .default_input import named_or_newest
     from .settings import parse_settings
 
@@ -167,10 +167,14 @@ def _run(read: PlanAndProfile, options: CheckOptions) -> Check | None:
     """Of several processes that a torchrun started, one says what went wrong: the one that failed."""
     from ..api.check import check_plan, run_here
     from ..api.provenance import made_by
-    from ..runtimes.checking.launching import Telling
+    from ..runtimes.checking.launching import ProgressCallbacks
     from .invocation import command_line
 
-    told = Telling(doing=remark, predicted=_announce) if watched() else Telling(predicted=_announce)
+    told = (
+        ProgressCallbacks(doing=remark, predicted=_announce)
+        if watched()
+        else ProgressCallbacks(predicted=_announce)
+    )
     folder = read.plan_file.parent
     try:
         found = check_plan(
@@ -189,7 +193,7 @@ def _run(read: PlanAndProfile, options: CheckOptions) -> Check | None:
     return found.model_copy(update={"made_by": origin, "plan_sha256": sha256(read.plan_file.read_bytes())})
 
 
-def _announce(name: str, predicted: Predicted) -> None:
+def _announce(name: str, predicted: CasePrediction) -> None:
     """What is expected, before it runs."""
     from ..cost_models.quantities import format_seconds
 

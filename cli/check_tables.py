@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..cost_models.quantities import counted, format_bytes, format_rate, format_seconds
-from ..runtimes.checking.report import PLAN, SAME_LOSS, Check, CheckedCase
+from ..runtimes.checking.check_report import PLAN, SAME_LOSS, Check, CheckedCase
 from .number_format import compared, percent, ranges, three_digits
 from .table_style import figure, line, table, text, titled, word
 

@@ -163,13 +163,13 @@ def _script(
     """
     from ..api.load import read_plan
     from ..planner.plan_file import Plan
-    from ..runtimes.scripts.script import needs_profile, script_for
+    from ..runtimes.scripts.script import needs_profile, write_script
 
     if not needs_profile(document):
-        return script_for(document, Plan.load(source), None, path=path, plan_path=plan_path, device=device)
+        return write_script(document, Plan.load(source), None, path=path, plan_path=plan_path, device=device)
     read = read_plan(source, profile)
     model, settings = named
-    return script_for(
+    return write_script(
         document,
         read.plan,
         read.profile,

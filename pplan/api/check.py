@@ -16,11 +16,11 @@ from ..planner.plan_file import Plan
 from ..profiler.named_model import loss_for, model_for
 from ..profiler.profile_file import Profile
 from ..profiler.torchrun_env import is_launched, launched
+from ..runtimes.checking.calibration import vary_case
+from ..runtimes.checking.check_report import PLAN, Check
 from ..runtimes.checking.devices import cores, gpus
-from ..runtimes.checking.job import Case, Corrections, Device, Job, Measured, ModelSpec, RuntimeCase
-from ..runtimes.checking.launching import Telling, run_in_processes
-from ..runtimes.checking.report import PLAN, Check
-from ..runtimes.checking.variants import variants
+from ..runtimes.checking.job import Case, CheckMeasurements, Corrections, Device, Job, ModelSpec, RuntimeCase
+from ..runtimes.checking.launching import ProgressCallbacks, run_in_processes
 from .check_cases import EVEN, Prepared, even_plan, prepared
 from .check_runtimes import TORCH, Placed, check_runtime, for_runtime, serial_note
 from .load import as_plan, check_layers, profile_and_reference
@@ -28,7 +28,7 @@ from .machine import planned_machine
 
 LEAST_SIZE = 1024
 """Bytes of the smallest transfer that is measured."""
-Runner = Callable[[Job], Measured | None]
+Runner = Callable[[Job], CheckMeasurements | None]
 
 
 def check(
@@ -194,7 +194,7 @@ def _job(cases: list[Prepared[Case]], profile: Profile, options: CheckOptions) -
         warm_ups=options.warm_ups,
         timeout_seconds=options.timeout_seconds,
         corrections=options.corrections,
-        calibration=variants(own[0]) if options.calibrate else [],
+        calibration=vary_case(own[0]) if options.calibrate else [],
         link_sizes=_sizes(own) if options.calibrate and processes > 1 else [],
     )
 
@@ -260,7 +260,7 @@ def _notes(profile: Profile, options: CheckOptions) -> list[str]:
 
 
 def _checked(
-    found: Measured,
+    found: CheckMeasurements,
     cases: Sequence[Prepared[Case] | Prepared[RuntimeCase]],
     job: Job,
     name: str,
@@ -282,7 +282,7 @@ def _checked(
     )
 
 
-def run_here(job: Job, told: Telling | None = None) -> Measured | None:
+def run_here(job: Job, told: ProgressCallbacks | None = None) -> CheckMeasurements | None:
     """In processes of this machine; or, where a launcher of the user's started this process, as one of them.
 
     None in one that is not the first.
@@ -295,6 +295,6 @@ def run_here(job: Job, told: Telling | None = None) -> Measured | None:
             f"check: world size {process.world_size} for a plan of {counted(job.processes, 'device')}",
             f"Start {job.processes}: torchrun --no-python --nproc-per-node {job.processes} pplan check",
         )
-    from ..runtimes.checking.processes.joined import run_as_one
+    from ..runtimes.checking.processes.torchrun_entry import run_in_torchrun
 
-    return run_as_one(job, process)
+    return run_in_torchrun(job, process)

@@ -17,11 +17,11 @@ from ..cost_models.topology import Topology
 from ..planner.balance import balance
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
+from ..planner.plan_options import PlanOptions
 from ..planner.simulated import SimulatedPlan, simulate_plan
 from ..planner.solve import build_problem
-from ..planner.wishes import Wishes
-from ..runtimes.checking.job import Case, CaseResult, Link, RuntimeCase, StageSeconds, Waits
-from ..runtimes.checking.report import PLAN, CheckedCase, CheckedDevice, CheckedStage
+from ..runtimes.checking.check_report import PLAN, CheckedCase, CheckedDevice, CheckedStage
+from ..runtimes.checking.job import Case, CaseResult, CutLink, RuntimeCase, StageSeconds, StageWaits
 from ..runtimes.formats.torch_export import TorchExport
 from ..runtimes.formats.torch_export import export as export_for_torch
 
@@ -91,7 +91,7 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
     """The same with layers shared out evenly by their number; or why there is none."""
     try:
         counts = balance(np.ones(len(chain)), len(plan.stages), cut_after=chain.cut_after)
-        wishes = Wishes(
+        wishes = PlanOptions(
             mini_batch=plan.mini_batch,
             micro_batches=plan.micro_batches,
             schedule=plan.schedule,
@@ -137,7 +137,7 @@ def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPl
     crossing = [round(float(sent[end - 1])) for end in document.parts[1:-1]]
     waits = None
     if emulate:
-        waits = Waits(stages=stage_seconds(simulated), crossing_bytes=crossing)
+        waits = StageWaits(stages=stage_seconds(simulated), crossing_bytes=crossing)
         document = document.model_copy(
             update={
                 "parts": list(range(len(document.parts))),
@@ -155,11 +155,11 @@ def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPl
     )
 
 
-def links_of(costs: Costs, cuts: int) -> list[Link]:
+def links_of(costs: Costs, cuts: int) -> list[CutLink]:
     """What a transfer over each of the cuts takes."""
     latency, occupancy = costs.forward_latency, costs.forward_occupancy
     return [
-        Link(
+        CutLink(
             latency=0.0 if latency is None else float(latency[0, cut]),
             occupancy=0.0 if occupancy is None else float(occupancy[0, cut]),
         )

@@ -1,15 +1,21 @@
 """Corrections fitted to cases that were run: how much slower stages are together than alone, what an action
-takes besides, and what a transfer takes. Needs no torch."""
+takes besides, and what a transfer takes; the cases that are run for it, and its file. Needs no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from statistics import median
+from typing import ClassVar
 
+from ...cost_models.document import Document, MadeBy
+from ...cost_models.errors import PplanError
 from ...profiler.link_fit import fit_link
+from ..formats.torch_actions import action_rows, build_program, schedule_class
+from ..formats.torch_export import TorchExport
 from .job import Case, CaseResult, Corrections, LinkSeconds
-from .prediction import is_looped, predicted_step
+from .prediction import is_looped, predict_step
 
 MOST_OVERHEAD = 0.25
 """Of the longest action: what an overhead is sought up to."""
@@ -19,7 +25,21 @@ SHORTEST_SECONDS = 1e-4
 """Actions below that say more of the stamps than of the device."""
 
 
-def fitted(cases: Sequence[Case], results: Sequence[CaseResult], links: LinkSeconds | None) -> Corrections:
+class Calibration(Document):
+    """What a check with `calibrate` fitted, for `calibration` of later checks on the same machine."""
+
+    kind: ClassVar[str] = "calibration"
+
+    backend: str
+    device_name: str
+    processes: int
+    corrections: Corrections
+    made_by: MadeBy = MadeBy()
+
+
+def fit_corrections(
+    cases: Sequence[Case], results: Sequence[CaseResult], links: LinkSeconds | None
+) -> Corrections:
     """The corrections under which the cases are predicted best: in the sum of the logarithms' sizes, which a
     case that was disturbed cannot pull away.
 
@@ -63,15 +83,15 @@ def _overhead(pairs: Sequence[tuple[Case, CaseResult]], fixed: Corrections, name
         tried = fixed.model_copy(update={name: overhead})
         return sum(_missed(case, result, tried) for case, result in pairs)
 
-    return least(missed, 0.0, MOST_OVERHEAD * longest, TINY * longest)
+    return find_minimum(missed, 0.0, MOST_OVERHEAD * longest, TINY * longest)
 
 
 def _missed(case: Case, result: CaseResult, fixed: Corrections) -> float:
-    step = predicted_step(case, result.predicted.stages, fixed).step_seconds
+    step = predict_step(case, result.predicted.stages, fixed).step_seconds
     return abs(math.log(step / median(result.ran.step_seconds)))
 
 
-def least(function: Callable[[float], float], low: float, high: float, width: float) -> float:
+def find_minimum(function: Callable[[float], float], low: float, high: float, width: float) -> float:
     """Where a function with one valley is least, by golden sections."""
     share = (math.sqrt(5) - 1) / 2
     left, right = high - share * (high - low), low + share * (high - low)
@@ -87,3 +107,44 @@ def least(function: Callable[[float], float], low: float, high: float, width: fl
             at_right = function(right)
     middle = (low + high) / 2
     return low if function(low) <= function(middle) else middle
+
+
+def vary_case(case: Case, most: int = 3) -> list[Case]:
+    """Cases of the same stages and micro-batches, at most so many; none of them is the case itself."""
+    return list(islice(_found(case), most))
+
+
+def _found(case: Case) -> Iterator[Case]:
+    """Those of the same schedule first; a V of stages is no loop, so that no other schedule runs it."""
+    document = case.document
+    devices, order = len(document.stages), document.order
+    looped = len(document.stages[0]) > 1
+    others: tuple[str, ...] = ("looped-bfs", "interleaved") if looped else ("gpipe", "1f1b")
+    if order in ("zb-v", "dualpipe-v"):
+        others = ()
+    schedules = [order, *(other for other in others if other != order)]
+    for count in (2, 3, 1, 4):
+        for schedule in schedules:
+            if (schedule, count * devices) == (order, document.micro_batches):
+                continue
+            try:
+                yield with_schedule(case, schedule, count * devices)
+            except PplanError:
+                continue
+
+
+def with_schedule(case: Case, schedule: str, micro_batches: int) -> Case:
+    """The case under another schedule with as many micro-batches of the same size. Raises UsageError."""
+    old = case.document
+    program = build_program(schedule, len(old.stages), micro_batches, len(old.stages[0]))
+    document = TorchExport.model_validate(
+        old.model_dump(by_alias=True)
+        | {
+            "order": schedule,
+            "schedule": schedule_class(schedule, program),
+            "micro_batches": micro_batches,
+            "mini_batch": micro_batches * old.micro_batch_size,
+            "actions": action_rows(program),
+        }
+    )
+    return case.model_copy(update={"name": f"{case.name}-{schedule}-{micro_batches}", "document": document})

@@ -52,7 +52,7 @@ class StageSeconds(Record):
     backward_launch: float = 0.0
 
 
-class Waits(Record):
+class StageWaits(Record):
     """Stages that wait instead of computing: how long, by stage, and the bytes that they hand on, by cut, of
     a micro-batch on one replica."""
 
@@ -66,7 +66,7 @@ class Waits(Record):
         return self
 
 
-class Link(Record):
+class CutLink(Record):
     """Seconds of a transfer: `latency` occupies nothing, `occupancy` is bytes over bandwidth."""
 
     latency: float
@@ -92,10 +92,30 @@ class Case(Record):
 
     name: str
     document: TorchExport
-    links: list[Link]
+    links: list[CutLink]
     crossing_bytes: list[int]
     all_reduce: list[list[float]] | None = None
-    waits: Waits | None = None
+    waits: StageWaits | None = None
+
+    @property
+    def parts(self) -> list[int]:
+        """Layers before each stage, and all."""
+        return self.document.parts
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return self.document.micro_batches
+
+    @property
+    def replicas(self) -> int:
+        """Of every stage."""
+        return self.document.replicas
+
+    @property
+    def processes(self) -> int:
+        """One for each device of the plan."""
+        return len(self.document.devices)
 
 
 class RuntimeCase(Record):
@@ -104,7 +124,7 @@ class RuntimeCase(Record):
 
     name: str
     document: Annotated[RuntimeDocument, Field(discriminator="runtime")]
-    links: list[Link]
+    links: list[CutLink]
     all_reduce: list[list[float]] | None = None
 
     @property
@@ -173,11 +193,11 @@ class Job(Record):
         return self.model_copy(update={"model": self.model.model_copy(update={"by_user": tuple(names)})})
 
     def _counts(self) -> list[int]:
-        own = [len(case.document.devices) for case in (*self.cases, *self.calibration)]
-        return own + [case.processes for case in self.runtime_cases]
+        every: list[Case | RuntimeCase] = [*self.cases, *self.calibration, *self.runtime_cases]
+        return [case.processes for case in every]
 
 
-class Predicted(Record):
+class CasePrediction(Record):
     """What is written down before a case runs: from stages measured alone, in the same processes.
 
     `calibrated_step_seconds`: with the corrections; None without.
@@ -188,7 +208,7 @@ class Predicted(Record):
     calibrated_step_seconds: float | None = None
 
 
-class Ran(Record):
+class RunSeconds(Record):
     """What a case took: medians over the steps, by stage; `step_seconds` of every step."""
 
     stages: list[StageSeconds]
@@ -217,8 +237,8 @@ class CaseResult(Record):
     """A case that was run."""
 
     name: str
-    predicted: Predicted
-    ran: Ran
+    predicted: CasePrediction
+    ran: RunSeconds
     losses: Losses | None = None
 
 
@@ -229,7 +249,7 @@ class LinkSeconds(Record):
     seconds: list[float]
 
 
-class Measured(Record):
+class CheckMeasurements(Record):
     """All that a check found."""
 
     backend: str

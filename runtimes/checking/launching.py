@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...cost_models.errors import MachineError, PplanError
-from .job import Job, Measured, Predicted
+from .job import CasePrediction, CheckMeasurements, Job
 
 POLL_SECONDS = 0.1
 STARTING_SECONDS = 60.0
@@ -30,15 +30,15 @@ IDLE = r"in watch$|/(threading|queue)\.py:\d+, in (wait|get)$"
 
 
 @dataclass(frozen=True)
-class Telling:
+class ProgressCallbacks:
     """Who is told, meanwhile: what is being done, when it changes; and every prediction, with the name of its
     case, before that case runs."""
 
     doing: Callable[[str], object] = lambda _: None
-    predicted: Callable[[str, Predicted], object] = lambda *_: None
+    predicted: Callable[[str, CasePrediction], object] = lambda *_: None
 
 
-def run_in_processes(job: Job, told: Telling | None = None) -> Measured:
+def run_in_processes(job: Job, told: ProgressCallbacks | None = None) -> CheckMeasurements:
     """Runs the job; no process of it is left behind.
 
     Raises MachineError with the words of the process that failed, or of the one that hangs: nothing was begun
@@ -49,11 +49,11 @@ def run_in_processes(job: Job, told: Telling | None = None) -> Measured:
         (folder / "job.json").write_text(job.model_dump_json(by_alias=True))
         named = () if job.model is None else job.model.by_user
         with _launched(folder, job.processes, named) as launcher:
-            _watch(launcher, folder, job, told or Telling())
+            _watch(launcher, folder, job, told or ProgressCallbacks())
         found = folder / "found.json"
         if not found.is_file():
             raise _error(folder, _lines(folder / "launcher.log"))
-        return Measured.model_validate_json(found.read_text())
+        return CheckMeasurements.model_validate_json(found.read_text())
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def _loopback() -> str:
     return "lo" if sys.platform.startswith("linux") else "lo0"
 
 
-def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, told: Telling) -> None:
+def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, told: ProgressCallbacks) -> None:
     """Until the launcher ends. Raises MachineError at a failure, or where nothing goes on any more."""
     doing: dict[str, str] = {}
     since, known = time.monotonic(), 0
@@ -123,11 +123,11 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, told: Tell
         raise _error(folder, _lines(folder / "launcher.log"))
 
 
-def _tell_predictions(folder: Path, told: Telling, known: int) -> int:
+def _tell_predictions(folder: Path, told: ProgressCallbacks, known: int) -> int:
     """Those that are new; returns how many there are."""
     while (path := folder / f"{known}.predicted").is_file():
         content = json.loads(path.read_text())
-        told.predicted(content["name"], Predicted.model_validate(content["predicted"]))
+        told.predicted(content["name"], CasePrediction.model_validate(content["predicted"]))
         known += 1
     return known
 

@@ -14,9 +14,9 @@ from ..formats.nemo_export import NemoExport
 from ..formats.pipe_export import FairscaleExport, PipeExport, TorchgpipeExport
 from ..formats.torch_export import TorchExport
 from ..formats.torchtitan_export import TorchtitanExport
-from .megatron_layout import of_layout
-from .module_names import of_device_map, of_parts
-from .partition import Partition, checked, refused
+from .megatron_layout import from_layout
+from .module_names import from_device_map, from_modules
+from .partition import Partition, check_stages, partition_error
 
 KINDS: dict[str, type[ExportDocument]] = {
     kind.kind: kind
@@ -34,18 +34,18 @@ KINDS: dict[str, type[ExportDocument]] = {
 }
 
 
-def of_export(text: str, runtime: str, names: Sequence[str], where: str) -> Partition:
+def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Partition:
     """The partition in a file for `runtime`. Raises FileError."""
     document = KINDS[runtime].parse(text, where)
     made = _partition(document, names, where)
     if made.ends[-1] != len(names):
-        raise refused(
+        raise partition_error(
             where,
             f"it has {made.ends[-1]} layers, the profile {len(names)}",
             "Name the profile of that model: profile=FILE",
         )
     replicas = getattr(document, "replicas", 1)
-    return checked(
+    return check_stages(
         replace(
             made,
             format=runtime,
@@ -77,17 +77,17 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
             recompute=document.recompute[0] if len(words) == 1 else None,
         )
     if isinstance(document, HuggingfaceExport):
-        return replace(of_device_map(document.device_map, names, where), virtual_stages=1)
+        return replace(from_device_map(document.device_map, names, where), virtual_stages=1)
     return _of_trainer(document, names, where)
 
 
 def _of_trainer(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
     if isinstance(document, LayoutExport):
-        made = of_layout(document.layout, names, where, {})
+        made = from_layout(document.layout, names, where, {})
     elif isinstance(document, TorchtitanExport | NemoExport):
-        made = of_parts(document.module_fqns_per_model_part, names, where, {})
+        made = from_modules(document.module_fqns_per_model_part, names, where, {})
     else:
-        raise refused(where, f"files for {document.runtime} are not read")
+        raise partition_error(where, f"files for {document.runtime} are not read")
     return replace(
         made,
         virtual_stages=document.virtual_stages,

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .options import Options, number
-from .partition import Partition, of_blocks, refused
+from .partition import Partition, from_blocks, partition_error
+from .trainer_options import Options, read_number
 
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d{1,18})(?!\d)")
 _REPEATED = re.compile(r"(.)\*(\d{1,18})(?!\d)")
@@ -29,10 +29,12 @@ def blocks_of(layout: str, where: str) -> list[int]:
             if "m" in unknown
             else ""
         )
-        raise refused(where, f"layout {layout!r}: {unknown[0]!r} is none of E, t, L and |", known)
+        raise partition_error(where, f"layout {layout!r}: {unknown[0]!r} is none of E, t, L and |", known)
     held = written.replace("|", "")
     if not re.fullmatch(r"Et*L", held):
-        raise refused(where, f"layout {layout!r}: it must begin with E and end with L, with each once")
+        raise partition_error(
+            where, f"layout {layout!r}: it must begin with E and end with L, with each once"
+        )
     return [stage.count("t") for stage in written.split("|")]
 
 
@@ -41,27 +43,30 @@ def _unrolled(layout: str, where: str) -> str:
     text = re.sub(r"[,\s]", "", layout)
     for pattern in (_GROUP, _REPEATED):
         if sum(len(match[1]) * int(match[2]) for match in pattern.finditer(text)) > MOST:
-            raise refused(where, f"layout {layout[:40]!r}: it stands for more than {MOST} blocks")
+            raise partition_error(where, f"layout {layout[:40]!r}: it stands for more than {MOST} blocks")
         text = pattern.sub(lambda match: match[1] * int(match[2]), text)
     return text
 
 
-def of_layout(layout: str, names: Sequence[str], where: str, options: Options) -> Partition:
+def from_layout(layout: str, names: Sequence[str], where: str, options: Options) -> Partition:
     """The partition of a layout, with what the options beside it say. Raises FileError."""
     blocks = blocks_of(layout, where)
-    size = number(options, "pipeline_model_parallel_size", where) or len(blocks)
+    size = read_number(options, "pipeline_model_parallel_size", where) or len(blocks)
     if len(blocks) % size:
-        raise refused(
+        raise partition_error(
             where,
             f"the layout has {len(blocks)} stages, pipeline_model_parallel_size {size} does not divide them",
             "Give a pipeline size that does.",
         )
     virtual = len(blocks) // size
-    batch, own = number(options, "global_batch_size", where), number(options, "micro_batch_size", where)
+    batch, own = (
+        read_number(options, "global_batch_size", where),
+        read_number(options, "micro_batch_size", where),
+    )
     full = options.get("recompute_granularity") == ["full"]
     known = "recompute_granularity" in options or batch is not None
     return replace(
-        of_blocks(blocks, names, where, "megatron"),
+        from_blocks(blocks, names, where, "megatron"),
         virtual_stages=virtual,
         schedule="interleaved" if virtual > 1 else "1f1b",
         mini_batch=batch,

@@ -11,8 +11,8 @@ from typing import TypeVar
 from ...planner.plan_file import Recompute
 from ..formats.module_lists import EMBEDDINGS
 from ..formats.transformer_blocks import NotBlocksError, Transformer, find_blocks
-from .options import Options, number
-from .partition import Partition, checked, refused
+from .partition import Partition, check_stages, partition_error
+from .trainer_options import Options, read_number
 
 SCHEDULES = {
     "gpipe": "gpipe",
@@ -30,7 +30,9 @@ _NORMS = frozenset({"norm", "ln_f", "final_layernorm", "final_layer_norm"})
 _HEADS = frozenset({"lm_head", "output", "embed_out"})
 
 
-def of_parts(parts: Sequence[Sequence[str]], names: Sequence[str], where: str, options: Options) -> Partition:
+def from_modules(
+    parts: Sequence[Sequence[str]], names: Sequence[str], where: str, options: Options
+) -> Partition:
     """The partition of lists of module names, one a stage, with what the options beside them say.
 
     The names are the profile's, or torchtitan's: tok_embeddings, layers.N, norm, lm_head. Raises FileError.
@@ -44,7 +46,9 @@ def of_parts(parts: Sequence[Sequence[str]], names: Sequence[str], where: str, o
             passed += [name] * (not found and not name.endswith("rotary_emb"))
             for layer in found:
                 if owner.setdefault(layer, stage) != stage:
-                    raise refused(where, f"{name} is on stages {owner[layer]} and {stage}", "Name it once.")
+                    raise partition_error(
+                        where, f"{name} is on stages {owner[layer]} and {stage}", "Name it once."
+                    )
     stages = layers.all_owned(owner, where)
     partition = _in_order(stages, len(parts), "torchtitan", where)
     if passed:
@@ -54,7 +58,7 @@ def of_parts(parts: Sequence[Sequence[str]], names: Sequence[str], where: str, o
     return _with_options(partition, options, where)
 
 
-def of_device_map(places: Mapping[str, object], names: Sequence[str], where: str) -> Partition:
+def from_device_map(places: Mapping[str, object], names: Sequence[str], where: str) -> Partition:
     """The partition of a device_map: a stage is what follows one another on one device. Raises FileError."""
     layers = _Layers(names)
     devices = {name: str(place).removeprefix("cuda:") for name, place in places.items()}
@@ -66,7 +70,7 @@ def of_device_map(places: Mapping[str, object], names: Sequence[str], where: str
     order = [device for device, _ in groupby(held)]
     twice = [device for device in order if order.count(device) > 1]
     if twice:
-        raise refused(
+        raise partition_error(
             where,
             f"device {twice[0]} has layers before and after those of another",
             "pplan's stages are layers that follow one another: give each device one run of them.",
@@ -113,7 +117,7 @@ class _Layers:
             elif self._inside_head(layer):
                 stages.append(stages[-1])
             else:
-                raise refused(
+                raise partition_error(
                     where, f"layer {layer}, {name}, is on no stage", "Name the module on one of them."
                 )
         return stages
@@ -127,31 +131,33 @@ def _in_order(stages: Sequence[int], count: int, called: str, where: str) -> Par
     """The partition of the stage of each layer. Raises FileError where stages fall, or one is empty."""
     for layer, (before, after) in enumerate(pairwise(stages)):
         if after < before:
-            raise refused(
+            raise partition_error(
                 where,
                 f"layer {layer + 1} is on stage {after}, layer {layer} before it on stage {before}",
                 "Stages hold the layers in their order.",
             )
     ends = tuple(sum(stage <= number for stage in stages) for number in range(count))
-    return checked(Partition(called, ends), where)
+    return check_stages(Partition(called, ends), where)
 
 
 def _with_options(partition: Partition, options: Options, where: str) -> Partition:
     """With what torchtitan's options, or a recipe of NeMo, say beside the names."""
-    devices = number(options, "pipeline_parallel_degree", where) or number(options, "pp_size", where)
+    devices = read_number(options, "pipeline_parallel_degree", where) or read_number(
+        options, "pp_size", where
+    )
     stages = len(partition.ends)
     if devices and stages % devices:
-        raise refused(
+        raise partition_error(
             where, f"{stages} stages on a pipeline of {devices} devices", "Give as many to each device."
         )
     word = (options.get("pipeline_parallel_schedule") or options.get("pp_schedule") or [""])[0]
     schedule = SCHEDULES.get(word.lower().replace("_", ""))
     if word and schedule is None:
         partition = partition.noting(f"schedule {word} does not tell the order: `schedule` names it")
-    samples = number(options, "pipeline_parallel_microbatch_size", where) or number(
+    samples = read_number(options, "pipeline_parallel_microbatch_size", where) or read_number(
         options, "pp_microbatch_size", where
     )
-    replicas = number(options, "data_parallel_replicate_degree", where) or number(
+    replicas = read_number(options, "data_parallel_replicate_degree", where) or read_number(
         options, "dp_replicate_size", where
     )
     return replace(
@@ -160,6 +166,6 @@ def _with_options(partition: Partition, options: Options, where: str) -> Partiti
         virtual_stages=stages // devices if devices else None,
         samples=samples,
         replicas=replicas,
-        mini_batch=number(options, "global_batch_size", where),
+        mini_batch=read_number(options, "global_batch_size", where),
         recompute=_RECOMPUTE.get((options.get("activation_checkpointing") or [""])[0]),
     )

@@ -41,12 +41,12 @@ class Partition:
         return replace(self, notes=(*self.notes, *notes))
 
 
-def refused(where: str, why: str, hint: str = "") -> FileError:
+def partition_error(where: str, why: str, hint: str = "") -> FileError:
     """The error for a partition that cannot be read, or is not one of the profile's layers."""
     return FileError(f"{where}: {why}", hint or f"Give {FORMATS}.")
 
 
-def of_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Partition:
+def from_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Partition:
     """Of a list of layers a stage; of transformer blocks a stage, where they are as many as the blocks."""
     _check_positive(counts, where)
     layers = len(names)
@@ -57,53 +57,55 @@ def of_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Partit
     except NotBlocksError:
         model = None
     if model is None or sum(counts) != model.blocks:
-        raise refused(
+        raise partition_error(
             where,
             f"the balance adds up to {sum(counts)} layers, the profile has {layers}",
             "Name the profile of that model, cut into the same layers: profile=FILE",
         )
     note = f"the list counts the {model.blocks} transformer blocks"
-    return of_blocks(counts, names, where, "blocks").noting(note)
+    return from_blocks(counts, names, where, "blocks").noting(note)
 
 
-def of_blocks(counts: Sequence[int], names: Sequence[str], where: str, called: str) -> Partition:
+def from_blocks(counts: Sequence[int], names: Sequence[str], where: str, called: str) -> Partition:
     """Of transformer blocks a stage: the embedding is on the first stage, the head on the last."""
     try:
         model = find_blocks(names)
     except NotBlocksError as error:
-        raise refused(
+        raise partition_error(
             where,
             f"it places transformer blocks, and in the profile {error}",
             "Name the profile of a transformer: profile=FILE",
         ) from error
     if sum(counts) != model.blocks:
-        raise refused(
+        raise partition_error(
             where,
             f"it places {sum(counts)} transformer blocks, the profile has {model.blocks}",
             "Name the profile of that model: profile=FILE",
         )
     done = list(accumulate(counts))
     ends = [model.ends[count] for count in done[:-1]]
-    return checked(Partition(called, (*ends, len(names))), where)
+    return check_stages(Partition(called, (*ends, len(names))), where)
 
 
-def of_bounds(bounds: Sequence[int], names: Sequence[str], where: str) -> Partition:
+def from_bounds(bounds: Sequence[int], names: Sequence[str], where: str) -> Partition:
     """Of DeepSpeed's parts: stage i holds layers bounds[i] up to, not including, bounds[i + 1]."""
     counts = [end - first for first, end in pairwise(bounds)]
-    return replace(of_counts(counts, names, where), format="deepspeed")
+    return replace(from_counts(counts, names, where), format="deepspeed")
 
 
-def checked(partition: Partition, where: str) -> Partition:
+def check_stages(partition: Partition, where: str) -> Partition:
     """The partition, where no stage is empty. Raises FileError."""
     for stage, (first, end) in enumerate(pairwise((0, *partition.ends))):
         if end <= first:
-            raise refused(where, f"stage {stage} holds no layer", "Omit it: every stage holds one or more.")
+            raise partition_error(
+                where, f"stage {stage} holds no layer", "Omit it: every stage holds one or more."
+            )
     return partition
 
 
 def _check_positive(counts: Sequence[int], where: str) -> None:
     for stage, count in enumerate(counts):
         if count < 1:
-            raise refused(where, f"stage {stage} has {count} layers, it must have 1 or more")
+            raise partition_error(where, f"stage {stage} has {count} layers, it must have 1 or more")
     if not counts:
-        raise refused(where, "it lists no stage")
+        raise partition_error(where, "it lists no stage")

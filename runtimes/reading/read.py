@@ -12,11 +12,11 @@ from ...cost_models.document import kind_of
 from ...cost_models.errors import UsageError
 from ...cost_models.runtime import RUNTIMES
 from ..formats.export_document import hash_names
-from .exports import of_export
-from .megatron_layout import of_layout
-from .module_names import of_device_map, of_parts
-from .options import Options, options_of, yaml_of
-from .partition import Partition, of_bounds, of_counts, refused
+from .exports import from_export
+from .megatron_layout import from_layout
+from .module_names import from_device_map, from_modules
+from .partition import Partition, from_bounds, from_counts, partition_error
+from .trainer_options import Options, parse_options, parse_yaml
 
 _LIST = re.compile(r"[\[(]?\s*\d{1,18}(?:(?:\s*,\s*|\s+)\d{1,18})*\s*(?:,\s*)?[\])]?")
 """Between two numbers stands something: without it there are ever so many ways to read a row of digits."""
@@ -39,7 +39,7 @@ def read_partition(text: str, names: Sequence[str], where: str) -> Partition:
     except ValueError:
         return _of_text(text, names, where)
     except RecursionError as error:
-        raise refused(where, "it is nested too deep") from error
+        raise partition_error(where, "it is nested too deep") from error
     if isinstance(content, dict) and "schema" in content:
         return _of_document(text, content, names, where)
     return _of_json(content, names, where)
@@ -49,44 +49,44 @@ def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where
     kind = kind_of(text)
     if kind in ("plan", "profile", "simulation"):
         hint = "Give it to show, simulate or export." if kind == "plan" else ""
-        raise refused(where, f"this is a {kind} of pplan, not another tool's partition", hint)
+        raise partition_error(where, f"this is a {kind} of pplan, not another tool's partition", hint)
     if content.get("runtime") not in RUNTIMES:
-        raise refused(where, f"runtime is {content.get('runtime')!r}, which is not known")
+        raise partition_error(where, f"runtime is {content.get('runtime')!r}, which is not known")
     if content.get("layers_sha256") not in (None, "", hash_names(names)):
-        raise refused(
+        raise partition_error(
             where,
             f"it was exported for {content.get('model')}, the profile has other layers",
             "Name the profile of that plan: profile=FILE",
         )
-    return of_export(text, content["runtime"], names, where)
+    return from_export(text, content["runtime"], names, where)
 
 
 def _of_json(content: Any, names: Sequence[str], where: str) -> Partition:
     """A list, or an object that holds one under the name that a tool calls it."""
     if isinstance(content, int) and not isinstance(content, bool):
-        return of_counts([content], names, where)
+        return from_counts([content], names, where)
     if isinstance(content, list) and content and all(type(item) is int for item in content):
-        return of_numbers(content, names, where)
+        return from_numbers(content, names, where)
     if isinstance(content, list) and (parts := _parts(content)):
-        return of_parts(parts, names, where, {})
+        return from_modules(parts, names, where, {})
     if isinstance(content, dict):
         for key, read in _KEYS.items():
             if key in content:
                 return read(content[key], names, where)
         if content and all(isinstance(place, int | str) for place in content.values()):
-            return of_device_map(content, names, where)
-    raise refused(where, "its JSON is no partition")
+            return from_device_map(content, names, where)
+    raise partition_error(where, "its JSON is no partition")
 
 
-def of_numbers(numbers: Sequence[int], names: Sequence[str], where: str) -> Partition:
+def from_numbers(numbers: Sequence[int], names: Sequence[str], where: str) -> Partition:
     """A balance, or DeepSpeed's parts, which begin with 0."""
     if numbers[0] == 0 and len(numbers) > 1:
-        return of_bounds(numbers, names, where)
-    return of_counts(numbers, names, where)
+        return from_bounds(numbers, names, where)
+    return from_counts(numbers, names, where)
 
 
 def _of_layout(layout: Any, names: Sequence[str], where: str) -> Partition:
-    return of_layout(str(layout), names, where, {})
+    return from_layout(str(layout), names, where, {})
 
 
 _KEYS: dict[str, Callable[[Any, Sequence[str], str], Partition]] = {
@@ -101,40 +101,42 @@ _KEYS: dict[str, Callable[[Any, Sequence[str], str], Partition]] = {
 
 def _of_text(text: str, names: Sequence[str], where: str) -> Partition:
     if _LIST.fullmatch(text.strip()):
-        return of_numbers(_numbers(text, where), names, where)
+        return from_numbers(_numbers(text, where), names, where)
     if _LAYOUT.fullmatch(text):
-        return of_layout(text.strip(), names, where, {})
+        return from_layout(text.strip(), names, where, {})
     if "module_fqns_per_model_part" in text:
         return _of_parts_text(text, names, where)
     if "layout" in text:
-        options = options_of(text, where)
-        layout = options.get("pipeline_model_parallel_layout") or yaml_of(text).get(
+        options = parse_options(text, where)
+        layout = options.get("pipeline_model_parallel_layout") or parse_yaml(text).get(
             "pipeline_model_parallel_layout"
         )
         if layout:
-            return of_layout(layout[0], names, where, options)
+            return from_layout(layout[0], names, where, options)
     if found := _BALANCE.search(text):
-        return of_numbers(_numbers(found[1], where), names, where)
-    raise refused(where, "it is in none of the formats that are read" if text.strip() else "it is empty")
+        return from_numbers(_numbers(found[1], where), names, where)
+    raise partition_error(
+        where, "it is in none of the formats that are read" if text.strip() else "it is empty"
+    )
 
 
 def _numbers(text: str, where: str) -> list[int]:
     parts = re.findall(r"\d+", text)
     if not parts or max(map(len, parts)) > _DIGITS:
-        raise refused(where, "its list holds no number, or one that is too long")
+        raise partition_error(where, "its list holds no number, or one that is too long")
     return [int(part) for part in parts]
 
 
 def _of_parts_text(text: str, names: Sequence[str], where: str) -> Partition:
     """torchtitan's options, or a recipe of NeMo."""
     recipe = re.search(r"^\s*module_fqns_per_model_part:", text, re.MULTILINE)
-    options: Options = yaml_of(text) if recipe else options_of(text, where)
+    options: Options = parse_yaml(text) if recipe else parse_options(text, where)
     if subcommand := re.search(r"\bactivation_checkpoint:([\w-]+)", text):
         options["activation_checkpointing"] = [subcommand[1]]
     parts = [part.split(",") for part in options.get("module_fqns_per_model_part", [])]
     if not parts:
-        raise refused(where, "module_fqns_per_model_part lists no stage")
-    return of_parts([[name.strip() for name in part] for part in parts], names, where, options)
+        raise partition_error(where, "module_fqns_per_model_part lists no stage")
+    return from_modules([[name.strip() for name in part] for part in parts], names, where, options)
 
 
 def _parts(content: list[Any]) -> list[list[str]]:

@@ -43,7 +43,7 @@ def model_lines(
         "typing": "\nfrom typing import Any" if _uses_any(document, data) else "",
         "batch": data.batch(),
         "loss": data.loss_of(),
-        "model_lines": "\n".join(f"    {line}" for line in _built(profile, named, document, data)),
+        "model_lines": "\n".join(f"    {line}" for line in _model_code(profile, named, document, data)),
     }
     if data.is_one:
         of_rows = "inputs[own]" + _cast(profile, document, data)
@@ -197,15 +197,15 @@ def _imports(name: str, document: ExportDocument, data: _Data, build: str, optim
     return [*sorted(modules), *sorted(names)]
 
 
-def _built(profile: Profile, named: NamedModel, document: ExportDocument, data: _Data) -> list[str]:
+def _model_code(profile: Profile, named: NamedModel, document: ExportDocument, data: _Data) -> list[str]:
     """Lines that make `model` and `example`."""
-    name = literal(named.name)
+    name = write_literal(named.name)
     casts = profile.dtype != "float32" and not isinstance(document, DeepspeedExport)
     if _is_torchvisions(named.name):
         classes = "" if profile.classes is None else f", num_classes={profile.classes}"
         lines = [f"model = torchvision.models.get_model({name}, weights=None{classes})"]
     else:
-        options = [f"settings={literal(dict(named.settings))}"] if named.settings else []
+        options = [f"settings={write_literal(dict(named.settings))}"] if named.settings else []
         if data.is_one_float and not named.name.startswith("hf:"):
             options.append(f"input_shape={tuple(profile.inputs[0].shape)}")
         given = [name, *options]
@@ -225,15 +225,19 @@ def _cast(profile: Profile, document: ExportDocument, data: _Data) -> str:
     return f".to(torch.{profile.dtype})" if converted and isinstance(document, DeepspeedExport) else ""
 
 
-def literal(value: object) -> str:
+def write_literal(value: object) -> str:
     """A literal of Python, as formatters write it, of what JSON can say; of others what `repr` makes.
 
     What a terminal or an editor would not show as it is, is escaped.
     """
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{literal(name)}: {literal(own)}" for name, own in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{write_literal(name)}: {write_literal(own)}" for name, own in value.items())
+            + "}"
+        )
     if isinstance(value, list):
-        return "[" + ", ".join(map(literal, value)) + "]"
+        return "[" + ", ".join(map(write_literal, value)) + "]"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, str) and value.isprintable():

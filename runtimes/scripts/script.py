@@ -21,7 +21,7 @@ from ..formats.export_document import ExportDocument
 from ..formats.pipe_export import PipeExport
 from ..formats.torch_export import TorchExport
 from ..formats.trainer_text import TrainerArguments
-from .model_lines import literal, model_lines
+from .model_lines import model_lines, write_literal
 from .trainers import trainer_script
 
 OPTIMIZERS = {
@@ -49,7 +49,7 @@ class Script:
     command: str
 
 
-def script_for(
+def write_script(
     document: ExportDocument,
     plan: Plan,
     profile: Profile | None,
@@ -83,7 +83,7 @@ def script_for(
             "Name it: profile=FILE",
         )
     command = _command(document, path)
-    names = _shared(document, plan, path, beside, command) | _of_runtime(document, device)
+    names = _common_fields(document, plan, path, beside, command) | _runtime_fields(document, device)
     named = model_for(profile, model, settings or {})
     names |= model_lines(profile, named, document, _BUILD[document.runtime], optimizer=plan.optimizer)
     template = files(__package__).joinpath(f"{document.runtime}.template").read_text(encoding="utf-8")
@@ -107,7 +107,7 @@ def _command(document: PipeExport | DeepspeedExport | TorchExport, path: Path) -
     return f"torchrun {spread}--nproc-per-node {-(-processes // nodes)} {name}"
 
 
-def _shared(
+def _common_fields(
     document: PipeExport | DeepspeedExport | TorchExport, plan: Plan, path: Path, beside: Path, command: str
 ) -> dict[str, object]:
     count = len(document.balance if isinstance(document, PipeExport) else document.parts[1:])
@@ -122,9 +122,9 @@ def _shared(
         "command": command,
         "model": _in_words(document.model),
         "plan_name": _in_words(beside.name),
-        "plan_path": f"HERE / {literal(beside.as_posix())}",
+        "plan_path": f"HERE / {write_literal(beside.as_posix())}",
         "checkpoint_name": _in_words(checkpoint),
-        "checkpoint_path": f"HERE / {literal(checkpoint)}",
+        "checkpoint_path": f"HERE / {write_literal(checkpoint)}",
         "stages": f"{count} stage{'s' * (count > 1)}",
         "estimated": " (estimated)" if document.estimated else "",
         "step_seconds": format_seconds(document.step_seconds),
@@ -135,7 +135,7 @@ def _shared(
     }
 
 
-def _of_runtime(document: PipeExport | DeepspeedExport | TorchExport, device: str) -> dict[str, object]:
+def _runtime_fields(document: PipeExport | DeepspeedExport | TorchExport, device: str) -> dict[str, object]:
     if isinstance(document, PipeExport):
         return {}
     own = '"cuda"' if isinstance(document, DeepspeedExport) else "None"

@@ -20,23 +20,22 @@ from pplan.api.check import CheckOptions, model_spec
 from pplan.cost_models.errors import MachineError
 from pplan.planner.plan_file import Alternative, Plan
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.checking.calibration_file import Calibration
+from pplan.runtimes.checking.calibration import Calibration
+from pplan.runtimes.checking.check_report import Check
 from pplan.runtimes.checking.job import (
+    CasePrediction,
     CaseResult,
+    CheckMeasurements,
     Corrections,
     Job,
     LinkSeconds,
     Losses,
-    Measured,
-    Predicted,
-    Ran,
+    RunSeconds,
     RuntimeCase,
     StageSeconds,
 )
-from pplan.runtimes.checking.launching import Telling
-from pplan.runtimes.checking.prediction import predicted_step
-from pplan.runtimes.checking.report import Check
-from pplan.runtimes.checking.runtime_prediction import predicted_seconds
+from pplan.runtimes.checking.launching import ProgressCallbacks
+from pplan.runtimes.checking.prediction import predict_seconds, predict_step
 from pplan.runtimes.formats.pipe_export import FairscaleExport, TorchgpipeExport
 
 Run = Callable[..., Any]
@@ -44,19 +43,19 @@ SLOWER = 1.25
 FITTED = Corrections(overhead=1e-3, looped_overhead=2e-3, slowdown=1.1, latency=5e-5, bandwidth=4e9)
 
 
-def pretended(job: Job, plain: float = 2.0) -> Measured:
+def pretended(job: Job, plain: float = 2.0) -> CheckMeasurements:
     """As processes would find it whose steps take a quarter longer than predicted."""
 
     def result(case: Any, corrections: Corrections | None) -> CaseResult:
         count = len(case.document.parts) - 1
         alone = [StageSeconds(forward=0.01, backward=0.02, input=0.01, weight=0.01)] * count
-        step = predicted_step(case, alone, None).step_seconds
-        fixed = None if corrections is None else predicted_step(case, alone, corrections).step_seconds
+        step = predict_step(case, alone, None).step_seconds
+        fixed = None if corrections is None else predict_step(case, alone, corrections).step_seconds
         losses = None if case.waits is not None else Losses(pipeline=[2.0, 1.5], plain=[plain, 1.5])
         return CaseResult(
             name=case.name,
-            predicted=Predicted(stages=alone, step_seconds=step, calibrated_step_seconds=fixed),
-            ran=Ran(
+            predicted=CasePrediction(stages=alone, step_seconds=step, calibrated_step_seconds=fixed),
+            ran=RunSeconds(
                 stages=alone,
                 step_seconds=[SLOWER * step, SLOWER * step, 2 * step],
                 peak_bytes=[2**30] * len(case.document.stages),
@@ -65,13 +64,13 @@ def pretended(job: Job, plain: float = 2.0) -> Measured:
         )
 
     if job.runtime_cases:
-        return Measured(
+        return CheckMeasurements(
             backend="one process" if job.processes == 1 else "gloo",
             device_name="some CPU",
             cases=[pretended_run(case, plain) for case in job.runtime_cases],
         )
     corrections = FITTED if job.calibration else job.corrections
-    return Measured(
+    return CheckMeasurements(
         backend="gloo",
         device_name="some CPU",
         cases=[result(case, corrections) for case in job.cases],
@@ -84,11 +83,11 @@ def pretended(job: Job, plain: float = 2.0) -> Measured:
 def pretended_run(case: RuntimeCase, plain: float) -> CaseResult:
     """Of another runtime."""
     alone = [StageSeconds(forward=0.01, backward=0.02)] * (len(case.parts) - 1)
-    step = predicted_seconds(case, alone)
+    step = predict_seconds(case, alone)
     return CaseResult(
         name=case.name,
-        predicted=Predicted(stages=alone, step_seconds=step),
-        ran=Ran(stages=alone, step_seconds=[SLOWER * step]),
+        predicted=CasePrediction(stages=alone, step_seconds=step),
+        ran=RunSeconds(stages=alone, step_seconds=[SLOWER * step]),
         losses=Losses(pipeline=[2.0, 1.5], plain=[plain, 1.5]),
     )
 
@@ -98,7 +97,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """The jobs that were to be run; no process is started."""
     asked: list[Job] = []
 
-    def pretend(job: Job, told: Telling) -> Measured:
+    def pretend(job: Job, told: ProgressCallbacks) -> CheckMeasurements:
         asked.append(job)
         found = pretended(job)
         for case in found.cases:
@@ -142,7 +141,7 @@ def test_a_plan_and_the_even_split(
     assert (job.device, job.calibration, job.corrections, job.link_sizes) == ("cpu", [], None, [])
     assert job.cases[0].crossing_bytes == [4 * 2**18]
     assert job.cases[0].links[0].latency > 0
-    predicted = predicted_step(job.cases[0], [StageSeconds(forward=0.01, backward=0.02)] * 2, None)
+    predicted = predict_step(job.cases[0], [StageSeconds(forward=0.01, backward=0.02)] * 2, None)
     for shown in (
         f"{plan.model}: a step takes {1e3 * SLOWER * predicted.step_seconds:.0f} ms",
         "(-20.0 %)",

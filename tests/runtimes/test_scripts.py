@@ -22,7 +22,7 @@ from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.formats.exporters import export
-from pplan.runtimes.scripts.script import script_for
+from pplan.runtimes.scripts.script import write_script
 
 MakePlan = Callable[..., Plan]
 RUNTIMES = ("torchgpipe", "fairscale", "torch", "deepspeed")
@@ -70,7 +70,7 @@ def written(plan: Plan, measured: Profile | None, runtime: str, folder: Path, de
     named: dict[str, Any] = {}
     if measured is not None and ":" in measured.model.removeprefix("hf:"):
         named = {"model": measured.model, "settings": measured.settings}
-    script = script_for(document, plan, measured, path=path, plan_path=plan_path, device=device, **named)
+    script = write_script(document, plan, measured, path=path, plan_path=plan_path, device=device, **named)
     path.write_text(script.text)
     assert script.text.startswith(f"# {script.command}\n")
     return script.text
@@ -292,7 +292,7 @@ def test_trainers_are_started_with_what_was_exported(
     document, _ = export(runtime, plan)
     arguments, path = tmp_path / "plan.sh", tmp_path / "train it.sh"
     arguments.write_text(next(iter(document.files(arguments).values())))
-    script = script_for(document, plan, None, path=path, plan_path=arguments, device="cuda")
+    script = write_script(document, plan, None, path=path, plan_path=arguments, device="cuda")
     path.write_text(script.text)
     assert script.command.startswith("bash 'train it.sh' ")
     torchrun = tmp_path / "torchrun"
@@ -310,4 +310,4 @@ def test_trainers_are_started_with_what_was_exported(
     exported = document.model_dump()["arguments"]
     assert done.stdout.splitlines() == ["--nproc-per-node", "2", *started_with, *own, *exported]
     with pytest.raises(ExportError, match=r"plan\.json would be the plan for pplan"):
-        script_for(document, plan, None, path=path, plan_path=tmp_path / "plan.json", device="cuda")
+        write_script(document, plan, None, path=path, plan_path=tmp_path / "plan.json", device="cuda")

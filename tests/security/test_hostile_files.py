@@ -28,7 +28,7 @@ from pplan.planner.plan_file import Plan
 from pplan.profiler.models import load_model
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.job import Job, ModelSpec
-from pplan.runtimes.checking.processes.subject import named_subject
+from pplan.runtimes.checking.processes.measurement_target import _load_model
 
 DRIVER = Path(__file__).with_name("hostile_driver.py")
 ESCAPES = "\x1b]0;owned\x07\x1b[31m\x9b2J\x7f\u202egnp.\u2028'\"\n$(touch owned)`touch owned`{}{0}%s;\\"
@@ -353,9 +353,9 @@ def test_names_that_are_no_models_are_refused_where_they_are_built(
     assert not Path("owned").exists()
     assert sys.path == found
     with pytest.raises(ModelError, match="a file's word runs no code"):
-        named_subject(ModelSpec(name="evil:make"))
+        _load_model(ModelSpec(name="evil:make"))
     with pytest.raises(ModelError, match="has no model"):
-        named_subject(ModelSpec(name="evil"))
+        _load_model(ModelSpec(name="evil"))
 
 
 def test_a_loss_is_imported_only_where_the_user_names_it() -> None:
@@ -363,7 +363,7 @@ def test_a_loss_is_imported_only_where_the_user_names_it() -> None:
         name="alexnet", input_shape=[3, 64, 64], classes=2, loss="evil:loss", by_user=("other:loss",)
     )
     with pytest.raises(ModelError, match="loss 'evil:loss': a file's word runs no code"):
-        named_subject(spec)
+        _load_model(spec)
 
 
 def test_another_model_than_the_profiled_one_is_refused() -> None:
@@ -371,7 +371,7 @@ def test_another_model_than_the_profiled_one_is_refused() -> None:
         name="alexnet", input_shape=[3, 64, 64], classes=2, layers_sha256="0" * 64, profiled="a\x1bb"
     )
     with pytest.raises(ModelError, match=r"alexnet is not the model that was profiled as 'a\\x1bb': it has"):
-        named_subject(spec)
+        _load_model(spec)
 
 
 def test_what_the_user_named_is_no_part_of_a_jobs_file() -> None:

@@ -1,215 +1,186 @@
-"""One case of a check in one process: built, measured alone, predicted, and run."""
+"""One case of a check in this process, whatever runtime runs it: built, measured alone, predicted, run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ....profiler.user_model.loaded_model import ModelInput
-from ...formats.torch_actions import splits_backward
-from ...pipelining.input_form import InputForm
-from ...pipelining.process import PipelineProcess
-from ...pipelining.stage_module import StageModule, stage_loss
-from ...torch_pipelining import build
-from ..job import Case, CaseResult, Corrections, Job, Losses, Predicted, Ran, StageSeconds
-from ..prediction import predicted_step
-from .alone import measured_alone, stage_inputs
-from .failure import Journal
-from .numerics import Loss, descend, plain_losses, varied, without_dropout
-from .stamps import Stamps, clock_for
-from .subject import Subject, subject_of
+from ..job import Case, CasePrediction, CaseResult, Job, Losses, RunSeconds, RuntimeCase, StageSeconds
+from .measurement_target import MeasurementTarget, load_target
+from .pipeline_adapter import PipelineAdapter
+from .plain_model import plain_losses, vary_samples, without_dropout
+from .rank_journal import RankJournal
+
+T = TypeVar("T")
+Build = Callable[[Case | RuntimeCase, MeasurementTarget], PipelineAdapter]
 
 
 @dataclass(frozen=True, eq=False)
-class Together:
-    """What all cases of a process have in common. `talk`: the group in which the processes tell each other
-    what they found; None for the default one."""
+class CheckGroup:
+    """The processes of a check, as one of them sees them; one alone needs no torch.distributed.
+
+    `talk`: the group in which they tell each other what they found; None for the default one.
+    """
 
     job: Job
     device: torch.device
-    talk: Any
-    journal: Journal
+    journal: RankJournal
+    talk: Any = None
 
-    def told(self, own: Any) -> list[Any]:
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that reports."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def gather(self, own: T) -> list[T]:
         """What every process has, by rank."""
+        if not dist.is_initialized():
+            return [own]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own, group=self.talk)
         return everyone
 
+    def compute_on_last(self, compute: Callable[[], T]) -> T:
+        """What the last process computes; the others wait for it."""
+        if not dist.is_initialized():
+            return compute()
+        found: list[Any] = [None]
+        last = dist.get_world_size() - 1
+        if dist.get_rank() == last:
+            found = [compute()]
+        dist.broadcast_object_list(found, src=last, group=self.talk)
+        made: T = found[0]
+        return made
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if dist.is_initialized():
+            dist.barrier()
+
 
 class CaseRun:
-    """One case in this process. `corrections`: of its prediction; `compared`: steps whose losses are held
-    against the plain model's."""
+    """One case. `compared`: steps whose losses are held against the plain model's."""
 
-    def __init__(
-        self, together: Together, case: Case, corrections: Corrections | None, compared: int
-    ) -> None:
-        self.job, self.device, self.journal = together.job, together.device, together.journal
-        self.together, self.case, self.corrections = together, case, corrections
-        self.compared = compared if case.waits is None else 0
-        self.document = case.document
+    def __init__(self, group: CheckGroup, case: Case | RuntimeCase, build: Build, *, compared: int) -> None:
+        self.group, self.job, self.case, self.build = group, group.job, case, build
+        self.compared = 0 if isinstance(case, Case) and case.waits is not None else compared
 
     def result(self) -> CaseResult:
         """Predicts, then runs; the same in every process."""
-        self.journal.begin(f"building the model ({self.case.name})")
-        subject = subject_of(self.job.model, self.case)
-        samples = varied(subject.example.repeated(self.document.mini_batch))
-        plain, reason = self._plain(subject, samples)
-        given = self._own_inputs(subject)
-        stamps = Stamps(clock_for(self.device))
-        loss = stamps.timed(len(self.document.parts) - 2, "loss", subject.loss)
-        self.journal.begin(f"building the pipeline ({self.case.name})")
-        process = self._built(subject, loss)
-        self.journal.begin(f"measuring the stages alone ({self.case.name})")
-        predicted = self._predicted(process, subject.loss, given)
-        stamps.forget()
-        losses = self._compared(process, samples, plain, reason)
-        ran = self._ran(process, samples, stamps)
+        self._begin("building the model")
+        target = load_target(self.job.model, self.case)
+        samples = vary_samples(target.example.repeated(self.case.document.mini_batch))
+        plain, reason = self._train_plain(target, samples)
+        self._begin("building the pipeline")
+        pipeline = self.build(self.case, target)
+        self._begin("measuring the stages alone")
+        predicted = self._predict(pipeline)
+        losses = self._compare_losses(pipeline, samples, plain, reason)
+        ran = self._run(pipeline, samples)
+        pipeline.close()
         return CaseResult(name=self.case.name, predicted=predicted, ran=ran, losses=losses)
 
-    def _built(self, subject: Subject, loss: Loss) -> PipelineProcess:
-        return build(
-            self.document,
-            subject.layers,
-            example_input=subject.example,
-            loss_fn=loss,
-            device=self.device,
-        )
+    def _begin(self, doing: str) -> None:
+        self.group.journal.begin(f"{doing} ({self.case.name})")
 
-    def _own_inputs(self, subject: Subject) -> dict[int, tuple[torch.Tensor, ...]]:
-        """What each of this process's stages is sent for a micro-batch."""
-        document = self.document
-        size = document.micro_batch_size // document.replicas
-        handed = subject.example.repeated(size)
-        first = InputForm.of(subject.example).micro_batch(subject.example, size)
-        index = dist.get_rank() // document.replicas
-        given = (handed.handed,) if isinstance(handed.handed, torch.Tensor) else handed.handed
-        return {
-            stage: first if stage == 0 else stage_inputs(subject.layers, document.parts[stage], given)
-            for stage in document.stages[index]
-        }
-
-    def _predicted(
-        self, process: PipelineProcess, loss: Loss, given: dict[int, tuple[torch.Tensor, ...]]
-    ) -> Predicted:
-        """From what every stage takes alone; all processes measure at the same time."""
-        own: dict[int, StageSeconds] = {}
-        count, splits = len(self.document.parts) - 1, splits_backward(self.document.actions)
-        dist.barrier()
-        for stage, module in process.wrapped.items():
-            inner = _stage_inside(module)
-            own[stage] = measured_alone(
-                inner,
-                given[stage],
-                self.device,
-                loss=stage_loss(inner, loss) if stage == count - 1 else None,
-                is_first=stage == 0,
-                splits=splits,
-            )
-        everyone = self.together.told(own)
-        stages = [slowest([one[stage] for one in everyone if stage in one]) for stage in range(count)]
-        raw = predicted_step(self.case, stages, None)
-        fixed = self.corrections
-        calibrated = None if fixed is None else predicted_step(self.case, stages, fixed).step_seconds
-        made = Predicted(stages=stages, step_seconds=raw.step_seconds, calibrated_step_seconds=calibrated)
-        if dist.get_rank() == 0:
-            self.journal.predicted(self.case.name, made)
-        return made
-
-    def _plain(self, subject: Subject, samples: ModelInput) -> tuple[list[float] | None, str]:
-        """The plain model's losses, on the last rank; the others wait for it."""
-        steps = self.compared
-        if not steps:
+    def _train_plain(self, target: MeasurementTarget, samples: ModelInput) -> tuple[list[float] | None, str]:
+        """The plain model's losses, or why they cannot be compared."""
+        if not self.compared:
             return None, ""
-        told: list[Any] = [None]
-        last = dist.get_world_size() - 1
-        if dist.get_rank() == last:
-            self.journal.begin(f"running the plain model ({self.case.name})")
-            parts = self.document.micro_batches * self.document.replicas
-            told = [plain_losses(subject.layers, samples, subject.loss, parts, steps)]
-        dist.broadcast_object_list(told, src=last, group=self.together.talk)
-        found: tuple[list[float] | None, str] = told[0]
-        return found
 
-    def _compared(
-        self, process: PipelineProcess, samples: ModelInput, plain: list[float] | None, reason: str
+        def train() -> tuple[list[float] | None, str]:
+            self._begin("running the plain model")
+            parts = self.case.micro_batches * self.case.replicas
+            return plain_losses(target.layers, samples, target.loss, parts, self.compared)
+
+        return self.group.compute_on_last(train)
+
+    def _predict(self, pipeline: PipelineAdapter) -> CasePrediction:
+        """From what every stage takes alone."""
+        self.group.wait()
+        predicted = pipeline.predict(self._by_stage(self.group.gather(pipeline.measure_stages())))
+        if self.group.is_first:
+            self.group.journal.predicted(self.case.name, predicted)
+        return predicted
+
+    def _by_stage(self, everyone: Sequence[dict[int, StageSeconds]]) -> list[StageSeconds]:
+        """Of every stage, its slowest replica."""
+        return [
+            max((own[stage] for own in everyone if stage in own), key=lambda own: own.forward + own.backward)
+            for stage in range(len(self.case.parts) - 1)
+        ]
+
+    def _compare_losses(
+        self, pipeline: PipelineAdapter, samples: ModelInput, plain: list[float] | None, reason: str
     ) -> Losses | None:
         """The losses of the first steps."""
-        steps = self.compared
-        if not steps:
+        if not self.compared:
             return None
         losses = []
-        for number in range(steps):
-            self.journal.begin(f"step {number + 1} of those compared ({self.case.name})")
-            with without_dropout(nn.ModuleList(process.wrapped.values())):
-                made = self._step(process, samples)
-            descend(process.parameters())
-            own = [float(loss) for loss in made]
-            told = [each for each in self.together.told(own) if each]
-            losses.append(sum(map(sum, told)) / max(sum(map(len, told)), 1))
+        for number in range(self.compared):
+            self._begin(f"step {number + 1} of those compared")
+            with without_dropout(pipeline.model):
+                own = [float(loss) for loss in pipeline.step(pipeline.feed(samples))]
+            pipeline.update()
+            every = [loss for each in self.group.gather(own) for loss in each]
+            losses.append(sum(every) / max(len(every), 1))
         return Losses(pipeline=losses, plain=plain, reason=reason)
 
-    def _ran(self, process: PipelineProcess, samples: ModelInput, stamps: Stamps) -> Ran:
-        stamps.watch(process)
+    def _run(self, pipeline: PipelineAdapter, samples: ModelInput) -> RunSeconds:
+        """The steps on the clock, after those that only warm up."""
+        pipeline.watch()
         seconds = []
         for number in range(self.job.warm_ups + self.job.steps):
-            self.journal.begin(f"step {number + 1} ({self.case.name})")
+            self._begin(f"step {number + 1}")
             if number == self.job.warm_ups:
-                stamps.forget()
-                if self.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats(self.device)
-            dist.barrier()
+                _forget(pipeline)
+            fed = pipeline.feed(samples)
+            self.group.wait()
             start = time.perf_counter()
-            self._step(process, samples)
-            self._settle()
-            end = time.perf_counter()
-            stamps.settle()
-            descend(process.parameters())
-            if number >= self.job.warm_ups:
-                seconds.append((start, end))
-        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-        everyone = self.together.told((seconds, stamps.stages(), peak))
-        return self._gathered(everyone)
+            pipeline.step(fed)
+            for device in _gpus(pipeline.devices):
+                torch.cuda.synchronize(device)
+            seconds.append((start, time.perf_counter()))
+            for stamps in pipeline.stamps:
+                stamps.settle()
+            pipeline.update()
+        own = seconds[self.job.warm_ups :], pipeline.stage_seconds(), _peaks(pipeline.devices)
+        return self._join(self.group.gather(own))
 
-    def _gathered(self, everyone: Sequence[Any]) -> Ran:
-        """A step lasts from when the barrier lets go to the last process' end: the longest of all."""
-        by_step = zip(*(own[0] for own in everyone), strict=True)
-        steps = [max(end - start for start, end in each) for each in by_step]
-        count, replicas = len(self.document.parts) - 1, self.document.replicas
-        stages = [slowest([own[1][stage] for own in everyone if stage in own[1]]) for stage in range(count)]
-        peaks: list[int | None] = []
-        for device in range(len(self.document.stages)):
-            own = [everyone[device * replicas + replica][2] for replica in range(replicas)]
-            peaks.append(None if None in own else max(own))
-        return Ran(stages=stages, step_seconds=steps, peak_bytes=peaks)
-
-    def _step(self, process: PipelineProcess, samples: ModelInput) -> list[torch.Tensor]:
-        share = samples.mapped(
-            lambda tensor: (
-                process.share(tensor) if tensor.dim() and len(tensor) == self.document.mini_batch else tensor
-            )
+    def _join(self, everyone: Sequence[Any]) -> RunSeconds:
+        """What all processes saw. A step lasts from when they begin to the last end: the longest."""
+        by_step = zip(*(seconds for seconds, _, _ in everyone), strict=True)
+        peaks = [peak for _, _, own in everyone for peak in own]
+        replicas = self.case.replicas
+        return RunSeconds(
+            stages=self._by_stage([stages for _, stages, _ in everyone]),
+            step_seconds=[max(end - start for start, end in each) for each in by_step],
+            peak_bytes=[_most(peaks[i : i + replicas]) for i in range(0, len(peaks), replicas)],
         )
-        target = torch.zeros(process.samples) if process.is_last else None
-        return process.step(share if process.is_first else None, target)
-
-    def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
-def slowest(each: Sequence[StageSeconds]) -> StageSeconds:
-    """Of replicas."""
-    return max(each, key=lambda own: own.forward + own.backward)
+def _forget(pipeline: PipelineAdapter) -> None:
+    """What was stamped and allocated so far: those were warm-ups."""
+    for stamps in pipeline.stamps:
+        stamps.forget()
+    for device in _gpus(pipeline.devices):
+        torch.cuda.reset_peak_memory_stats(device)
 
 
-def _stage_inside(module: nn.Module) -> StageModule:
-    """The stage inside DistributedDataParallel."""
-    inner: Any = getattr(module, "module", module)
-    own: StageModule = inner
-    return own
+def _peaks(devices: Sequence[torch.device]) -> list[int | None]:
+    return [torch.cuda.max_memory_allocated(one) if one.type == "cuda" else None for one in devices]
+
+
+def _most(peaks: Sequence[int | None]) -> int | None:
+    known = [peak for peak in peaks if peak is not None]
+    return max(known) if len(known) == len(peaks) else None
+
+
+def _gpus(devices: Sequence[torch.device]) -> list[torch.device]:
+    return [device for device in dict.fromkeys(devices) if device.type == "cuda"]

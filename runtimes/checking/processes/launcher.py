@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .failure import LAUNCHER, end_with
+from .rank_journal import LAUNCHER, end_with
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,49 +18,49 @@ import torch.distributed as dist
 
 from ....profiler.machine import device_name
 from ....profiler.torchrun_env import Launched, launched
-from ..calibration import fitted
-from ..job import Case, CaseResult, Corrections, Job, Measured
-from .case_run import CaseRun, Together
-from .failure import Journal
-from .meeting import backend_of, device_of, patience, talk_group
-from .runtime_job import run_runtime_job
-from .transfers import measured_links
+from ...formats.pipe_export import PipeExport
+from ..calibration import fit_corrections
+from ..job import Case, CaseResult, CheckMeasurements, Corrections, Job, RuntimeCase
+from .case_run import CaseRun, CheckGroup
+from .deepspeed_adapter import DeepspeedAdapter, join_deepspeed, prepare_deepspeed
+from .measurement_target import MeasurementTarget
+from .pipe_adapter import PipeAdapter
+from .pipeline_adapter import PipelineAdapter
+from .process_group import choose_backend, choose_timeout, measure_links, new_talk_group, take_device
+from .rank_journal import RankJournal
+from .torch_adapter import TorchAdapter
 
 
-def run_job(job: Job, process: Launched, journal: Journal) -> Measured | None:
+def run_job(job: Job, process: Launched, journal: RankJournal) -> CheckMeasurements | None:
     """Runs the cases with the other processes; what was found, on rank 0, else None.
 
     `journal` is told what is being done. Raises PplanError; what the model raises is left as it is.
     """
     torch.set_num_threads(1)
-    if job.runtime_cases:
-        return run_runtime_job(job, process, journal)
-    journal.begin("meeting the other processes")
-    device = device_of(job, process)
-    backend, wait = backend_of(device), patience(job, journal)
-    dist.init_process_group(backend, timeout=wait)
-    talk = talk_group(backend, wait)
+    backend, group = _join(job, process, journal)
     links = None
     if job.link_sizes:
         journal.begin("measuring the links")
-        links = measured_links(job.link_sizes, device)
-    together = Together(job, device, talk, journal)
+        links = measure_links(job.link_sizes, group.device)
 
-    def run(case: Case, corrections: Corrections | None, compared: int) -> CaseResult:
-        return CaseRun(together, case, corrections, compared).result()
+    def run(case: Case | RuntimeCase, corrections: Corrections | None, compared: int) -> CaseResult:
+        build = partial(_build_adapter, group.device, corrections)
+        return CaseRun(group, case, build, compared=compared).result()
 
     tried = [run(case, None, 0) for case in job.calibration]
     corrections = job.corrections
     if tried:
         # Every process has the same figures, and so fits the same.
-        corrections = fitted(job.calibration, tried, links)
-    results = [run(case, corrections, job.compared_steps) for case in job.cases]
-    dist.destroy_process_group()
+        corrections = fit_corrections(job.calibration, tried, links)
+    cases: list[Case | RuntimeCase] = [*job.cases, *job.runtime_cases]
+    results = [run(case, corrections, job.compared_steps) for case in cases]
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if process.rank:
         return None
-    return Measured(
+    return CheckMeasurements(
         backend=backend,
-        device_name=device_name(device),
+        device_name=device_name(group.device),
         cases=results,
         links=links,
         corrections=corrections,
@@ -67,12 +68,42 @@ def run_job(job: Job, process: Launched, journal: Journal) -> Measured | None:
     )
 
 
+def _join(job: Job, process: Launched, journal: RankJournal) -> tuple[str, CheckGroup]:
+    """The backend, and the processes, which have found each other."""
+    first = job.runtime_cases[0].document if job.runtime_cases else None
+    if isinstance(first, PipeExport):
+        return "one process", CheckGroup(job, torch.device(first.devices[0]), journal)
+    device = take_device(job, process)
+    if first is not None:
+        prepare_deepspeed(device)
+    journal.begin("meeting the other processes")
+    backend, wait = choose_backend(device), choose_timeout(job, journal)
+    if first is not None:
+        join_deepspeed(backend, wait)
+    else:
+        dist.init_process_group(backend, timeout=wait)
+    return backend, CheckGroup(job, device, journal, new_talk_group(backend, wait))
+
+
+def _build_adapter(
+    device: torch.device,
+    corrections: Corrections | None,
+    case: Case | RuntimeCase,
+    target: MeasurementTarget,
+) -> PipelineAdapter:
+    if isinstance(case, Case):
+        return TorchAdapter(case, target, device, corrections)
+    if isinstance(case.document, PipeExport):
+        return PipeAdapter(case, target)
+    return DeepspeedAdapter(case, target, device)
+
+
 def main(arguments: Sequence[str]) -> int:
     """`FOLDER [NAME ...]`: of the job, of what is found, and of what is done meanwhile; and the names of a
     model and a loss that the user gave, without which no code but ours is imported."""
     folder = Path(arguments[0])
     process = launched(os.environ, "check", at_least=1)
-    journal = Journal(folder, process.rank)
+    journal = RankJournal(folder, process.rank)
     # torchgpipe and FairScale, in one process, compute in threads of theirs.
     journal.listen(all_threads=process.world_size == 1)
     job = Job.model_validate_json((folder / "job.json").read_text()).naming(arguments[1:])

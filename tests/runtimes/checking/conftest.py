@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pplan.runtimes.checking.job import Case, Link, RuntimeCase, StageSeconds, Waits
+from pplan.runtimes.checking.job import Case, CutLink, RuntimeCase, StageSeconds, StageWaits
 from pplan.runtimes.formats.torch_actions import action_rows, build_program, device_stages, schedule_class
 from pplan.runtimes.formats.torch_export import TorchExport
 
@@ -28,7 +28,7 @@ def make_case() -> MakeCase:
         parts: Sequence[int] | None = None,
         size: int = 2,
         replicas: int = 1,
-        link: Link | None = None,
+        link: CutLink | None = None,
         sent: int = 64,
         seconds: StageSeconds | None = None,
         model: str = "small",
@@ -52,11 +52,11 @@ def make_case() -> MakeCase:
             actions=action_rows(program),
         )
         crossing = [sent] * (count - 1)
-        waits = None if seconds is None else Waits(stages=[seconds] * count, crossing_bytes=crossing)
+        waits = None if seconds is None else StageWaits(stages=[seconds] * count, crossing_bytes=crossing)
         return Case(
             name=f"{schedule} x {micro_batches}",
             document=document,
-            links=[link or Link(latency=0.0, occupancy=0.0)] * (count - 1),
+            links=[link or CutLink(latency=0.0, occupancy=0.0)] * (count - 1),
             crossing_bytes=crossing,
             waits=waits,
         )
@@ -109,7 +109,7 @@ def make_runtime_case() -> Callable[..., RuntimeCase]:
                 "chunks": micro_batches,
                 "checkpoint": checkpoint,
             }
-        links = [Link(latency=0.0, occupancy=0.0)] * (count - 1)
+        links = [CutLink(latency=0.0, occupancy=0.0)] * (count - 1)
         return RuntimeCase.model_validate(
             {"name": f"{runtime} {list(balance)} {checkpoint}", "document": document, "links": links}
         )

@@ -17,8 +17,8 @@ import pytest
 
 from pplan.cost_models.errors import MachineError
 from pplan.runtimes.checking import launching
-from pplan.runtimes.checking.job import Case, Job, Measured, ModelSpec, Predicted, StageSeconds
-from pplan.runtimes.checking.launching import Telling, run_in_processes
+from pplan.runtimes.checking.job import Case, CasePrediction, CheckMeasurements, Job, ModelSpec, StageSeconds
+from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
 
 MakeCase = Callable[..., Case]
 MODEL = """
@@ -79,10 +79,10 @@ def gone(process: int) -> bool:
     return False
 
 
-def _run_twice(job: Job, said: list[tuple[str, Predicted]]) -> Measured:
+def _run_twice(job: Job, said: list[tuple[str, CasePrediction]]) -> CheckMeasurements:
     """The check; once more where a process was aborted inside of PyTorch or gloo, as happens once in a while
     ("terminate called without an active exception")."""
-    telling = Telling(predicted=lambda name, made: said.append((name, made)))
+    telling = ProgressCallbacks(predicted=lambda name, made: said.append((name, made)))
     try:
         return run_in_processes(job, telling)
     except MachineError as error:
@@ -95,11 +95,11 @@ def _run_twice(job: Job, said: list[tuple[str, Predicted]]) -> Measured:
 @pytest.fixture(scope="module")
 def trained(
     make_case: MakeCase, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Measured, list[tuple[str, Predicted]]]]:
+) -> Iterator[tuple[CheckMeasurements, list[tuple[str, CasePrediction]]]]:
     """Cases of one model, and one whose stages wait, in the same two processes."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "checked_models.py").write_text(dedent(MODEL))
-    said: list[tuple[str, Predicted]] = []
+    said: list[tuple[str, CasePrediction]] = []
     own: dict[str, Any] = {"model": "checked_models:small", "size": 3}
     waits = StageSeconds(forward=0.004, backward=0.008, input=0.004, weight=0.004)
     job = Job(
@@ -146,7 +146,7 @@ def test_the_thread_that_computes(first: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_case_trains_as_the_plain_model(trained: tuple[Measured, Any]) -> None:
+def test_every_case_trains_as_the_plain_model(trained: tuple[CheckMeasurements, Any]) -> None:
     found, _ = trained
     assert (found.backend, len(found.cases), len(found.calibration)) == ("gloo", 5, 1)
     plain = {tuple(case.losses.plain or ()) for case in found.cases[:3] if case.losses is not None}
@@ -160,7 +160,7 @@ def test_every_case_trains_as_the_plain_model(trained: tuple[Measured, Any]) -> 
 
 
 @pytest.mark.slow
-def test_predictions_come_before_and_are_those_of_the_result(trained: tuple[Measured, Any]) -> None:
+def test_predictions_come_before_and_are_those_of_the_result(trained: tuple[CheckMeasurements, Any]) -> None:
     found, said = trained
     results = [*found.calibration, *found.cases]
     assert [name for name, _ in said] == [result.name for result in results]
@@ -174,7 +174,7 @@ def test_predictions_come_before_and_are_those_of_the_result(trained: tuple[Meas
 
 
 @pytest.mark.slow
-def test_every_stage_is_measured(trained: tuple[Measured, Any]) -> None:
+def test_every_stage_is_measured(trained: tuple[CheckMeasurements, Any]) -> None:
     """Stages that wait take at least as long as they wait: the input's gradient apart from the weights',
     which on the first stage PyTorch computes together."""
     found, _ = trained
@@ -291,7 +291,7 @@ def test_an_interruption_leaves_nothing_behind(
 
     pretend("hangs")
     with pytest.raises(KeyboardInterrupt):
-        run_in_processes(Job(model=None, cases=[make_case("1f1b")]), Telling(doing=interrupt))
+        run_in_processes(Job(model=None, cases=[make_case("1f1b")]), ProgressCallbacks(doing=interrupt))
     assert started
     assert all(map(gone, started))
 

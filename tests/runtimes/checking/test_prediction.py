@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-from pplan.runtimes.checking.calibration import fitted, least
+from pplan.runtimes.checking.calibration import find_minimum, fit_corrections, vary_case
 from pplan.runtimes.checking.job import (
     Case,
+    CasePrediction,
     CaseResult,
     Corrections,
-    Link,
+    CutLink,
     LinkSeconds,
-    Predicted,
-    Ran,
+    RunSeconds,
     StageSeconds,
 )
-from pplan.runtimes.checking.prediction import is_looped, predicted_step
-from pplan.runtimes.checking.variants import variants
+from pplan.runtimes.checking.prediction import is_looped, predict_step
 
 MakeCase = Callable[..., Case]
 WHOLE = StageSeconds(forward=1.0, backward=2.0)
@@ -29,34 +28,34 @@ SPLIT = StageSeconds(forward=1.0, backward=2.0, input=1.0, weight=1.0)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_equal_stages(make_case: MakeCase, schedule: str) -> None:
     case = make_case(schedule, devices=4, micro_batches=8)
-    assert predicted_step(case, [WHOLE] * 4, None).step_seconds == pytest.approx((8 + 3) * 3.0)
+    assert predict_step(case, [WHOLE] * 4, None).step_seconds == pytest.approx((8 + 3) * 3.0)
 
 
 def test_interleaved(make_case: MakeCase) -> None:
     """Bubble (p - 1)(F + B) / v of the device's."""
     case = make_case("interleaved", devices=4, micro_batches=8, virtual_stages=2)
     half = StageSeconds(forward=0.5, backward=1.0)
-    assert predicted_step(case, [half] * 8, None).step_seconds == pytest.approx(8 * 3.0 + 3 * 1.5)
+    assert predict_step(case, [half] * 8, None).step_seconds == pytest.approx(8 * 3.0 + 3 * 1.5)
 
 
 def test_zero_bubble_takes_the_parts(make_case: MakeCase) -> None:
     """ZB-H1: (p - 1)(F + B - W) idle seconds, B of the input; on the last device, and so the step."""
     case = make_case("zb-h1", devices=4, micro_batches=8)
-    assert predicted_step(case, [SPLIT] * 4, None).step_seconds == pytest.approx(8 * 3.0 + 3 * 1.0)
+    assert predict_step(case, [SPLIT] * 4, None).step_seconds == pytest.approx(8 * 3.0 + 3 * 1.0)
 
 
 def test_links_and_corrections(make_case: MakeCase) -> None:
     """One micro-batch through two stages: there and back."""
-    case = make_case("gpipe", micro_batches=1, link=Link(latency=0.25, occupancy=0.5), sent=100)
-    assert predicted_step(case, [WHOLE] * 2, None).step_seconds == pytest.approx(6.0 + 2 * 0.75)
+    case = make_case("gpipe", micro_batches=1, link=CutLink(latency=0.25, occupancy=0.5), sent=100)
+    assert predict_step(case, [WHOLE] * 2, None).step_seconds == pytest.approx(6.0 + 2 * 0.75)
     fixed = Corrections(overhead=0.1, looped_overhead=9.0, slowdown=2.0, latency=1.0, bandwidth=50.0)
-    assert predicted_step(case, [WHOLE] * 2, fixed).step_seconds == pytest.approx(12.0 + 4 * 0.1 + 2 * 3.0)
+    assert predict_step(case, [WHOLE] * 2, fixed).step_seconds == pytest.approx(12.0 + 4 * 0.1 + 2 * 3.0)
 
 
 def test_nothing_is_sent_inside_a_device(make_case: MakeCase) -> None:
-    case = make_case("zb-v", micro_batches=2, virtual_stages=2, link=Link(latency=100.0, occupancy=0.0))
+    case = make_case("zb-v", micro_batches=2, virtual_stages=2, link=CutLink(latency=100.0, occupancy=0.0))
     assert [own.document.stages for own in (case,)] == [[[0, 3], [1, 2]]]
-    transfers = predicted_step(case, [SPLIT] * 4, None).transfers
+    transfers = predict_step(case, [SPLIT] * 4, None).transfers
     assert {(transfer.stage, transfer.to_stage) for transfer in transfers} == {(0, 1), (1, 0)}
     assert len(transfers) == 2 * 2 * 2
 
@@ -66,11 +65,11 @@ def measured(case: Case, true: Corrections) -> CaseResult:
     count = len(case.document.parts) - 1
     alone = [SPLIT] * count
     slowed = StageSeconds(**{name: value * true.slowdown for name, value in SPLIT.model_dump().items()})
-    step = predicted_step(case, alone, true).step_seconds
+    step = predict_step(case, alone, true).step_seconds
     return CaseResult(
         name=case.name,
-        predicted=Predicted(stages=alone, step_seconds=1.0),
-        ran=Ran(stages=[slowed] * count, step_seconds=[0.5 * step, step, 2 * step]),
+        predicted=CasePrediction(stages=alone, step_seconds=1.0),
+        ran=RunSeconds(stages=[slowed] * count, step_seconds=[0.5 * step, step, 2 * step]),
     )
 
 
@@ -79,18 +78,18 @@ def test_corrections_are_found_again(make_case: MakeCase) -> None:
     cases = [make_case("gpipe", 4, 6), make_case("1f1b", 4, 6), make_case("zb-h1", 4, 6)]
     sizes = [1000, 10_000, 100_000]
     links = LinkSeconds(sizes=sizes, seconds=[1e-4 + size / 1e6 for size in sizes])
-    found = fitted(cases, [measured(case, true) for case in cases], links)
+    found = fit_corrections(cases, [measured(case, true) for case in cases], links)
     assert found.model_dump() == pytest.approx(true.model_dump(), rel=1e-2)
     own = make_case("1f1b", 4, 8)
     assert not is_looped(own.document)
     alone = [SPLIT] * 4
-    wanted = predicted_step(own, alone, true).step_seconds
-    assert predicted_step(own, alone, found).step_seconds == pytest.approx(wanted, rel=1e-3)
+    wanted = predict_step(own, alone, true).step_seconds
+    assert predict_step(own, alone, found).step_seconds == pytest.approx(wanted, rel=1e-3)
 
 
 def test_an_overhead_of_the_other_loop_is_taken_where_one_was_not_run(make_case: MakeCase) -> None:
     case = make_case("gpipe", 2, 4)
-    found = fitted([case], [measured(case, Corrections(overhead=0.05))], None)
+    found = fit_corrections([case], [measured(case, Corrections(overhead=0.05))], None)
     assert found.overhead == pytest.approx(0.05, rel=1e-2)
     assert found.looped_overhead == found.overhead
     assert (found.latency, found.bandwidth) == (None, None)
@@ -100,12 +99,12 @@ def test_no_overhead_where_steps_are_shorter_than_predicted(make_case: MakeCase)
     case = make_case("gpipe", 2, 4)
     result = measured(case, Corrections())
     short = result.model_copy(update={"ran": result.ran.model_copy(update={"step_seconds": [1.0]})})
-    assert fitted([case], [short], None).overhead == 0.0
+    assert fit_corrections([case], [short], None).overhead == 0.0
 
 
 @pytest.mark.parametrize("valley", [0.0, 0.3, 1.0])
 def test_least(valley: float) -> None:
-    assert least(lambda x: (x - valley) ** 2, 0.0, 1.0, 1e-6) == pytest.approx(valley, abs=1e-5)
+    assert find_minimum(lambda x: (x - valley) ** 2, 0.0, 1.0, 1e-6) == pytest.approx(valley, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_least(valley: float) -> None:
 )
 def test_calibration_runs_other_cases(make_case: MakeCase, schedule: str, options: dict[str, Any]) -> None:
     case = make_case(schedule, devices=2, micro_batches=4, **options)
-    made = variants(case)
+    made = vary_case(case)
     assert len(made) >= 2
     keys = {(other.document.order, other.document.micro_batches) for other in made}
     assert len(keys) == len(made)

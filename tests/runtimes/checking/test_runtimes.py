@@ -9,8 +9,8 @@ from textwrap import dedent
 
 import pytest
 
-from pplan.runtimes.checking.job import Job, ModelSpec, Predicted, RuntimeCase
-from pplan.runtimes.checking.launching import Telling, run_in_processes
+from pplan.runtimes.checking.job import CasePrediction, Job, ModelSpec, RuntimeCase
+from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
 
 MakeRuntimeCase = Callable[..., RuntimeCase]
 MODEL = """
@@ -24,7 +24,7 @@ MODEL = """
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Predicted]]:
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, CasePrediction]]:
     """The predictions that are announced; a working directory with the models."""
     (tmp_path / "runtime_models.py").write_text(dedent(MODEL))
     monkeypatch.chdir(tmp_path)
@@ -36,9 +36,9 @@ def job_of(cases: list[RuntimeCase]) -> Job:
     return Job(model=spec, runtime_cases=cases, steps=2, warm_ups=1)
 
 
-def check(job: Job, told: list[tuple[str, Predicted]], backend: str) -> None:
+def check(job: Job, told: list[tuple[str, CasePrediction]], backend: str) -> None:
     """Every case trains as the plain model, and was predicted before it ran."""
-    found = run_in_processes(job, Telling(predicted=lambda name, made: told.append((name, made))))
+    found = run_in_processes(job, ProgressCallbacks(predicted=lambda name, made: told.append((name, made))))
     assert found.backend == backend
     assert told == [(case.name, case.predicted) for case in found.cases]
     assert len(told) == len(job.runtime_cases)
@@ -53,14 +53,14 @@ def check(job: Job, told: list[tuple[str, Predicted]], backend: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_process(make_runtime_case: MakeRuntimeCase, told: list[tuple[str, Predicted]]) -> None:
+def test_one_process(make_runtime_case: MakeRuntimeCase, told: list[tuple[str, CasePrediction]]) -> None:
     """It ends, with FairScale's threads."""
     cases = [make_runtime_case("fairscale", [2, 3], checkpoint=word) for word in ("never", "except_last")]
     check(job_of(cases), told, "one process")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_deepspeed(make_runtime_case: MakeRuntimeCase, told: list[tuple[str, Predicted]]) -> None:
+def test_deepspeed(make_runtime_case: MakeRuntimeCase, told: list[tuple[str, CasePrediction]]) -> None:
     """Two stages, and one of two replicas."""
     cases = [make_runtime_case("deepspeed", [2, 3]), make_runtime_case("deepspeed", [5], replicas=2)]
     check(job_of(cases), told, "gloo")

@@ -7,14 +7,14 @@ import re
 import shlex
 
 from ...cost_models.errors import FileError
-from .partition import refused
+from .partition import partition_error
 
 Options = dict[str, list[str]]
 _KEY = re.compile(r"^(?:--)?((?:[A-Za-z]\w*[.-])*[A-Za-z]\w*)=(.+)$", re.DOTALL)
 _YAML = re.compile(r"^(\s*)(\w+):\s*(.*)$")
 
 
-def options_of(text: str, where: str) -> Options:
+def parse_options(text: str, where: str) -> Options:
     """The values that follow each option, or stand after its `=`.
 
     Names are without dashes and sections: `--parallelism.pipeline_parallel_degree 4` is
@@ -23,7 +23,7 @@ def options_of(text: str, where: str) -> Options:
     try:
         words = shlex.split(text, comments=True)
     except ValueError as error:
-        raise refused(where, f"its quotes do not end ({error})") from error
+        raise partition_error(where, f"its quotes do not end ({error})") from error
     found: Options = {}
     last: list[str] | None = None
     for word in words:
@@ -38,7 +38,7 @@ def options_of(text: str, where: str) -> Options:
     return found
 
 
-def yaml_of(text: str) -> Options:
+def parse_yaml(text: str) -> Options:
     """The scalars of a piece of YAML by their last key, and of lists of lists their items by commas."""
     found: Options = {}
     key = ""
@@ -77,7 +77,7 @@ def _name(option: str) -> str:
     return option.removeprefix("--").rpartition(".")[2].replace("-", "_")
 
 
-def number(options: Options, name: str, where: str) -> int | None:
+def read_number(options: Options, name: str, where: str) -> int | None:
     """The whole number that an option is given; None where it is not there. Raises FileError."""
     values = options.get(name)
     if not values:
@@ -88,4 +88,4 @@ def number(options: Options, name: str, where: str) -> int | None:
 
 
 def _wrong(where: str, name: str, value: str) -> FileError:
-    return refused(where, f"{name} is {value!r}, not a whole number", f"For example: {name} 8")
+    return partition_error(where, f"{name} is {value!r}, not a whole number", f"For example: {name} 8")

@@ -13,14 +13,14 @@ from typing import Any
 
 from ....cost_models.errors import PplanError
 from ....profiler.user_model.failures import at_user_line, first_line, is_out_of_memory
-from ..job import Predicted
+from ..job import CasePrediction
 
 LAUNCHER = "launcher.pid"
 LOST = ("Connection closed", "Connection reset", "Broken pipe", "connect", "Timed out", "timed out", "NCCL")
 """Words of what torch.distributed raises for a process that is gone or silent."""
 
 
-class Journal:
+class RankJournal:
     """Files of one rank in the folder of a check: what it does, why it failed, where it stands."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
@@ -44,7 +44,7 @@ class Journal:
         """Says what is being done."""
         self.write(f"{self.rank}.doing", doing)
 
-    def predicted(self, name: str, predicted: Predicted) -> None:
+    def predicted(self, name: str, predicted: CasePrediction) -> None:
         """Written down before the case runs."""
         content = {"name": name, "predicted": predicted.model_dump(mode="json")}
         self.write(f"{self._predictions}.predicted", content)
@@ -52,7 +52,7 @@ class Journal:
 
     def failed(self, error: BaseException) -> None:
         """Why this process ends."""
-        self.write(f"{self.rank}.failed", failure_of(error) | {"time": time.time()})
+        self.write(f"{self.rank}.failed", describe_failure(error) | {"time": time.time()})
 
     def write(self, name: str, content: Any) -> None:
         """Whole, or not at all."""
@@ -63,7 +63,7 @@ class Journal:
         made.replace(self.folder / name)
 
 
-def failure_of(error: BaseException) -> dict[str, Any]:
+def describe_failure(error: BaseException) -> dict[str, Any]:
     """In words. `lost`: it speaks of another process."""
     if isinstance(error, PplanError):
         return {"what": error.what, "hint": error.hint, "lost": False}

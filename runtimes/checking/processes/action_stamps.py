@@ -1,4 +1,4 @@
-"""When each action of a process starts and ends, as PyTorch's schedule calls it."""
+"""When each action of a process starts and ends."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ....profiler.passes.clocks import Clock, CpuClock, CudaClock
-from ...pipelining.process import PipelineProcess
 from ..job import StageSeconds
-
-Loss = Callable[[Any, Any], Tensor]
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -39,16 +35,6 @@ class Stamps:
             return made
 
         return run_timed
-
-    def watch(self, process: PipelineProcess) -> None:
-        """From now on, every action of the process."""
-        for stage in stages_of(process):
-            index = stage.stage_index
-            stage.forward_one_chunk = self.timed(index, "forward", stage.forward_one_chunk)
-            stage.backward_weight_one_chunk = self.timed(index, "weight", stage.backward_weight_one_chunk)
-            whole = self.timed(index, "backward", stage.backward_one_chunk)
-            first_part = self.timed(index, "input", stage.backward_one_chunk)
-            stage.backward_one_chunk = _told_apart(whole, first_part)
 
     def settle(self) -> None:
         """Reads the stamps of a step that is over."""
@@ -78,21 +64,3 @@ class Stamps:
     def _median(self, stage: int, kind: str) -> float:
         seconds = self._seconds.get((stage, kind))
         return median(seconds) if seconds else 0.0
-
-
-def stages_of(process: PipelineProcess) -> list[Any]:
-    """PyTorch's own of this process."""
-    schedule = process.schedule
-    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
-
-
-def _told_apart(whole: Callable[..., Any], first_part: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward of all gradients, or of the input's alone."""
-
-    def backward(
-        index: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> Any:
-        run = whole if full_backward else first_part
-        return run(index, loss=loss, full_backward=full_backward, last_backward=last_backward)
-
-    return backward

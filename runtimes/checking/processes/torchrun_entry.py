@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from ....cost_models.errors import MachineError
 from ....profiler.torchrun_env import Launched
-from ..job import Job, Measured
-from .failure import Journal, failure_of
+from ..job import CheckMeasurements, Job
+from .rank_journal import RankJournal, describe_failure
 from .worker import run_job
 
 
-def run_as_one(job: Job, process: Launched) -> Measured | None:
+def run_in_torchrun(job: Job, process: Launched) -> CheckMeasurements | None:
     """What was found, in the first process; None in the others.
 
     Raises RankFailed in the process that fails on its own account, Lost in those that lose it.
     """
     try:
-        return run_job(job, process, Journal(None, process.rank))
+        return run_job(job, process, RankJournal(None, process.rank))
     except Exception as error:
-        failure = failure_of(error)
+        failure = describe_failure(error)
         kind = Lost if failure["lost"] else RankFailed
         raise kind(
             f"check: rank {process.rank}: {failure['what']}",

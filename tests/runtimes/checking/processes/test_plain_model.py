@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pplan.profiler.user_model.loaded_model import ModelInput
-from pplan.runtimes.checking.processes.numerics import LEARNING_RATE, plain_losses, varied, without_dropout
+from pplan.runtimes.checking.processes.plain_model import (
+    LEARNING_RATE,
+    plain_losses,
+    vary_samples,
+    without_dropout,
+)
 
 
 def loss(output: Tensor, target: object) -> Tensor:
@@ -60,11 +65,11 @@ def test_dropout_comes_back() -> None:
 
 def test_samples_differ() -> None:
     """Repeated ones would hide that micro-batches are mixed up."""
-    made = varied(ModelInput.of(torch.ones(2, 3)).repeated(6)).tensors[0]
+    made = vary_samples(ModelInput.of(torch.ones(2, 3)).repeated(6)).tensors[0]
     assert len({float(sample.sum()) for sample in made}) == 6
     words = torch.arange(8).repeat(4, 1)
     table = torch.randn(5, 2)
-    ids, same = varied(ModelInput.of((words, table))).tensors
+    ids, same = vary_samples(ModelInput.of((words, table))).tensors
     assert len({tuple(sample.tolist()) for sample in ids}) == 4
     assert all(sorted(sample.tolist()) == list(range(8)) for sample in ids)
     assert same is table

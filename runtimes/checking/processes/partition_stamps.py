@@ -8,25 +8,21 @@ gradient of a parameter ends it. A forward while the backward is under way is on
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ....profiler.passes.clocks import Clock
 from ..job import StageSeconds
-from .stamps import clock_for
+from .action_stamps import Stamps, clock_for
 
 
-class StageStamps:
+class PartitionStamps(Stamps):
     """The seconds of one stage on its device. `backward_runs`: set while the step goes backward."""
 
     def __init__(self, partition: nn.Module, device: torch.device) -> None:
+        super().__init__(clock_for(device))
         self.backward_runs = False
-        self._clock: Clock = clock_for(device)
-        self._pending: list[tuple[str, Any, Any]] = []
-        self._seconds: dict[str, list[float]] = {}
         self._forward: Any = None
         self._backward: list[Any] = []
         self._handles = [
@@ -39,15 +35,7 @@ class StageStamps:
     def settle(self) -> None:
         """Reads the stamps of a step that is over."""
         self._close()
-        self._clock.settle()
-        for kind, start, end in self._pending:
-            self._seconds.setdefault(kind, []).append(self._clock.seconds(start, end))
-        self._pending.clear()
-
-    def forget(self) -> None:
-        """What was stamped so far: those were warm-ups."""
-        self.settle()
-        self._seconds.clear()
+        super().settle()
 
     def remove(self) -> None:
         """No more stamps."""
@@ -56,10 +44,8 @@ class StageStamps:
 
     def stage(self) -> StageSeconds:
         """Medians over all micro-batches of all steps; the backward with what it recomputes."""
-        of = {kind: median(own) for kind, own in self._seconds.items() if own}
-        return StageSeconds(
-            forward=of.get("forward", 0.0), backward=of.get("backward", 0.0) + of.get("again", 0.0)
-        )
+        backward = self._median(0, "backward") + self._median(0, "again")
+        return StageSeconds(forward=self._median(0, "forward"), backward=backward)
 
     def _enter(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG002
         tensors = given[0] if isinstance(given[0], tuple) else (given[0],)
@@ -71,7 +57,7 @@ class StageStamps:
 
     def _leave(self, module: nn.Module, given: Any, output: Any) -> Any:  # noqa: ARG002
         kind = "again" if self.backward_runs else "forward"
-        self._pending.append((kind, self._forward, self._clock.stamp()))
+        self._pending.append((0, kind, self._forward, self._clock.stamp()))
         return _marked(output, self._begin_backward)
 
     def _watch_parameters(self) -> None:
@@ -93,7 +79,7 @@ class StageStamps:
     def _close(self) -> None:
         """The backward that is over: until the last of the gradients."""
         if len(self._backward) == 2:
-            self._pending.append(("backward", *self._backward))
+            self._pending.append((0, "backward", *self._backward))
         self._backward = []
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..job import StageSeconds, Waits
+from ..job import StageSeconds, StageWaits
 
 Sleep = Callable[[float], None]
 ELEMENT = 4
@@ -80,7 +80,7 @@ class _Weighing(torch.autograd.Function):
         return gradient, None, None
 
 
-def emulated(waits: Waits, samples: int) -> nn.Sequential:
+def emulate_stages(waits: StageWaits, samples: int) -> nn.Sequential:
     """The stages, one element each, which hand on as many bytes as the model's, for micro-batches of
     `samples`; the last returns one number a sample."""
     per_sample = [max(sent // (ELEMENT * samples), 1) for sent in waits.crossing_bytes]

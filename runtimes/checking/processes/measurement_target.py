@@ -20,13 +20,13 @@ from ....profiler.sequential import sequential
 from ....profiler.user_model.loaded_model import ModelInput
 from ....profiler.user_model.losses import loss_named
 from ...formats.export_document import hash_names
-from ..job import Case, ModelSpec
-from .emulated import emulated, emulated_loss
-from .numerics import Loss
+from ..job import Case, ModelSpec, RuntimeCase
+from .emulated_stage import emulate_stages, emulated_loss
+from .plain_model import Loss
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class MeasurementTarget:
     """The layers to be cut, an example input of any batch, and the loss of an output."""
 
     layers: nn.Sequential
@@ -34,18 +34,18 @@ class Subject:
     loss: Loss
 
 
-def subject_of(model: ModelSpec | None, case: Case) -> Subject:
-    """Of a case. Raises ModelError as loading and cutting the model do."""
-    document = case.document
-    if case.waits is not None:
-        size = document.micro_batch_size // document.replicas
-        return Subject(emulated(case.waits, size), ModelInput.of(torch.zeros(2, 1)), emulated_loss)
+def load_target(model: ModelSpec | None, case: Case | RuntimeCase) -> MeasurementTarget:
+    """Of a case. Raises ModelError as loading and cutting the model do, ValueError where there is none."""
+    if isinstance(case, Case) and case.waits is not None:
+        size = case.document.micro_batch_size // case.document.replicas
+        layers = emulate_stages(case.waits, size)
+        return MeasurementTarget(layers, ModelInput.of(torch.zeros(2, 1)), emulated_loss)
     if model is None:
-        raise ValueError(f"the stages of {case.name} neither wait nor have a model")
-    return named_subject(model)
+        raise ValueError(f"{case.name}: its stages neither wait nor have a model")
+    return _load_model(model)
 
 
-def named_subject(spec: ModelSpec) -> Subject:
+def _load_model(spec: ModelSpec) -> MeasurementTarget:
     """A model by its name, as `pplan profile` makes it.
 
     Raises ModelError, also where its layers are not the profile's, or it or its loss is code that the user
@@ -67,7 +67,9 @@ def named_subject(spec: ModelSpec) -> Subject:
     layers = sequential(module, example, granularity=spec.granularity)
     _check_layers(layers, spec)
     named = loss_named(_loss(spec), spec.seed)
-    return Subject(layers, example, partial(_sum_of_means) if named is None else lambda out, _: named.of(out))
+    return MeasurementTarget(
+        layers, example, partial(_sum_of_means) if named is None else lambda out, _: named.of(out)
+    )
 
 
 def _loss(spec: ModelSpec) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from ....profiler.passes.clocks import Clock
 from ...pipelining.cut_tensors import pack_tensor
 from ..job import StageSeconds
-from .stamps import clock_for
+from .action_stamps import clock_for
 
 REPEATS, WARM_UPS = 5, 2
 Pass = tuple[float, float, float]
@@ -34,7 +34,7 @@ def stage_inputs(layers: nn.Sequential, first: int, given: tuple[Tensor, ...]) -
     return tuple(pack_tensor(tensor).detach().clone() for tensor in tensors)
 
 
-def measured_alone(
+def measure_isolated(
     module: nn.Module,
     given: Sequence[Tensor],
     device: torch.device,

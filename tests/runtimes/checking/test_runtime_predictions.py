@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pplan.runtimes.checking.job import Case, Job, RuntimeCase, StageSeconds
-from pplan.runtimes.checking.runtime_prediction import is_serial, predicted_seconds
+from pplan.runtimes.checking.prediction import is_serial, predict_seconds
 
 MakeRuntimeCase = Callable[..., RuntimeCase]
 STAGES = [StageSeconds(forward=1.0, backward=2.0), StageSeconds(forward=3.0, backward=4.0)]
@@ -20,7 +20,7 @@ def test_on_the_cpu_all_actions_follow_one_another(
 ) -> None:
     case = make_runtime_case("torchgpipe", [1, 1], micro_batches=4, checkpoint=checkpoint)
     assert is_serial(case)
-    assert predicted_seconds(case, STAGES) == pytest.approx(4 * 10.0 + again * 4.0)
+    assert predict_seconds(case, STAGES) == pytest.approx(4 * 10.0 + again * 4.0)
 
 
 @pytest.mark.parametrize(("checkpoint", "again"), [("never", 0.0), ("always", 1.0)])
@@ -30,7 +30,7 @@ def test_on_gpus_stages_run_side_by_side(
     """GPipe of equal stages: (m + p - 1) forwards and as many backwards."""
     case = make_runtime_case("fairscale", [1, 1, 1], micro_batches=4, checkpoint=checkpoint, device="cuda")
     assert not is_serial(case)
-    step = predicted_seconds(case, [StageSeconds(forward=1.0, backward=2.0)] * 3)
+    step = predict_seconds(case, [StageSeconds(forward=1.0, backward=2.0)] * 3)
     assert step == pytest.approx((4 + 3 - 1) * (1.0 + 2.0 + again))
 
 
@@ -39,13 +39,13 @@ def test_one_host_launches_for_all(make_runtime_case: MakeRuntimeCase, checkpoin
     """Where launching takes longer than computing, the step is all launches in turn."""
     case = make_runtime_case("torchgpipe", [1, 1], micro_batches=4, checkpoint=checkpoint, device="cuda")
     own = StageSeconds(forward=1e-6, backward=1e-6, forward_launch=1.0, backward_launch=2.0)
-    assert predicted_seconds(case, [own] * 2) == pytest.approx(2 * (4 * 3.0 + again * 1.0), rel=1e-4)
+    assert predict_seconds(case, [own] * 2) == pytest.approx(2 * (4 * 3.0 + again * 1.0), rel=1e-4)
 
 
 def test_deepspeed_is_1f1b(make_runtime_case: MakeRuntimeCase) -> None:
     case = make_runtime_case("deepspeed", [1, 1], micro_batches=4)
     assert (is_serial(case), case.processes, case.parts) == (False, 2, [0, 1, 2])
-    step = predicted_seconds(case, [StageSeconds(forward=1.0, backward=2.0)] * 2)
+    step = predict_seconds(case, [StageSeconds(forward=1.0, backward=2.0)] * 2)
     assert step == pytest.approx((4 + 2 - 1) * 3.0)
 
 

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.checking.job import Job, ModelSpec, RuntimeCase
-from pplan.runtimes.checking.processes import pipe_stamps
-from pplan.runtimes.checking.processes.failure import Journal
-from pplan.runtimes.checking.processes.pipe_run import PipeRun
-from pplan.runtimes.checking.processes.pipe_stamps import StageStamps
+from pplan.runtimes.checking.processes import partition_stamps
+from pplan.runtimes.checking.processes.case_run import CaseRun, CheckGroup
+from pplan.runtimes.checking.processes.measurement_target import MeasurementTarget
+from pplan.runtimes.checking.processes.partition_stamps import PartitionStamps
+from pplan.runtimes.checking.processes.pipe_adapter import PipeAdapter
+from pplan.runtimes.checking.processes.rank_journal import RankJournal
 
 MakeRuntimeCase = Callable[..., RuntimeCase]
 MODEL = """
@@ -84,7 +86,12 @@ def test_it_trains_as_the_plain_model(
     granularity = "fine" if model == "residual" else "block"
     spec = ModelSpec(name=name, loss="mse", granularity=granularity, by_user=(name,))
     job = Job(model=spec, runtime_cases=[case], steps=2, warm_ups=1, compared_steps=2)
-    found = PipeRun(job, case, Journal(None, 0)).result()
+    group = CheckGroup(job, torch.device("cpu"), RankJournal(None, 0))
+
+    def build(_: object, target: MeasurementTarget) -> PipeAdapter:
+        return PipeAdapter(case, target)
+
+    found = CaseRun(group, case, build, compared=2).result()
     assert found.losses is not None
     assert found.losses.plain is not None
     assert len(set(found.losses.plain)) == 2
@@ -143,7 +150,7 @@ def test_each_stage_has_its_own_seconds(
 ) -> None:
     """The backward with what is recomputed; also of the first stage, whose input has no gradient."""
     clock = Told()
-    monkeypatch.setattr(pipe_stamps, "clock_for", lambda _: clock)
+    monkeypatch.setattr(partition_stamps, "clock_for", lambda _: clock)
     work = [(1.0, 2.0), (4.0, 8.0), (16.0, 32.0), (64.0, 128.0)]
     layers = nn.Sequential(*(Work(clock, *own) for own in work))
     fields: dict[str, Any] = {
@@ -162,7 +169,7 @@ def test_each_stage_has_its_own_seconds(
         pipe = torchgpipe.build(torchgpipe.TorchgpipeExport(**fields), layers)
     else:
         pipe = fairscale.build(fairscale.FairscaleExport(**fields), layers)
-    stamps = [StageStamps(partition, torch.device("cpu")) for partition in pipe.partitions]
+    stamps = [PartitionStamps(partition, torch.device("cpu")) for partition in pipe.partitions]
     for _ in range(2):
         loss = pipe(torch.ones(6, 3)).sum()
         for own in stamps:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from pplan.runtimes.checking.job import StageSeconds, Waits
-from pplan.runtimes.checking.processes.emulated import EmulatedStage, emulated, emulated_loss
+from pplan.runtimes.checking.job import StageSeconds, StageWaits
+from pplan.runtimes.checking.processes.emulated_stage import EmulatedStage, emulate_stages, emulated_loss
 
 SECONDS = StageSeconds(forward=1.0, backward=5.0, input=2.0, weight=3.0)
 
@@ -73,10 +73,10 @@ def test_nothing_is_waited_for_on_meta(stage: EmulatedStage, slept: list[float])
 
 
 def test_as_many_bytes_cross_every_cut() -> None:
-    waits = Waits(stages=[StageSeconds(forward=0.0, backward=0.0)] * 3, crossing_bytes=[4096, 96])
+    waits = StageWaits(stages=[StageSeconds(forward=0.0, backward=0.0)] * 3, crossing_bytes=[4096, 96])
     made: Tensor = torch.ones(4, 5)
     crossed = []
-    for stage in emulated(waits, samples=4):
+    for stage in emulate_stages(waits, samples=4):
         made = stage(made)
         crossed.append(made.nbytes)
     assert crossed == [4096, 96, 16]
@@ -85,4 +85,4 @@ def test_as_many_bytes_cross_every_cut() -> None:
 
 def test_cuts_between_stages() -> None:
     with pytest.raises(ValueError, match="1 cuts between 3 stages"):
-        Waits(stages=[SECONDS] * 3, crossing_bytes=[1])
+        StageWaits(stages=[SECONDS] * 3, crossing_bytes=[1])

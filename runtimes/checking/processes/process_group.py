@@ -1,21 +1,53 @@
-"""What a transfer between two neighbouring processes takes, measured as the check begins."""
+"""How the processes of a check find each other, the device of each, and how long their transfers take."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..job import LinkSeconds
+from ....profiler.torchrun_env import Launched
+from ..job import Job, LinkSeconds
+from .rank_journal import RankJournal
 
+LAST_SECONDS = 30
+"""By which the processes are more patient than their parent, who knows which of them hangs."""
 REPEATS, WARM_UPS = 10, 3
+"""Of each transfer."""
 ELEMENT = 4
 
 
-def measured_links(sizes: Sequence[int], device: torch.device) -> LinkSeconds:
+def take_device(job: Job, process: Launched) -> torch.device:
+    """This process's, made the current one."""
+    if job.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", process.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_backend(device: torch.device) -> str:
+    """Of torch.distributed."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def choose_timeout(job: Job, journal: RankJournal) -> timedelta:
+    """How long a process waits for another."""
+    alone = journal.folder is None
+    return timedelta(seconds=job.timeout_seconds if alone else 2 * job.timeout_seconds + LAST_SECONDS)
+
+
+def new_talk_group(backend: str, wait: timedelta) -> Any:
+    """The group in which the processes tell each other what they found: NCCL would put it on the GPU."""
+    return dist.new_group(backend="gloo", timeout=wait) if backend == "nccl" else None
+
+
+def measure_links(sizes: Sequence[int], device: torch.device) -> LinkSeconds:
     """Medians over the pairs of neighbouring ranks, one pair after another. Every process calls it.
 
     Half of a round trip of as many bytes there and back.

@@ -17,7 +17,7 @@ LEARNING_RATE = 1e-3
 Loss = Callable[[Any, Any], Tensor]
 
 
-def varied(example: ModelInput) -> ModelInput:
+def vary_samples(example: ModelInput) -> ModelInput:
     """Samples that differ: of numbers each is scaled otherwise, of token ids each is shifted."""
     batch = example.batch
 
@@ -65,14 +65,14 @@ def plain_losses(
                 made = loss(model(own.handed), None) / parts
                 torch.autograd.backward(made)
                 total += float(made.detach())
-            descend(list(model.parameters()))
+            apply_sgd(list(model.parameters()))
             losses.append(total)
             if not torch.equal(state, torch.get_rng_state()):
                 return None, "the model draws random numbers"
     return losses, ""
 
 
-def descend(parameters: list[nn.Parameter]) -> None:
+def apply_sgd(parameters: list[nn.Parameter]) -> None:
     """A step of plain SGD; gradients are gone after it."""
     with torch.no_grad():
         for parameter in parameters:

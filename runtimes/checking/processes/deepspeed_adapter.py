@@ -1,0 +1,125 @@
+"""DeepSpeed in the loop of a check: one process of a stage and replica."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ....profiler.user_model.loaded_model import ModelInput
+from ...deepspeed import build
+from ...formats.deepspeed_export import DeepspeedExport
+from ...formats.export_document import missing_package
+from ..job import CasePrediction, RuntimeCase, StageSeconds
+from ..prediction import predict_seconds
+from .action_stamps import Stamps, clock_for
+from .isolated_stage import measure_isolated, stage_inputs
+from .measurement_target import MeasurementTarget
+from .pipeline_adapter import PipelineAdapter, TensorsApart
+from .plain_model import LEARNING_RATE
+
+
+def prepare_deepspeed(device: torch.device) -> None:
+    """DeepSpeed, quiet, and for that device. Raises MachineError without it."""
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        import deepspeed
+        import deepspeed.ops
+    except ImportError as error:
+        raise missing_package("deepspeed", error) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if device.type == "cpu":
+        # Without the operation that DeepSpeed would compile for processes on one CPU: a minute's work.
+        deepspeed.ops.__compatible_ops__ = {}
+
+
+def join_deepspeed(backend: str, wait: timedelta) -> None:
+    """The processes find each other, as DeepSpeed has it."""
+    import deepspeed
+
+    deepspeed.init_distributed(backend, timeout=wait)
+
+
+class DeepspeedAdapter(PipelineAdapter):
+    """One stage of a case. Plain SGD takes the place of the plan's optimizer, as for the plain model."""
+
+    def __init__(self, case: RuntimeCase, target: MeasurementTarget, device: torch.device) -> None:
+        document = case.document
+        if not isinstance(document, DeepspeedExport):
+            raise TypeError(f"{case.name} is for {document.runtime}")
+        import deepspeed
+
+        self.case, self.document, self.devices, self._loss = case, document, [device], target.loss
+        self.stage, self.replica = divmod(dist.get_rank(), document.replicas)
+        example = target.example.repeated(document.micro_batch_size // document.replicas)
+        self._given = stage_inputs(target.layers, document.parts[self.stage], example.tensors)
+        stage = build(document, target.layers, target.loss, target.example.handed)
+        config = {name: value for name, value in document.config.items() if name != "optimizer"}
+        optimizer = torch.optim.SGD(stage.parameters(), lr=LEARNING_RATE)
+        self.engine: Any
+        self.engine, *_ = deepspeed.initialize(model=stage, optimizer=optimizer, config=config)
+        self._stamps = Stamps(clock_for(device))
+
+    @property
+    def model(self) -> nn.Module:
+        """The stage of this process."""
+        module: nn.Module = self.engine.module
+        return module
+
+    @property
+    def stamps(self) -> Sequence[Stamps]:
+        """Of this process."""
+        return [self._stamps]
+
+    def measure_stages(self) -> dict[int, StageSeconds]:
+        """Its stage's."""
+        seconds = measure_isolated(
+            TensorsApart(self.model),
+            self._given,
+            self.devices[0],
+            loss=self._loss if self.stage == self.document.num_stages - 1 else None,
+            is_first=self.stage == 0,
+            splits=False,
+        )
+        return {self.stage: seconds}
+
+    def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
+        """By the simulator."""
+        return CasePrediction(stages=list(stages), step_seconds=predict_seconds(self.case, stages))
+
+    def feed(self, samples: ModelInput) -> Iterator[tuple[Any, Tensor]]:
+        """Input and a target that nothing reads, of each micro-batch of this replica."""
+        device, parts = self.devices[0], self.case.micro_batches * self.case.replicas
+        size = samples.batch // parts
+        own = []
+        for part in range(self.replica, parts, self.document.replicas):
+            cut = tuple(tensor[part * size : (part + 1) * size].to(device) for tensor in samples.tensors)
+            own.append((cut[0] if len(cut) == 1 else cut, torch.zeros(size, device=device)))
+        return iter(own)
+
+    def step(self, fed: Iterator[tuple[Any, Tensor]]) -> list[Tensor]:
+        """The mean loss, which DeepSpeed tells every process; the weights are new after it."""
+        return [self.engine.train_batch(fed)]
+
+    def update(self) -> None:
+        """Its optimizer is part of its step."""
+
+    def watch(self) -> None:
+        """Every forward and backward of the engine, which looks up what an instruction does."""
+        from deepspeed.runtime.pipe import schedule
+
+        table = dict(self.engine._INSTRUCTION_MAP)
+        for kind, instruction in (("forward", schedule.ForwardPass), ("backward", schedule.BackwardPass)):
+            table[instruction] = self._stamps.timed(self.stage, kind, table[instruction])
+        self.engine._INSTRUCTION_MAP = table
+
+    def stage_seconds(self) -> dict[int, StageSeconds]:
+        """Its stage's."""
+        return {self.stage: self._stamps.stages()[self.stage]}

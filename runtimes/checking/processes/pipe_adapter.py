@@ -1,0 +1,133 @@
+"""torchgpipe and FairScale in the loop of a check: one process for all stages."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....profiler.user_model.loaded_model import ModelInput
+from ... import fairscale, torchgpipe
+from ...formats.pipe_export import FairscaleExport, TorchgpipeExport
+from ..job import CasePrediction, RuntimeCase, StageSeconds
+from ..prediction import count_recomputed, predict_seconds
+from .action_stamps import Stamps
+from .isolated_stage import measure_isolated
+from .measurement_target import MeasurementTarget
+from .partition_stamps import PartitionStamps
+from .pipeline_adapter import PipelineAdapter, TensorsApart
+
+
+class PipeAdapter(PipelineAdapter):
+    """All stages of a case."""
+
+    def __init__(self, case: RuntimeCase, target: MeasurementTarget) -> None:
+        self.case, self._target, self._threads = case, target, threading.enumerate()
+        self._pipe: Any = _build_pipe(case, target)
+        self.devices = [torch.device(device) for device in self._pipe.devices]
+        self._stamps: list[PartitionStamps] = []
+
+    @property
+    def model(self) -> nn.Module:
+        """All stages."""
+        pipe: nn.Module = self._pipe
+        return pipe
+
+    @property
+    def stamps(self) -> Sequence[Stamps]:
+        """By stage."""
+        return self._stamps
+
+    def measure_stages(self) -> dict[int, StageSeconds]:
+        """Each stage is fed what the one before makes of a micro-batch."""
+        given = self._target.example.repeated(self.case.document.micro_batch_size).tensors
+        found: dict[int, StageSeconds] = {}
+        for number, (partition, device) in enumerate(zip(self._pipe.partitions, self.devices, strict=True)):
+            is_last = number == len(self.devices) - 1
+            stage, given = TensorsApart(partition), tuple(tensor.to(device) for tensor in given)
+            found[number] = measure_isolated(
+                stage,
+                given,
+                device,
+                loss=self._target.loss if is_last else None,
+                is_first=number == 0,
+                splits=False,
+            )
+            if not is_last:
+                given = _outputs(stage, given)
+        return found
+
+    def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
+        """The stages that are written down have in their backward what it recomputes, as in the steps."""
+        again = [own.model_copy(update={"backward": own.backward + own.forward}) for own in stages]
+        return CasePrediction(
+            stages=again if count_recomputed(self.case) else list(stages),
+            step_seconds=predict_seconds(self.case, stages),
+        )
+
+    def step(self, fed: ModelInput) -> list[Tensor]:
+        """The mean over the micro-batches, each by itself as in the plain model."""
+        self._tell_backward(runs=False)
+        given = fed.to(device=self.devices[0])
+        output = self._pipe(given.handed if isinstance(given.handed, Tensor) else given.tensors)
+        parts = _micro_batches(output, self.case.micro_batches)
+        loss = torch.stack([self._target.loss(part, None) for part in parts]).sum() / len(parts)
+        self._tell_backward(runs=True)
+        torch.autograd.backward(loss)
+        return [loss.detach()]
+
+    def _tell_backward(self, *, runs: bool) -> None:
+        for own in self._stamps:
+            own.backward_runs = runs
+
+    def watch(self) -> None:
+        """By hooks on the partitions."""
+        pairs = zip(self._pipe.partitions, self.devices, strict=True)
+        self._stamps = [PartitionStamps(partition, device) for partition, device in pairs]
+
+    def stage_seconds(self) -> dict[int, StageSeconds]:
+        """Of all stages."""
+        return {number: own.stage() for number, own in enumerate(self._stamps)}
+
+    def close(self) -> None:
+        """The pipe and its threads are gone."""
+        for own in self._stamps:
+            own.remove()
+        self._stamps, self._pipe = [], None
+        _end_threads(self._threads)
+
+
+def _build_pipe(case: RuntimeCase, target: MeasurementTarget) -> Any:
+    document, example = case.document, target.example.handed
+    if isinstance(document, FairscaleExport):
+        return fairscale.build(document, target.layers, example)
+    if isinstance(document, TorchgpipeExport):
+        return torchgpipe.build(document, target.layers, example)
+    raise ValueError(f"{document.runtime} has a process for each stage")
+
+
+def _outputs(stage: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What the next stage is fed."""
+    with torch.no_grad():
+        made = stage(*given)
+    tensors = (made,) if isinstance(made, Tensor) else tuple(made)
+    return tuple(tensor.detach().clone() for tensor in tensors)
+
+
+def _micro_batches(output: Any, count: int) -> list[Any]:
+    """The output of each micro-batch."""
+    if isinstance(output, Tensor):
+        return list(output.chunk(count))
+    return list(zip(*(tensor.chunk(count) for tensor in output), strict=True))
+
+
+def _end_threads(others: Iterable[threading.Thread]) -> None:
+    """Those of FairScale, whose Pipe is gone, are waited for: a living Pipe would keep the interpreter from
+    ending, and a thread whose end meets the interpreter's may abort it."""
+    gc.collect()
+    for thread in set(threading.enumerate()).difference(others):
+        thread.join(timeout=10)

@@ -1,0 +1,140 @@
+"""torch.distributed.pipelining in the loop of a check: one process of the pipeline, or of a replica of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ....profiler.user_model.loaded_model import ModelInput
+from ...formats.torch_actions import splits_backward
+from ...pipelining.input_form import InputForm
+from ...pipelining.process import PipelineProcess
+from ...pipelining.stage_module import StageModule, stage_loss
+from ...torch_pipelining import build
+from ..job import Case, CasePrediction, Corrections, StageSeconds
+from ..prediction import predict_step
+from .action_stamps import Stamps, clock_for
+from .isolated_stage import measure_isolated, stage_inputs
+from .measurement_target import MeasurementTarget
+from .pipeline_adapter import PipelineAdapter
+
+
+class TorchAdapter(PipelineAdapter):
+    """`corrections`: of its prediction, besides the one without."""
+
+    def __init__(
+        self, case: Case, target: MeasurementTarget, device: torch.device, corrections: Corrections | None
+    ) -> None:
+        self.case, self.document, self.corrections = case, case.document, corrections
+        self.devices, self._loss = [device], target.loss
+        self._given = self._stage_inputs(target)  # before the layers are moved to the device
+        self._stamps = Stamps(clock_for(device))
+        self.process = build(
+            self.document,
+            target.layers,
+            example_input=target.example,
+            loss_fn=self._stamps.timed(len(case.parts) - 2, "loss", target.loss),
+            device=device,
+        )
+        self._model = nn.ModuleList(self.process.wrapped.values())
+
+    @property
+    def model(self) -> nn.Module:
+        """The stages of this process."""
+        return self._model
+
+    @property
+    def stamps(self) -> Sequence[Stamps]:
+        """Of this process."""
+        return [self._stamps]
+
+    def _stage_inputs(self, target: MeasurementTarget) -> dict[int, tuple[Tensor, ...]]:
+        """What each of this process's stages is sent for a micro-batch."""
+        size = self.document.micro_batch_size // self.document.replicas
+        handed = target.example.repeated(size).handed
+        first = InputForm.of(target.example).micro_batch(target.example, size)
+        given = (handed,) if isinstance(handed, Tensor) else handed
+        return {
+            stage: first if stage == 0 else stage_inputs(target.layers, self.document.parts[stage], given)
+            for stage in self.document.stages[dist.get_rank() // self.document.replicas]
+        }
+
+    def measure_stages(self) -> dict[int, StageSeconds]:
+        """As the schedule runs them, but for the replicas' exchange of gradients."""
+        last, found = len(self.document.parts) - 2, {}
+        for stage, module in self.process.wrapped.items():
+            inner = _stage_inside(module)
+            found[stage] = measure_isolated(
+                inner,
+                self._given[stage],
+                self.devices[0],
+                loss=stage_loss(inner, self._loss) if stage == last else None,
+                is_first=stage == 0,
+                splits=splits_backward(self.document.actions),
+            )
+        return found
+
+    def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
+        """By the simulator, without the corrections and with them."""
+        fixed = self.corrections
+        return CasePrediction(
+            stages=list(stages),
+            step_seconds=predict_step(self.case, stages, None).step_seconds,
+            calibrated_step_seconds=None
+            if fixed is None
+            else predict_step(self.case, stages, fixed).step_seconds,
+        )
+
+    def step(self, fed: ModelInput) -> list[Tensor]:
+        """The losses of the micro-batches, in the process of the last stage."""
+        process, whole = self.process, self.document.mini_batch
+        share = fed.mapped(
+            lambda tensor: process.share(tensor) if tensor.dim() and len(tensor) == whole else tensor
+        )
+        target = torch.zeros(process.samples) if process.is_last else None
+        return process.step(share if process.is_first else None, target)
+
+    def watch(self) -> None:
+        """As PyTorch's schedule calls the actions."""
+        for stage in _torch_stages(self.process):
+            index = stage.stage_index
+            stage.forward_one_chunk = self._stamps.timed(index, "forward", stage.forward_one_chunk)
+            stage.backward_weight_one_chunk = self._stamps.timed(
+                index, "weight", stage.backward_weight_one_chunk
+            )
+            whole = self._stamps.timed(index, "backward", stage.backward_one_chunk)
+            input_only = self._stamps.timed(index, "input", stage.backward_one_chunk)
+            stage.backward_one_chunk = _choose_backward(whole, input_only)
+
+    def stage_seconds(self) -> dict[int, StageSeconds]:
+        """Of the stages of this process."""
+        return self._stamps.stages()
+
+
+def _stage_inside(module: nn.Module) -> StageModule:
+    """The stage inside DistributedDataParallel."""
+    inner: Any = getattr(module, "module", module)
+    own: StageModule = inner
+    return own
+
+
+def _torch_stages(process: PipelineProcess) -> list[Any]:
+    """PyTorch's own of this process."""
+    schedule = process.schedule
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def _choose_backward(whole: Callable[..., Any], input_only: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward of all gradients, or of the input's alone."""
+
+    def backward(
+        index: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        run = whole if full_backward else input_only
+        return run(index, loss=loss, full_backward=full_backward, last_backward=last_backward)
+
+    return backward
