@@ -2,7 +2,8 @@
 
 `in_orders` is what an answer is searched over: the ranks in order, where a stage may also begin with the next
 node (or kind of device); the ranks across the nodes; the runs of equal devices in every order. `in_any` is
-every choice of different devices for every stage, but for those that the same machine, renumbered, has, too.
+every choice of different devices for every stage, but for those that the same machine, renumbered, has, too;
+of more than 16 devices that are not all alike, of which there are too many choices, it is the orders' runs.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ def in_any(topology: Topology, stages: int, counts: range) -> list[Shape]:
     """Every choice of devices, one for each of the same up to renumbering."""
     if all_alike(topology):
         return list(_runs(topology, tuple(range(topology.gpus)), "nothing", stages, counts))
+    if topology.gpus > FEW:
+        return in_orders(topology, stages, counts, numbered=False)
     made: list[Shape] = []
 
     def further(done: Shape, used: Ranks, same: list[Ranks]) -> None:
