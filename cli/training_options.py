@@ -1,4 +1,4 @@
-"""The options that say what is wished of a plan, which several verbs have, as `Wishes`."""
+"""The options that say what is wished of a plan, which several verbs have, as `PlanOptions`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS
 from ..cost_models.quantities import parse_seconds
 from ..cost_models.runtime import RUNTIMES
-from ..planner.wishes import Wishes
+from ..planner.plan_options import PlanOptions
 from .options import number_or_auto, whole_number, word
 
 
@@ -140,9 +140,9 @@ class TrainingOptions:
     gradient_dtype: str = "auto"
     zero: int = 0
 
-    def wishes(self) -> Wishes:
+    def wishes(self) -> PlanOptions:
         """Raises UsageError."""
-        return Wishes(
+        return PlanOptions(
             mini_batch=self.mini_batch,
             micro_batches=number_or_auto(self.micro_batches, "--micro-batches"),
             schedule=self.schedule,

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from .wishes import Limits, Wishes
+from .plan_options import Limits, PlanOptions
 
 
-def limit_cuts(chain: Chain, wishes: Wishes) -> tuple[Chain, Limits]:
+def limit_cuts(chain: Chain, wishes: PlanOptions) -> tuple[Chain, Limits]:
     """The chain without the cuts that the wishes forbid, and what else they ask. Raises UsageError."""
     cut_after = chain.cut_after.copy()
     for pattern in wishes.keep_together:
@@ -30,7 +30,7 @@ def limit_cuts(chain: Chain, wishes: Wishes) -> tuple[Chain, Limits]:
     return (chain if same else replace(chain, cut_after=cut_after)), Limits(must_cut, pins)
 
 
-def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], wishes: Wishes) -> Iterator[int]:
+def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], wishes: PlanOptions) -> Iterator[int]:
     for name in wishes.cut_after:
         layer = _layer(chain, "cut_after", name)
         if layer == len(chain) - 1:
@@ -48,7 +48,7 @@ def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], wishes: Wishes) -> Ite
         yield layer
 
 
-def _check_pins(wishes: Wishes, pins: Sequence[tuple[int, int]]) -> None:
+def _check_pins(wishes: PlanOptions, pins: Sequence[tuple[int, int]]) -> None:
     """Layers of later stages may not stand before layers of earlier ones."""
     for (name, stage), (layer, _) in zip(wishes.pins, pins, strict=True):
         if stage < 0:

@@ -22,15 +22,15 @@ from .balance import balance_table
 from .candidate import ScoredPlan
 from .joint_search import BEST, find, plan_with
 from .pipeline_config import SEARCHED, PipelineConfig
+from .plan_options import PlanOptions
 from .plan_stages import run_in_words
 from .planners import planner_named
 from .problem import Problem
 from .search.pipelines import stage_modes
 from .search.space import ReplicaGroupCosts, Space
-from .wishes import Wishes
 
 SECONDS = 1.0
-"""Of the search for each change, as of `Wishes.time_limit`."""
+"""Of the search for each change, as of `PlanOptions.time_limit`."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _none_left(problem: Problem) -> str:
     return f"no plan under {names} was found for these options, whatever the memory; not all are looked at"
 
 
-def _narrowing(wishes: Wishes) -> list[str]:
+def _narrowing(wishes: PlanOptions) -> list[str]:
     """The fields given that leave plans out."""
     given = {
         "pins": wishes.pins,
@@ -211,7 +211,7 @@ def _other_runs(problem: Problem) -> list[str]:
     """Fields that cost no more than time, the fastest first: one that is left to the search; where one is
     not enough, all of them."""
     wishes, ways = problem.wishes, list[tuple[float, str]]()
-    single: list[tuple[str, Wishes]] = [
+    single: list[tuple[str, PlanOptions]] = [
         ("recompute", replace(wishes, recompute="auto")),
         ("micro_batches", replace(wishes, mini_batch=problem.mini_batch, micro_batches=None)),
         ("schedule", replace(wishes, schedule="auto")),
@@ -239,7 +239,7 @@ def _lighter_optimizers(problem: Problem) -> Iterator[str]:
             yield name
 
 
-def _solved_with(problem: Problem, wishes: Wishes) -> ScoredPlan | None:
+def _solved_with(problem: Problem, wishes: PlanOptions) -> ScoredPlan | None:
     """The plan under other wishes, where there is one."""
     if wishes == problem.wishes:
         return None

@@ -34,7 +34,7 @@ MOST_ORDERS = 24
 MOST_ENTRIES = 4_000
 """Devices times blocks between cuts times orders that are searched along."""
 WORK = 5e8
-"""Of the search along further orders, see `search.work.Work`; less of a time limit below a second."""
+"""Of the search along further orders, see `SearchBudget`; less of a time limit below a second."""
 
 
 def reassign(problem: Problem, plans: Iterable[ScoredPlan], limit: float = inf) -> Iterator[Proposal]:

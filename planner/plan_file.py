@@ -9,15 +9,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.errors import UsageError
+from ..cost_models.options import declared
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from ..cost_models.runtime import RUNTIMES
+from ..cost_models.schedules import SCHEDULES
+from .plan_options import PlanOptions
 
-SCHEDULES = (
-    *("naive", "gpipe", "1f1b", "dapple", "interleaved", "looped-bfs", "chimera"),
-    *("zb-h1", "zb-h2", "zb-v", "dualpipe-v"),
-    *("pipedream", "pipedream-2bw", "wpipe", "xpipe", "avgpipe", "autopipe"),
-)
-"""The schedules a plan may name; pplan solves for some of them."""
 TIE = 1e-9
 """Share of a step below which two are equal; a bound closer than this to a step excludes anything faster."""
 
@@ -51,7 +48,6 @@ StepSeconds = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(ge=0)]
 ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 RuntimeName = Annotated[str, AfterValidator(_known_runtime)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuples)]
 
 
 class PlannedStage(Record):
@@ -176,28 +172,14 @@ class Aim(Record):
     covers: str = ""
 
 
-class Wished(Record):
-    """What was asked for, as of `wishes.Wishes`."""
-
-    mini_batch: Count | None = None
-    micro_batches: Count | None = None
-    schedule: str = "auto"
-    recompute: str = "auto"
-    optimizer: str = "sgd"
-    precision: str = "auto"
-    gradient_dtype: str = "auto"
-    zero: ZeroStage = 0
-    runtime: RuntimeName | None = None
-    planner: str = "best"
-    use_all: bool = False
-    max_stages: Count | None = None
-    cut_after: Names = ()
-    keep_together: Names = ()
-    pins: Annotated[tuple[tuple[str, Index], ...], BeforeValidator(_as_tuples)] = ()
-    memory_limit: float | None = None
-    time_limit: float = 30.0
-    robust: bool = False
-    seconds_of: str | None = None
+def _read_options(value: Any) -> Any:
+    """What was asked for, of a file; keys that it does not know may stand there."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return PlanOptions(**{name: value[name] for name in declared(PlanOptions) if name in value})
+    except UsageError as error:
+        raise ValueError(error.what) from error
 
 
 class OtherMiniBatch(Record):
@@ -273,7 +255,7 @@ class Plan(Document):
     objective: Aim | None = None
     baselines: list[Baseline] = []
     alternatives: list[Alternative] = []
-    wishes: Wished = Wished()
+    wishes: Annotated[PlanOptions, BeforeValidator(_read_options)] = PlanOptions()
     searched: str = ""
     """The space that `exact` and the bound speak of."""
     warnings: list[str] = []

@@ -17,11 +17,11 @@ from ..cost_models.topology import Topology
 from .candidate import Proposal
 from .constrained import limit_cuts
 from .pipeline_config import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, PipelineConfig, pipeline_configs, some
+from .plan_options import PlanOptions
 from .search.budget import SearchBudget
 from .search.placements import MOST_DEVICES, Placement, placements
 from .search.space import Space
 from .search.subproblem import Family
-from .wishes import Wishes
 
 EVERY_COUNT = 16
 """Up to so many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
@@ -45,7 +45,7 @@ class Problem:
 
     chain: Chain
     topology: Topology
-    wishes: Wishes
+    wishes: PlanOptions
     dtype: str = "float32"
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     budget: SearchBudget = field(default_factory=SearchBudget, compare=False)
@@ -446,7 +446,7 @@ def _in_words(mode: Mode) -> str:
     return "if out of memory" if mode == "by_stage" else mode.replace("_", " ")
 
 
-def _check_counts(chain: Chain, gpus: int, wishes: Wishes) -> None:
+def _check_counts(chain: Chain, gpus: int, wishes: PlanOptions) -> None:
     if gpus > len(chain) and wishes.runtime is not None and runtime_named(wishes.runtime).replicas == "none":
         raise UsageError(
             f"gpus={gpus}: the model has {counted(len(chain), 'layer')}, and a stage needs at least one",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Literal
 
 from ..cost_models.errors import DefectError, UsageError
@@ -19,20 +19,20 @@ from .coverage import covered
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find
 from .mini_batch import choose_mini_batch
-from .plan_file import TIE, Plan, Prediction, ProfileReference, Wished
+from .plan_file import TIE, Plan, Prediction, ProfileReference
+from .plan_options import PlanOptions
 from .plan_stages import bubble, plan_recompute, plan_stages
 from .problem import Problem
 from .robust.interval import estimate_interval
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
 from .simulated import of_same_layers
-from .wishes import Wishes
 
 
 def solve(
     chain: Chain,
     topology: Topology,
-    wishes: Wishes,
+    wishes: PlanOptions,
     *,
     model: str,
     profile: ProfileReference,
@@ -55,7 +55,7 @@ def solve(
 def build_problem(
     chain: Chain,
     topology: Topology,
-    wishes: Wishes,
+    wishes: PlanOptions,
     profile: ProfileReference,
     profiles: Mapping[str, Chain],
 ) -> Problem:
@@ -126,7 +126,7 @@ def bare_plan(
         machine=to_toml(topology),
         stages=stages,
         prediction=_prediction(problem, best, found),
-        wishes=Wished(**asdict(problem.wishes)),
+        wishes=problem.wishes,
         searched=problem.searched(),
         default_mini_batch=choose_mini_batch(problem, tried=False),
         layer_names=list(problem.chain.names),

@@ -12,7 +12,7 @@ import numpy as np
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.objectives.objective import Objective
-from pplan.planner.wishes import Wishes
+from pplan.planner.plan_options import PlanOptions
 
 from .alone import MADE_UP, made_up_runtimes
 from .chains import one_that_scales, random_chain, slower_by_layer
@@ -62,7 +62,7 @@ class Case:
     kind: str
     chain: Chain
     topology: Topology
-    wishes: Wishes
+    wishes: PlanOptions
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     objective: Objective = field(default_factory=Objective)
 
@@ -114,7 +114,7 @@ class _Maker:
         count = int(self.rng.choice([128, 256]))
         chain = one_that_scales(layers, int(self.rng.integers(layers)), (1, wide))
         topology = Topology((Group(Device("toy", None), gpus),), (Level("node", None, Link(inf, 0.0)),))
-        wishes = Wishes(
+        wishes = PlanOptions(
             mini_batch=count * wide,
             micro_batches=count,
             schedule="1f1b",
@@ -131,7 +131,7 @@ class _Maker:
             most = 4
         return self._between(1 if self.kind in ("plain", "memory") else 2, most + (self.rng.random() < 0.1))
 
-    def _wishes(self, chain: Chain, topology: Topology) -> Wishes:
+    def _wishes(self, chain: Chain, topology: Topology) -> PlanOptions:
         batches = (2, 3, 4, 5, 6, 8, 12) if self.kind != "explain" else (2, 3, 4, 6)
         made: dict[str, Any] = {
             "mini_batch": int(self.rng.choice(batches)),
@@ -161,7 +161,7 @@ class _Maker:
             made["planner"] = "pipedream"
         if self.kind == "options" or (self.kind not in ("plain", "many") and self.rng.random() < 0.25):
             made |= self._options(chain, topology.gpus, made["mini_batch"])
-        return Wishes(**made)
+        return PlanOptions(**made)
 
     def _states(self) -> dict[str, Any]:
         """In which numbers a plan trains, and what replicas spread over them."""
@@ -199,7 +199,9 @@ class _Maker:
                 made["recompute"] = "except_last"
         return made
 
-    def _with_memory(self, chain: Chain, topology: Topology, wishes: Wishes) -> tuple[Topology, Wishes]:
+    def _with_memory(
+        self, chain: Chain, topology: Topology, wishes: PlanOptions
+    ) -> tuple[Topology, PlanOptions]:
         """Devices with little memory, or a limit besides it."""
         tight = {"plain": 0.0, "memory": 1.0, "infeasible": 1.0, "states": 0.6}
         if self.rng.random() >= tight.get(self.kind, 0.3) or self.kind == "many":

@@ -13,7 +13,7 @@ from pplan.cost_models.memory import Recompute
 from pplan.cost_models.runtime import Runtime, runtime_named
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.topology import Topology
-from pplan.planner.wishes import Wishes
+from pplan.planner.plan_options import PlanOptions
 
 OPEN = ("1f1b", "gpipe")
 """In the running where neither a schedule nor a runtime is named."""
@@ -26,7 +26,7 @@ class Rules:
 
     chain: Chain
     topology: Topology
-    wishes: Wishes
+    wishes: PlanOptions
     mini_batch: int
 
     @property

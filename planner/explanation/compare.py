@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...cost_models.document import Document, Record
 from ..candidate import ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find
 from ..pipeline_config import SEARCHED
-from ..plan_file import TIE, Plan, Wished
+from ..plan_file import TIE, Plan
+from ..plan_options import PlanOptions
 from ..plan_stages import bubble, plan_stages
 from .explain_context import ExplainContext
 
@@ -83,14 +85,15 @@ def _problem(plan: Plan) -> Key:
 
 def _bound(plan: Plan) -> tuple[Key, float]:
     """What was proven of all plans of the problem; 0 where there was no search, or one of some of them."""
-    asked = plan.wishes.model_dump(exclude=set(_NOT_NARROWING))
-    narrowed = asked != Wished().model_dump(exclude=set(_NOT_NARROWING))
+    default = PlanOptions()
+    same: dict[str, Any] = {name: getattr(default, name) for name in _NOT_NARROWING}
+    narrowed = replace(plan.wishes, **same) != default
     nothing = plan.was_given or narrowed or plan.objective is not None
     return _problem(plan), 0.0 if nothing else plan.prediction.lower_bound_seconds
 
 
 _NOT_NARROWING = ("mini_batch", "optimizer", "runtime", "time_limit", "planner", "robust", "seconds_of")
-"""Wishes that leave the search all plans of a problem, or are of the problem."""
+"""Options that leave the search all plans of a problem, or are of the problem."""
 
 
 def _proven(plan: Plan, bounds: Sequence[tuple[Key, float]]) -> float:

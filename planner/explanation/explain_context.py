@@ -17,10 +17,10 @@ from ..candidate import Proposal, ScoredPlan
 from ..layout import Layout, Overrides
 from ..pipeline_config import Mode, PipelineConfig
 from ..plan_file import Plan
+from ..plan_options import PlanOptions
 from ..problem import Problem
 from ..scoring import assemble, fastest
 from ..simulated import of_same_layers
-from ..wishes import Wishes
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def make_context(
     return ExplainContext(problem, present, fastest(problem.space, [present.proposal]) is not None)
 
 
-def wishes_of(plan: Plan) -> Wishes:
+def wishes_of(plan: Plan) -> PlanOptions:
     """What was asked for the plan, its mini-batch settled, for the joint search."""
     return replace(
-        Wishes(**plan.wishes.model_dump()),
+        plan.wishes,
         mini_batch=plan.mini_batch,
         optimizer=plan.optimizer,
         precision=plan.trained.name,

@@ -19,7 +19,7 @@ from ..search.space import Space
 from ..search.subproblem import Family
 
 SECONDS = 1.0
-"""Of the search for each answer, as of `Wishes.time_limit`."""
+"""Of the search for each answer, as of `PlanOptions.time_limit`."""
 MANY = 12
 """Devices beyond which solving again a score of times would take too long."""
 

@@ -7,8 +7,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
 
+from ...cost_models import arguments
 from ...cost_models.errors import UsageError
+from ...cost_models.options import Options, option
 from ...cost_models.topology import Topology
 
 STEP_TIME, THROUGHPUT, MEMORY, COST = "step-time", "throughput", "memory", "cost"
@@ -115,3 +118,53 @@ def price_by_kind(prices: Mapping[str, float], topology: Topology) -> dict[str, 
             f"price={what}: is of no device here", f"The topology has {', '.join(names)}: name these."
         )
     return made
+
+
+class ObjectiveKeywords(TypedDict, total=False):
+    """The fields of `ObjectiveOptions`, as a caller may give them."""
+
+    objective: Literal["step-time", "throughput", "memory", "cost"] | str
+    price: float | str | Mapping[str, float] | None
+
+
+def _prices(name: str, value: Any) -> dict[str, float] | None:
+    """Dollars per device hour by kind: of a number, a text such as "A100=2.5,T4=0.35", or a mapping."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return parse_prices(value)
+    if isinstance(value, Mapping):
+        return {
+            arguments.word(name, kind): arguments.number(f"{name}[{kind!r}]", own)
+            for kind, own in value.items()
+        }
+    return {ANY: arguments.number(name, value)}
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions(Options):
+    """What the plan is to be the best of: "step-time"; "throughput", for which the weights may be an update
+    or more late; "memory", the least that the fullest device holds with a step at most 5 % longer than the
+    fastest ("memory:10%"); or "cost", dollars per sample. `price`: dollars per device hour, one for all or by
+    the kind of device."""
+
+    objective: str = option(
+        STEP_TIME,
+        arguments.word,
+        "The shortest step; the most samples a second, with late gradients; the least memory with a step at "
+        "most 5 % longer than the fastest; the fewest dollars a sample.",
+        "step-time|throughput|memory[:5%]|cost",
+        panel="The objective",
+    )
+    price: Mapping[str, float] | None = option(
+        None,
+        _prices,
+        "For the objective cost: dollars per device hour, or by the kind.",
+        "2.5|A100=2.5,T4=0.35",
+        panel="The objective",
+    )
+
+    @property
+    def aim(self) -> Objective:
+        """Raises UsageError."""
+        return parse_objective(self.objective, self.price)

@@ -11,7 +11,7 @@ from .objective_result import ObjectiveResult, of_fastest
 
 
 def step_time(problem: Problem) -> ObjectiveResult:
-    """The fastest plan; with `Wishes.robust`, of those near it the one with the best 90th percentile.
+    """The fastest plan; with `PlanOptions.robust`, of those near it the one with the best 90th percentile.
 
     Raises UsageError where the profile does not tell how the layers' seconds vary.
     """

@@ -10,10 +10,10 @@ from ...cost_models.timeline import runs_side_by_side
 from ..assembly import Assembly
 from ..asynchronous import assemble_endless
 from ..candidate import ScoredPlan
+from ..plan_options import ASYNCHRONOUS
 from ..scoring import assemble
 from ..search.space import Space
 from ..stage_table import Floats
-from ..wishes import ASYNCHRONOUS
 from .draws import Draws, make_draws
 from .resampled import Resampled, has_spread
 from .steady import steady_steps

@@ -22,9 +22,9 @@ from ...cost_models.precision import training_precision
 from ...cost_models.routes import Routes
 from ...cost_models.runtime import Runtime
 from ...cost_models.topology import Topology
+from ..plan_options import Limits
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
 from ..stage_table import Floats, StageTable, ledger_options
-from ..wishes import Limits
 from .allreduce_overlap import Buckets, make_buckets
 from .budget import SearchBudget
 

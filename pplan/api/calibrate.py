@@ -13,7 +13,6 @@ from ..cost_models.topology import Device, Group, Topology
 from ..planner.joint_search import find
 from ..planner.plan_file import Plan
 from ..planner.solve import bare_plan, build_problem
-from ..planner.wishes import Wishes
 from ..runtimes.checking.calibration import Calibration
 from ..runtimes.checking.check_report import Check
 from ..runtimes.checking.job import Corrections
@@ -53,7 +52,7 @@ def calibrate(found: Check, read: PlanAndProfile, stem: str) -> Calibrated | Non
 
 def _solved_again(read: PlanAndProfile, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
     try:
-        wishes = Wishes(**read.plan.wishes.model_dump())
+        wishes = read.plan.wishes
         problem = build_problem(read.profile.chain(), topology, wishes, read.plan.profile, profiles)
         answer = find(problem)
     except PplanError as error:

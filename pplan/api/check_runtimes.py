@@ -14,9 +14,9 @@ from ..cost_models.runtime import runtime_named
 from ..cost_models.topology import Topology
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
+from ..planner.plan_options import PlanOptions
 from ..planner.simulated import simulate_plan
 from ..planner.solve import build_problem
-from ..planner.wishes import Wishes
 from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument
 from ..runtimes.checking.prediction import is_serial
 from ..runtimes.formats import deepspeed_export, pipe_export
@@ -53,7 +53,7 @@ class Placed:
         return self._plan_of(choice, plan, runtime), said
 
     def _plan_of(self, choice: Choice, plan: Plan, runtime: str) -> Plan:
-        wishes = Wishes(
+        wishes = PlanOptions(
             mini_batch=choice.micro_batches * choice.micro_batch_size,
             micro_batches=choice.micro_batches,
             schedule=choice.schedule,

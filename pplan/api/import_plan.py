@@ -15,8 +15,8 @@ from ..cost_models.machines.measured_on import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan, ProfileReference
+from ..planner.plan_options import PlanOptions
 from ..planner.solve import build_problem
-from ..planner.wishes import Wishes
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
 from ..runtimes.reading.partition import Partition
@@ -154,10 +154,10 @@ def _is_file(source: str) -> bool:
         return False
 
 
-def _wishes(read: Partition, given: FixedPartition, options: ImportOptions) -> Wishes:
+def _wishes(read: Partition, given: FixedPartition, options: ImportOptions) -> PlanOptions:
     several = given.virtual_stages > 1
     mini_batch = options.mini_batch or read.mini_batch
-    return Wishes(
+    return PlanOptions(
         mini_batch=mini_batch,
         micro_batches=options.micro_batches or _micro_batches(read, given, mini_batch),
         schedule=options.schedule or read.schedule or ("interleaved" if several else "auto"),

@@ -5,135 +5,76 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from ..cost_models import arguments
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import UsageError
+from ..cost_models.machines.measured_on import check_processor_seconds
+from ..cost_models.machines.topology_options import make_topology
+from ..planner.joint_search import BEST
 from ..planner.objectives.frontier import build_frontier
 from ..planner.objectives.frontier_file import Frontier
 from ..planner.objectives.solved import solve_for
-from ..planner.plan_file import Plan
+from ..planner.plan_file import Plan, ProfileReference
+from ..planner.planners import planner_named
+from ..planner.problem import Problem
+from ..planner.solve import build_problem
 from ..planner.sweep import Sweep, list_points, solve_points
 from ..profiler.profile_file import Profile
-from ..profiler.profile_warnings import list_notes, list_warnings
+from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
 from .load import profile_and_reference
-from .problem_arguments import ProblemArguments, check_grid
+from .machine import own_profiles
+from .options import (
+    MachineOptions,
+    ObjectiveOptions,
+    PlanOptions,
+    PointKeywords,
+    ProblemKeywords,
+    SolveKeywords,
+    declared,
+    options_from,
+    unknown_option,
+)
 from .provenance import made_by
+
+MODELS = (MachineOptions, PlanOptions, ObjectiveOptions)
 
 
 def solve(
     profile: Profile | str | Path,
     *,
-    gpus: int,
-    gpus_per_node: int | None = None,
-    gpu: str | None = None,
-    memory_bytes: int | None = None,
-    bandwidth: float | Sequence[float] | None = None,
-    latency: float | Sequence[float] | None = None,
-    topology: str | Path | None = None,
-    runtime: str | None = None,
-    mini_batch: int | None = None,
-    micro_batches: int | Literal["auto"] | None = None,
-    schedule: str = "auto",
-    recompute: str = "auto",
-    optimizer: str = "sgd",
-    precision: Literal["auto", "fp32", "mixed", "bf16"] | str = "auto",
-    gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] | str = "auto",
-    zero: int = 0,
-    planner: str = "best",
-    time_limit: float = 30.0,
-    use_all: bool = False,
-    max_stages: int | None = None,
-    cut_after: Sequence[str] = (),
-    keep_together: Sequence[str] = (),
-    pins: Sequence[tuple[str, int]] = (),
-    memory_limit: float | None = None,
-    robust: bool = False,
-    objective: Literal["step-time", "throughput", "memory", "cost"] | str = "step-time",
-    price: float | str | Mapping[str, float] | None = None,
-    seconds_of: Literal["cpu"] | str | None = None,
     profile_file: str = "",
     profile_sha256: str = "",
+    **options: Unpack[SolveKeywords],
 ) -> Plan:
     """The fastest plan for `profile` on `gpus` devices, with its proven bound.
 
-    `profile` is a profile or the path of its file. `bandwidth` (bytes per second) and `latency` (seconds)
-    hold one value inside a node and, where given, a second between nodes; None takes those of `gpu`, of the
-    profiled device or of `topology`, a machine's name or a TOML file. `mini_batch` defaults to 32 samples a
-    GPU, as nearly as micro-batches make it, `micro_batches` to the best number. `schedule`: one of `pplan
-    schedules`, or auto, the better of gpipe and 1f1b; `recompute`: never, always, except_last or auto;
-    `optimizer`: sgd, momentum, adam, adamw or adamw-8bit; `runtime` keeps the answer to what that runtime
-    runs.
-
-    `precision`: fp32, mixed or bf16; auto is mixed for a profile in 16 bits or under autocast. Micro-batches
-    add their gradients up in `gradient_dtype`: fp32, bf16 or fp16. `zero`: what the replicas of a stage
-    spread over them, 1 the optimizer's states, 2 the gradients too, 3 the weights too.
-
-    `planner`: "best", the joint search, or a known tool's way. `time_limit`: seconds of processor time for
-    the whole answer. `use_all`: no device may stay free. `cut_after`: layers after which a stage must end;
-    `keep_together`: patterns of layers between which none may; `pins`: layers and their stages, from 0.
-    `memory_limit`: bytes that no device may exceed, besides what it has. `robust`: of plans near the fastest,
-    the one with the best step at the 90th percentile, as the layers' seconds vary in the profile.
-
-    `objective`: "step-time"; "throughput", for which the weights may be an update or more late; "memory", the
-    least that the fullest device holds with a step at most 5 % longer than the fastest ("memory:10%"); or
-    "cost", dollars per sample. `price`: dollars per device hour, one for all or by the kind of device.
-
-    `seconds_of`: "cpu" where GPUs are to be planned with the seconds of a profile of a processor, which is
-    refused otherwise.
+    `profile` is a profile or the path of its file. The `options` are the fields of `MachineOptions`,
+    `PlanOptions` and `ObjectiveOptions`, which say what they are; those of `pplan solve --help`. Only `gpus`
+    has to be given.
 
     `profile_file` and `profile_sha256` are what the plan says of its profile (default: the name and the hash
     of the file, or the hash of the profile's JSON).
 
     Raises UsageError, FileError (the profile, the topology), InfeasibleError (no plan fits).
     """
-    given = ProblemArguments(
-        gpus=gpus,
-        gpus_per_node=gpus_per_node,
-        gpu=gpu,
-        memory_bytes=memory_bytes,
-        bandwidth=bandwidth,
-        latency=latency,
-        topology=topology,
-        runtime=runtime,
-        mini_batch=mini_batch,
-        micro_batches=micro_batches,
-        schedule=schedule,
-        recompute=recompute,
-        optimizer=optimizer,
-        precision=precision,
-        gradient_dtype=gradient_dtype,
-        zero=zero,
-        planner=planner,
-        time_limit=time_limit,
-        use_all=use_all,
-        max_stages=max_stages,
-        cut_after=cut_after,
-        keep_together=keep_together,
-        pins=pins,
-        memory_limit=memory_limit,
-        robust=robust,
-        objective=objective,
-        price=price,
-        seconds_of=seconds_of,
-    )
-    return _solved(profile, given, profile_file, profile_sha256)
+    return _solved(profile, options, profile_file, profile_sha256)
 
 
 def _solved(
     profile: Profile | str | Path,
-    given: ProblemArguments,
+    options: Mapping[str, Any],
     profile_file: str,
     profile_sha256: str,
     *,
     compared: bool = True,
 ) -> Plan:
-
+    machine, wishes, objective = options_from(options, *MODELS)
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
-    aim, problem = given.aim, given.problem(measured, reference)
+    problem = make_problem(measured, reference, machine, wishes)
     plan = solve_for(
-        aim,
+        objective.aim,
         problem,
         model=measured.model,
         profile=reference,
@@ -144,6 +85,18 @@ def _solved(
     return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
 
 
+def make_problem(
+    measured: Profile, reference: ProfileReference, machine: MachineOptions, wishes: PlanOptions
+) -> Problem:
+    """The problem of a profile on a machine. Raises UsageError, FileError."""
+    profiled = profiled_device(measured)
+    gpus = arguments.whole("gpus", machine.gpus)
+    topology = make_topology(gpus=gpus, **machine.parts, file=machine.topology, profiled=profiled)
+    check_processor_seconds(profiled, topology, wishes.seconds_of)
+    own = own_profiles(topology, machine.folder, wishes.seconds_of)
+    return build_problem(measured.chain(), topology, wishes, reference, own)
+
+
 def frontier(
     profile: Profile | str | Path,
     *,
@@ -151,7 +104,7 @@ def frontier(
     memory_step: float = 0.02,
     profile_file: str = "",
     profile_sha256: str = "",
-    **options: Any,
+    **options: Unpack[ProblemKeywords],
 ) -> Frontier:
     """The plans of which none is both faster and smaller: step time against the most that a device holds.
 
@@ -164,10 +117,12 @@ def frontier(
     for name in ("objective", "price"):
         if name in options:
             raise UsageError(
-                f"{name}={options[name]!r}: a frontier is of step time against memory", f"Omit {name}."
+                f"{name}={dict(options)[name]!r}: a frontier is of step time against memory",
+                f"Omit {name}.",
             )
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
-    problem = ProblemArguments(**options).problem(measured, reference)
+    machine, wishes = options_from(options, MachineOptions, PlanOptions)
+    problem = make_problem(measured, reference, machine, wishes)
     found = build_frontier(
         problem,
         model=measured.model,
@@ -187,7 +142,7 @@ def sweep(
     backend: Literal["processes", "dask", "ray"] | str = "processes",
     profile_file: str = "",
     profile_sha256: str = "",
-    **options: Any,
+    **options: Unpack[PointKeywords],
 ) -> Sweep:
     """A grid of problems, each solved by itself: `pplan.sweep(profile, {"gpus": [2, 4]}, mini_batch=64)`.
 
@@ -220,5 +175,40 @@ def _solved_point(
     profile: Profile, profile_file: str, profile_sha256: str, options: Mapping[str, Any], **point: Any
 ) -> Plan:
     """In a process of its own: without comparisons, which no row shows."""
-    given = ProblemArguments(**{**options, **point})
-    return _solved(profile, given, profile_file, profile_sha256, compared=False)
+    own = {**options, **point}
+    return _solved(profile, own, profile_file, profile_sha256, compared=False)
+
+
+def check_grid(grid: Any, options: Mapping[str, Any]) -> None:
+    """Raises UsageError for keys that are no arguments, or stand in both, and for values that are no list."""
+    arguments.instance("grid", grid, Mapping, 'For example: grid={"gpus": [2, 4]}.')
+    known = [name for model in MODELS for name in declared(model)]
+    for key in (*grid, *options):
+        if key not in known:
+            raise unknown_option(key, known, "solve")
+    twice = next((key for key in grid if key in options), None)
+    if twice is not None:
+        raise UsageError(f"{twice}: is in the grid and an option besides", "Omit one of the two.")
+    for key, values in grid.items():
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise UsageError(
+                f"grid[{key!r}]={values!r}: is not a list", f'For example: grid={{"{key}": [...]}}.'
+            )
+    for key in WORDS:
+        for value in grid.get(key, ()):
+            _check_word(key, value)
+
+
+WORDS = ("runtime", "schedule", "planner", "recompute", "optimizer", "precision", "gradient_dtype")
+"""Arguments of which a value that no problem knows is refused at once: it would be a row without a plan."""
+
+
+def _check_word(key: str, value: Any) -> None:
+    """Raises UsageError for a word that is not known."""
+    text = arguments.optional_word(key, value)
+    if text is None:
+        return
+    if key == "planner" and text != BEST:
+        planner_named(text)
+    wished: dict[str, Any] = {key: text}
+    PlanOptions(**wished)

@@ -11,6 +11,17 @@ from typing import Any
 import pytest
 
 import pplan
+from pplan.api.options import (
+    MachineKeywords,
+    MachineOptions,
+    ObjectiveKeywords,
+    ObjectiveOptions,
+    PlanKeywords,
+    PlanOptions,
+    SolveKeywords,
+    declared,
+)
+from pplan.api.solve import MODELS
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
@@ -18,7 +29,41 @@ FREE = {
     *("profile.model", "profile.example_input", "sequential.example_input", "sequential.model"),
     *("compare.plans", "sweep.options", "frontier.options"),
 }
-"""Of any type: what torch makes of it decides. `options` are those of `solve`."""
+"""Of any type: what torch makes of it decides. `options` are those of `solve`, which has them all."""
+
+
+def written(keywords: Any) -> dict[str, str]:
+    """The annotations of a TypedDict as they are written."""
+    texts = {
+        name: getattr(value, "__forward_arg__", str(value))
+        for name, value in keywords.__annotations__.items()
+    }
+    return {
+        name: text.removeprefix("Required[").removesuffix("]") if text.startswith("Required") else text
+        for name, text in texts.items()
+    }
+
+
+KEYWORDS = written(SolveKeywords)
+
+
+def test_the_keywords_are_the_fields_of_the_options() -> None:
+    for keywords, model in (
+        (MachineKeywords, MachineOptions),
+        (PlanKeywords, PlanOptions),
+        (ObjectiveKeywords, ObjectiveOptions),
+    ):
+        assert set(keywords.__annotations__) == set(declared(model)) - {"gpus"}
+        made = {name: value for name, value in vars(model()).items() if name != "gpus"}
+        assert model(**made) == model()
+    assert set(KEYWORDS) == {name for model in MODELS for name in declared(model)}
+
+
+def test_an_option_that_is_none_is_refused_with_the_nearest(profile: Profile) -> None:
+    options: dict[str, Any] = {"micro_batch": 3}
+    with pytest.raises(pplan.UsageError, match="micro_batch: is no option of solve") as refused:
+        pplan.solve(profile, gpus=2, **options)
+    assert refused.value.hint.startswith("Did you mean micro_batches?")
 
 
 class Strange:
@@ -37,7 +82,11 @@ def arguments() -> Iterator[tuple[str, str, str]]:
     for name, function in functions():
         for parameter in inspect.signature(function).parameters.values():
             if f"{name}.{parameter.name}" not in FREE:
-                yield name, parameter.name, str(parameter.annotation)
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    for option, annotation in KEYWORDS.items():
+                        yield name, option, annotation
+                else:
+                    yield name, parameter.name, str(parameter.annotation)
 
 
 def wrong(annotation: str) -> Iterator[Any]:

@@ -103,4 +103,4 @@ def test_no_two_columns_of_a_sweep_have_one_name(key: str, profile: Profile, her
 
 def test_a_frontier_takes_no_objective(profile: Profile) -> None:
     with pytest.raises(pplan.UsageError, match="objective='memory': a frontier is of step time"):
-        pplan.frontier(profile, gpus=2, objective="memory")
+        pplan.frontier(profile, gpus=2, objective="memory")  # type: ignore[call-arg]

@@ -23,12 +23,12 @@ from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solved import solve_for
 from pplan.planner.pipeline_config import SEARCHED
 from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.solve import solve
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
@@ -36,7 +36,7 @@ MIB = 2**20
 
 
 def solved(chain: Chain, topology: Topology, **wishes: Any) -> Plan:
-    return solve(chain, topology, Wishes(**wishes), model="toy", profile=REFERENCE)
+    return solve(chain, topology, PlanOptions(**wishes), model="toy", profile=REFERENCE)
 
 
 def uneven_nodes() -> Topology:
@@ -146,7 +146,7 @@ class TestAPlannersOtherPlacement:
 
     def made(self, seed: int, make_chain: MakeChain, **more: Any) -> Problem:
         chain = make_chain(seed, 7, traffic=0.3, cuts=1.1)
-        return Problem(chain, uneven_nodes(), Wishes(**self.WISHES, **more))
+        return Problem(chain, uneven_nodes(), PlanOptions(**self.WISHES, **more))
 
     def test_it_is_the_answer_and_not_proven(
         self, seed: int, make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
@@ -180,7 +180,7 @@ def test_no_other_assignment_of_the_devices_is_faster(seed: int, make_chain: Mak
     """Of four devices of two kinds, every one, for the cuts and replicas of the answer."""
     topology = one_fast()
     chain = make_chain(seed, 6, traffic=0.2, cuts=1.1)
-    problem = Problem(chain, topology, Wishes(mini_batch=8))
+    problem = Problem(chain, topology, PlanOptions(mini_batch=8))
     answer = find(problem)
     best = answer.best
     assert best is not None
@@ -205,7 +205,7 @@ def test_no_assignment_of_devices_of_as_many_kinds_is_faster(
     """Every permutation, of devices no two of which are alike, for the cuts and replicas of the answer."""
     groups = tuple(Group(Device(f"kind{i}", None, 1 + 0.3 * i), 1) for i in range(devices))
     topology = Topology(groups, (Level("node", None, Link(20.0, 0.0)),))
-    problem = Problem(make_chain(seed, 9, traffic=0.02, cuts=1.1), topology, Wishes(mini_batch=8))
+    problem = Problem(make_chain(seed, 9, traffic=0.02, cuts=1.1), topology, PlanOptions(mini_batch=8))
     best = find(problem).best
     assert best is not None
     others = []
@@ -221,7 +221,7 @@ def test_no_assignment_of_devices_of_as_many_kinds_is_faster(
 @pytest.mark.parametrize("name", ["memory", "cost", "throughput"])
 def test_objectives_say_which_plans_they_speak_of(name: str, make_chain: MakeChain) -> None:
     prices = {"": 1.0} if name == "cost" else {}
-    problem = Problem(make_chain(2, 6, traffic=0.2, cuts=1.1), one_fast(1), Wishes(mini_batch=4))
+    problem = Problem(make_chain(2, 6, traffic=0.2, cuts=1.1), one_fast(1), PlanOptions(mini_batch=4))
     plan = solve_for(Objective(name, prices=prices), problem, model="toy", profile=REFERENCE)
     assert "devices" in plan.prediction.bound_covers
     if plan.objective is not None:
@@ -229,7 +229,7 @@ def test_objectives_say_which_plans_they_speak_of(name: str, make_chain: MakeCha
 
 
 def test_devices_that_are_alike_are_searched(make_chain: MakeChain) -> None:
-    problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), Wishes(mini_batch=4))
+    problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), PlanOptions(mini_batch=4))
     config = problem.configs[0]
     shuffled = Proposal(config, (2, 4, 6), ((2,), (1, 3), (0,)))
     assert not is_searched(problem, shuffled)
@@ -241,7 +241,7 @@ def test_devices_that_are_alike_are_searched(make_chain: MakeChain) -> None:
 
 def test_no_bound_is_lowered_to_a_step(make_chain: MakeChain) -> None:
     """A plan of the searched space below the search's bound: one of the two is wrong."""
-    problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), Wishes(mini_batch=4))
+    problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), PlanOptions(mini_batch=4))
     found = run_search(problem)
     assert found.best is not None
     wrong = SearchResult(found.best, 2 * found.bound_seconds, found.bound_seconds, exact=True)
@@ -250,7 +250,7 @@ def test_no_bound_is_lowered_to_a_step(make_chain: MakeChain) -> None:
 
 
 def test_nothing_fits(make_chain: MakeChain) -> None:
-    found = joint_search(Problem(make_chain(1, 6), one_fast(), Wishes(mini_batch=4, memory_limit=1)))
+    found = joint_search(Problem(make_chain(1, 6), one_fast(), PlanOptions(mini_batch=4, memory_limit=1)))
     assert (found.best, found.bound_seconds) == (None, inf)
 
 

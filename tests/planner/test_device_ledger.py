@@ -14,9 +14,9 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.presets import context_of
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.simulated import simulate_plan
 from pplan.planner.solve import solve
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 CONTEXT = 426 * 2**20
@@ -37,7 +37,7 @@ def _machine(name: str, memory: int | None = None) -> Topology:
 
 def _solved(chain: Chain, topology: Topology, dtype: str = "float32", **wishes: Any) -> Plan:
     profile = ProfileReference(file="", sha256="", dtype=dtype)
-    return solve(chain, topology, Wishes(**wishes), model="toy", profile=profile)
+    return solve(chain, topology, PlanOptions(**wishes), model="toy", profile=profile)
 
 
 PIPELINE: dict[str, Any] = {"schedule": "1f1b", "mini_batch": 16}

@@ -13,10 +13,10 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.fixed_partition import FixedPartition, plan_partition
 from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.simulated import simulate_plan
 from pplan.planner.solve import solve
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -24,7 +24,7 @@ PROFILE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
 def plan_of(chain: Chain, topology: Topology, given: FixedPartition, **wishes: object) -> Plan:
-    problem = Problem(chain, topology, Wishes(**{"mini_batch": 16, **wishes}))  # type: ignore[arg-type]
+    problem = Problem(chain, topology, PlanOptions(**{"mini_batch": 16, **wishes}))  # type: ignore[arg-type]
     return plan_partition(problem, given, model="toy", profile=PROFILE)
 
 
@@ -75,7 +75,7 @@ def test_the_partition_that_solve_finds_takes_what_solve_says(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     chain, topology = make_chain(3, 7), make_topology(3)
-    found = solve(chain, topology, Wishes(mini_batch=16, schedule="1f1b"), model="toy", profile=PROFILE)
+    found = solve(chain, topology, PlanOptions(mini_batch=16, schedule="1f1b"), model="toy", profile=PROFILE)
     if len(set(found.replicas)) > 1:
         pytest.fail("choose a seed whose best plan has as many replicas everywhere")
     given = FixedPartition(tuple(np.cumsum(found.balance).tolist()), 1, found.replicas[0])

@@ -14,8 +14,8 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.infeasible import no_plan_fits
 from pplan.planner.joint_search import find
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -67,7 +67,7 @@ def test_every_change_that_is_named_fits(
 ) -> None:
     chain, named = make_chain(3, 8, cuts=1.1), 0
     for memory in (400, 600, 800):
-        problem = Problem(chain, make_topology(2, memory=memory), Wishes(mini_batch=8, **wishes))
+        problem = Problem(chain, make_topology(2, memory=memory), PlanOptions(mini_batch=8, **wishes))
         if find(problem, []).best is not None:
             continue
         error = no_plan_fits(problem)
@@ -88,8 +88,8 @@ def test_wishes_that_leave_no_plan_whatever_the_memory(
 ) -> None:
     """With or without a limit."""
     chain = make_chain(3, 8, cuts=1.1)
-    pinned = Wishes(mini_batch=8, pins=(("layer3", 7),))
-    for wishes in (pinned, Wishes(mini_batch=8, cut_after=("layer1", "layer2", "layer3"))):
+    pinned = PlanOptions(mini_batch=8, pins=(("layer3", 7),))
+    for wishes in (pinned, PlanOptions(mini_batch=8, cut_after=("layer1", "layer2", "layer3"))):
         error = refused(Problem(chain, make_topology(2), wishes))
         assert error.what == "no plan is allowed by these options, whatever the memory"
         assert error.hint == f"Leave out {'`pins`' if wishes.pins else '`cut_after`'}."
@@ -97,17 +97,18 @@ def test_wishes_that_leave_no_plan_whatever_the_memory(
 
 def test_a_planner_that_makes_none(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain = make_chain(3, 8, cuts=1.1)
-    error = refused(Problem(chain, make_topology(2), Wishes(mini_batch=8, planner="megatron")))
+    error = refused(Problem(chain, make_topology(2), PlanOptions(mini_batch=8, planner="megatron")))
     assert error.what == "planner='megatron': no transformer blocks recognised"
     assert error.hint.startswith("Without `planner` there is one: ")
-    error = refused(Problem(chain, make_topology(4, memory=500), Wishes(mini_batch=8, planner="one-gpu")))
+    one_gpu = PlanOptions(mini_batch=8, planner="one-gpu")
+    error = refused(Problem(chain, make_topology(4, memory=500), one_gpu))
     assert error.what == "planner='one-gpu': does not fit"
-    error = refused(Problem(chain, make_topology(2, memory=100), Wishes(mini_batch=8, planner="one-gpu")))
+    error = refused(Problem(chain, make_topology(2, memory=100), one_gpu))
     assert error.what.startswith("no plan fits into 100 B a GPU: at the least, stage ")
 
 
 def test_a_schedule_that_is_not_searched(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain = make_chain(3, 8, cuts=1.1)
-    wishes = Wishes(mini_batch=8, schedule="zb-h1")
+    wishes = PlanOptions(mini_batch=8, schedule="zb-h1")
     error = refused(Problem(chain, make_topology(2, memory=100), wishes))
     assert error.what == "no plan under zb-h1 was found that fits into 100 B a GPU"

@@ -19,16 +19,16 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.candidate import ScoredPlan
 from pplan.planner.joint_search import find
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 
 
 def problem(chain: Chain, topology: Topology, **wishes: Any) -> Problem:
-    return Problem(chain, topology, Wishes(**wishes))
+    return Problem(chain, topology, PlanOptions(**wishes))
 
 
 def step(chain: Chain, topology: Topology, **wishes: Any) -> float:

@@ -14,8 +14,8 @@ from pplan.planner.mini_batch import choose_mini_batch
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solved import solve_for
 from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.wishes import Wishes
 
 REFERENCE = ProfileReference(file="a.profile.json", sha256="0")
 
@@ -51,8 +51,8 @@ def machine(gpus: int, memory: int | None = None) -> Topology:
     return two_level_topology(Device("a GPU", memory), gpus, max(gpus, 1), link, link)
 
 
-def problem(sizes: tuple[int, ...], gpus: int, wishes: Wishes | None = None) -> Problem:
-    return Problem(chain(sizes), machine(gpus), wishes or Wishes())
+def problem(sizes: tuple[int, ...], gpus: int, wishes: PlanOptions | None = None) -> Problem:
+    return Problem(chain(sizes), machine(gpus), wishes or PlanOptions())
 
 
 @pytest.mark.parametrize("sizes", [(1,), (1, 2), (1, 2, 4, 8), (4, 8, 16, 64), (128, 256)])
@@ -76,13 +76,13 @@ def test_with_one_measured_size_it_is_the_nearest_that_is_made_of_it(
 
 @pytest.mark.parametrize(("count", "gpus", "expected"), [(7, 4, 126), (3, 8, 255), (100, 1, 100)])
 def test_it_divides_into_the_micro_batches_that_are_wished(count: int, gpus: int, expected: int) -> None:
-    made = problem((1, 2, 4, 8), gpus, Wishes(micro_batches=count))
+    made = problem((1, 2, 4, 8), gpus, PlanOptions(micro_batches=count))
     assert made.mini_batch == expected
     assert {config.micro_batches for config in made.configs} == {count}
 
 
 def test_a_given_one_stays() -> None:
-    own = problem((1, 2), 2, Wishes(mini_batch=6))
+    own = problem((1, 2), 2, PlanOptions(mini_batch=6))
     assert own.mini_batch == 6
     assert choose_mini_batch(own, tried=True) is None
 
@@ -100,14 +100,14 @@ def test_half_and_twice_of_it_are_shown() -> None:
     assert default.samples_per_device == 32
     assert [other.mini_batch for other in default.others] == [32, 128]
     for other in default.others:
-        asked = solved(replace(own, wishes=Wishes(mini_batch=other.mini_batch)))
+        asked = solved(replace(own, wishes=PlanOptions(mini_batch=other.mini_batch)))
         assert other.step_seconds == pytest.approx(asked.prediction.step_seconds)
         assert other.samples_per_second == pytest.approx(asked.prediction.samples_per_second)
         assert asked.default_mini_batch is None
 
 
 def test_of_a_large_problem_they_are_left_out() -> None:
-    own = Problem(chain((1, 2), layers=40), machine(32), Wishes(time_limit=1.0))
+    own = Problem(chain((1, 2), layers=40), machine(32), PlanOptions(time_limit=1.0))
     default = choose_mini_batch(own, tried=True)
     assert default is not None
     assert default.others == []
@@ -115,7 +115,7 @@ def test_of_a_large_problem_they_are_left_out() -> None:
 
 def test_it_is_lessened_where_nothing_fits_and_that_is_said() -> None:
     """One micro-batch of 32 samples keeps 6 x 32 kB, and the device has 80 kB."""
-    wishes = Wishes(micro_batches=1, schedule="gpipe", recompute="never")
+    wishes = PlanOptions(micro_batches=1, schedule="gpipe", recompute="never")
     own = Problem(chain((1, 2, 4, 8, 16, 32), saved=1e3), machine(1, 80_000), wishes)
     plan = solved(own)
     assert plan.mini_batch == 8

@@ -15,6 +15,7 @@ from pplan.planner.candidate import Proposal, ScoredPlan, replicated_pipeline
 from pplan.planner.joint_search import find
 from pplan.planner.pipeline_config import SEARCHED, PipelineConfig
 from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_options import ASYNCHRONOUS, PlanOptions
 from pplan.planner.plan_stages import plan_stages
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import busiest_seconds, fastest
@@ -22,7 +23,6 @@ from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.search.space import Space
 from pplan.planner.simulated import simulate_plan
 from pplan.planner.solve import bare_plan
-from pplan.planner.wishes import ASYNCHRONOUS, Wishes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -58,7 +58,7 @@ def test_every_schedule(schedule: str, seed: int, make_chain: MakeChain, make_to
     words = set()
     for memory in (None, 3000, 2000):
         topology = make_topology(4, per_node=[4, 2, 8][seed], latency=0.01, memory=memory)
-        problem = Problem(chain, topology, Wishes(mini_batch=8, schedule=schedule))
+        problem = Problem(chain, topology, PlanOptions(mini_batch=8, schedule=schedule))
         best = find(problem, []).best
         if best is None:
             assert memory is not None
@@ -79,7 +79,7 @@ def test_replicas_and_stages_that_recompute(
     rng = np.random.default_rng(seed)
     chain = make_chain(seed, 9, cuts=1.1)
     topology = make_topology(6, per_node=3, latency=0.02, memory=1300)
-    problem = Problem(chain, topology, Wishes(mini_batch=8))
+    problem = Problem(chain, topology, PlanOptions(mini_batch=8))
     seen = [plan for plan in any_plans(problem, rng) if plan is not None]
     assert len(seen) > 4
     for plan in seen:
@@ -129,7 +129,7 @@ def test_a_wish_for_memory_is_the_limit(make_chain: MakeChain, make_topology: Ma
     chain = make_chain(2, 8, cuts=1.1)
     for has, limit in ((None, 1200), (5000, 1200), (1200, 5000)):
         problem = Problem(
-            chain, make_topology(3, memory=has), Wishes(mini_batch=4, memory_limit=float(limit))
+            chain, make_topology(3, memory=has), PlanOptions(mini_batch=4, memory_limit=float(limit))
         )
         plan = planned(problem)
         assert {stage.memory_limit_bytes for stage in plan.stages} == {1200}
@@ -143,7 +143,7 @@ def test_parts_of_a_backward_that_take_less_than_the_whole(
     chain = make_chain(1, 6, cuts=1.1, traffic=0.0)
     half = 0.25 * chain.backward_seconds
     chain = replace(chain, backward_input_seconds=half, backward_weight_seconds=half)
-    problem = Problem(chain, make_topology(2), Wishes(mini_batch=8, schedule="zb-h1"))
+    problem = Problem(chain, make_topology(2), PlanOptions(mini_batch=8, schedule="zb-h1"))
     found = find(problem, []).found
     assert found.best is not None
     assert busiest_seconds(problem.space, found.best.proposal) <= found.best.step_seconds * (1 + 1e-12)

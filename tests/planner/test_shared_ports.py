@@ -17,11 +17,11 @@ from pplan.planner.assembly import Assembly
 from pplan.planner.candidate import Proposal
 from pplan.planner.joint_search import find
 from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble
 from pplan.planner.search.pipelines import build_pipelines
 from pplan.planner.search.space import Space
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 
@@ -135,7 +135,7 @@ def test_the_step_holds_what_a_nodes_port_must_carry(make_chain: MakeChain) -> N
     card = float(chain.trainable_bytes.sum()) / 20.0
     step = simulate(made.program, made.costs()).step_seconds
     assert step >= card
-    answer = find(Problem(chain, topology, Wishes(mini_batch=16, time_limit=5.0)))
+    answer = find(Problem(chain, topology, PlanOptions(mini_batch=16, time_limit=5.0)))
     assert answer.best is not None
     best = assemble(space, answer.best.proposal, answer.best.recompute)
     assert answer.best.step_seconds >= bytes_through_ports(best) * (1 - 1e-12)

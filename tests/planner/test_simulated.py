@@ -15,16 +15,16 @@ from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.balance import balance
 from pplan.planner.layout import Overrides, devices_needed
 from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.simulated import simulate_plan
 from pplan.planner.solve import solve
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 
 
 def _solved(chain: Chain, topology: Topology, **wishes: object) -> Plan:
-    asked = Wishes(**wishes)  # type: ignore[arg-type]
+    asked = PlanOptions(**wishes)  # type: ignore[arg-type]
     return solve(chain, topology, asked, model="toy", profile=ProfileReference(file="", sha256=""))
 
 

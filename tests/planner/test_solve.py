@@ -19,12 +19,12 @@ from pplan.planner.candidate import ScoredPlan, linear_pipeline
 from pplan.planner.joint_search import JointSearchResult, plan_with
 from pplan.planner.pipeline_config import SEARCHED
 from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.solve import solve
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -32,11 +32,11 @@ REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
 def solved(chain: Chain, topology: Topology, **wishes: object) -> Plan:
-    return solve(chain, topology, Wishes(**wishes), model="toy", profile=REFERENCE)  # type: ignore[arg-type]
+    return solve(chain, topology, PlanOptions(**wishes), model="toy", profile=REFERENCE)  # type: ignore[arg-type]
 
 
 def problem(chain: Chain, topology: Topology, **wishes: object) -> Problem:
-    return Problem(chain, topology, Wishes(**wishes))  # type: ignore[arg-type]
+    return Problem(chain, topology, PlanOptions(**wishes))  # type: ignore[arg-type]
 
 
 def with_parameters(chain: Chain, size: float) -> Chain:

@@ -14,10 +14,10 @@ from pplan.cost_models.topology import MOST_DEVICES, Device, Link, Topology, two
 from pplan.planner.joint_search import find
 from pplan.planner.objectives.throughput import throughput
 from pplan.planner.plan_file import ProfileReference
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.search.budget import SearchBudget
 from pplan.planner.solve import build_plan
-from pplan.planner.wishes import Wishes
 
 
 @dataclass
@@ -61,7 +61,7 @@ def topology_of(devices: int) -> Topology:
 
 
 def problem_of(devices: int, clock: Reading | None = None) -> Problem:
-    wishes = Wishes(mini_batch=4 * devices, time_limit=1.0)
+    wishes = PlanOptions(mini_batch=4 * devices, time_limit=1.0)
     budget = SearchBudget() if clock is None else SearchBudget.of_seconds(1.0, clock)
     return Problem(chain_of(6), topology_of(devices), wishes, budget=budget)
 

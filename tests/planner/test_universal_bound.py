@@ -19,10 +19,10 @@ from pplan.cost_models.schedules import SCHEDULES, Program
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner.candidate import Proposal
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, possible
 from pplan.planner.universal_bound import universal_bound, work_bound
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if schedule.synchronous]
@@ -51,7 +51,7 @@ def random_problem(seed: int, schedule: str, make_chain: MakeChain) -> Problem |
     inner = Level("node", int(rng.integers(1, 3)), Link(float(rng.choice([5, 50, 5e3])), 0.1))
     levels = (inner, Level("network", None, Link(5.0, float(rng.choice([0.0, 0.3])))))
     count, size = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2, 3]))
-    wishes = Wishes(
+    wishes = PlanOptions(
         mini_batch=count * size,
         micro_batches=count,
         schedule=schedule,
@@ -152,6 +152,6 @@ def chain_of(layers: int) -> Chain:
 def test_two_equal_stages(schedule: str, bound: float, best: float) -> None:
     """One sample a micro-batch, so that there are no replicas: each plan in hand."""
     topology = Topology((Group(Device("toy", None), 2),), (Level("node", None, Link(1e9, 0.0)),))
-    problem = Problem(chain_of(2), topology, Wishes(mini_batch=4, micro_batches=4, schedule=schedule))
+    problem = Problem(chain_of(2), topology, PlanOptions(mini_batch=4, micro_batches=4, schedule=schedule))
     assert min(every_step(problem)) == pytest.approx(best)
     assert universal_bound(problem, [schedule], best) == pytest.approx(bound, rel=1e-3)

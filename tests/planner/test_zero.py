@@ -18,6 +18,7 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.joint_search import find
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import ReplicaExchange
 from pplan.planner.scoring import assemble, fastest
@@ -25,7 +26,6 @@ from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.simulated import simulate_plan
 from pplan.planner.solve import bare_plan
 from pplan.planner.stage_table import StageTable
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -33,8 +33,8 @@ MIXED = Precision(2, 4, 4)
 REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64, dtype="bfloat16")
 
 
-def wished(zero: int, **others: object) -> Wishes:
-    return Wishes(zero=zero, optimizer="adam", gradient_dtype="fp32", **others)  # type: ignore[arg-type]
+def wished(zero: int, **others: object) -> PlanOptions:
+    return PlanOptions(zero=zero, optimizer="adam", gradient_dtype="fp32", **others)  # type: ignore[arg-type]
 
 
 def proposals(seed: int, chain: Chain, count: int) -> list[Proposal]:
@@ -194,5 +194,5 @@ def test_one_replica_spreads_nothing(make_chain: MakeChain, make_topology: MakeT
 )
 def test_a_runtime_that_cannot_is_refused_before_searching(runtime: str, zero: int, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        Wishes(runtime=runtime, zero=zero)
-    assert replace(Wishes(zero=1), runtime="deepspeed").zero == 1
+        PlanOptions(runtime=runtime, zero=zero)
+    assert replace(PlanOptions(zero=1), runtime="deepspeed").zero == 1

@@ -15,9 +15,9 @@ from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 MODES: tuple[Recompute, Recompute] = ("never", "always")
@@ -41,7 +41,7 @@ def make_problem(make_chain: MakeChain) -> Callable[..., Problem]:
         device = Device("toy", None if memory is None else round(memory * SCALE))
         link = Link(20 * SCALE, [0.0, 0.05][seed % 2])
         topology = two_level_topology(device, gpus, 8, link, link)
-        return Problem(chain, topology, Wishes(**({"mini_batch": 4} | wishes)))  # type: ignore[arg-type]
+        return Problem(chain, topology, PlanOptions(**({"mini_batch": 4} | wishes)))  # type: ignore[arg-type]
 
     return make
 

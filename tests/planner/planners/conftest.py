@@ -10,8 +10,8 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.wishes import Wishes
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def make_problem(make_topology: Callable[..., Topology]) -> Callable[..., Proble
     """A function of (chain, gpus, **wishes): the problem on two nodes of half the devices each."""
 
     def make(chain: Chain, gpus: int, **wishes: object) -> Problem:
-        return Problem(chain, make_topology(gpus, per_node=-(-gpus // 2)), Wishes(**wishes))  # type: ignore[arg-type]
+        return Problem(chain, make_topology(gpus, per_node=-(-gpus // 2)), PlanOptions(**wishes))  # type: ignore[arg-type]
 
     return make
 

@@ -17,12 +17,12 @@ from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners.dapple import ANY, PLANNER, Effort, Whole, plan
 from pplan.planner.planners.dapple_moves import POLICIES, split_machines
 from pplan.planner.planners.replicated import Trial
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -230,7 +230,7 @@ def test_weights_at_the_end_stay_on_one_device(make_chain: MakeChain) -> None:
     )
     adapter = Level("network", None, Link(10.0, 0.0), devices_per_port=4)
     topology = Topology((Group(Device("toy", None), 8),), (Level("node", 4, Link(1000.0, 0.0)), adapter))
-    problem = Problem(chain, topology, Wishes(mini_batch=28 * 8))
+    problem = Problem(chain, topology, PlanOptions(mini_batch=28 * 8))
     best = plan(problem.space, Trial("1f1b", 8, 28, ("never",)), 8)
     assert best is not None
     assert [len(own) for own in best.devices] == [7, 1]

@@ -13,9 +13,9 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import ScoredPlan
 from pplan.planner.joint_search import plan_with
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import planner_named
 from pplan.planner.problem import Problem
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -40,7 +40,7 @@ def chain(make_chain: MakeChain) -> Chain:
 
 
 def shared(chain: Chain, topology: Topology, **wishes: Any) -> ScoredPlan | str:
-    problem = Problem(chain, topology, Wishes(**wishes))
+    problem = Problem(chain, topology, PlanOptions(**wishes))
     return plan_with(planner_named("data-parallel"), problem)
 
 

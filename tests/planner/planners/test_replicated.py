@@ -11,9 +11,9 @@ import pytest
 from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.topology import Topology
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
+from pplan.planner.plan_options import Limits
 from pplan.planner.planners.replicated import Trial, cost_replicas, thin, trials
 from pplan.planner.search.space import Space
-from pplan.planner.wishes import Limits
 
 
 def test_a_trial_for_every_size_of_the_preferred_schedule() -> None:

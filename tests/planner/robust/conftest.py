@@ -11,9 +11,9 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Link, two_level_topology
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.robust.draws import Draws
-from pplan.planner.wishes import Wishes
 
 SCALE = 1e6
 """Of all bytes, so that gradients fill several buckets."""
@@ -50,7 +50,7 @@ def make_problem(make_chain: Callable[..., Chain]) -> Callable[..., Problem]:
             kinds = (Device("toy", None), Device("slow", None, speed=1 / 1.5))
             groups = tuple(Group(kinds[rank % 2], 1) for rank in range(gpus))
             topology = replace(topology, groups=groups)
-        return Problem(chain, topology, Wishes(**({"mini_batch": 8} | wishes)))
+        return Problem(chain, topology, PlanOptions(**({"mini_batch": 8} | wishes)))
 
     return make
 

@@ -16,13 +16,13 @@ from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solved import solve_for
 from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.robust.choice import Robust, most_robust, variations
 from pplan.planner.robust.draws import make_draws
 from pplan.planner.robust.interval import estimate_interval, percentiles
 from pplan.planner.robust.resampled import Resampled
 from pplan.planner.scoring import fastest
-from pplan.planner.wishes import Wishes
 
 MakeProblem = Callable[..., Problem]
 PROFILE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
@@ -140,7 +140,7 @@ def test_the_plan_says_what_was_chosen(uncertain: Problem) -> None:
     assert plan.balance == [1, 3]
     assert nominal.balance == [2, 2]
     assert plan.wishes.robust
-    assert Wishes(**plan.wishes.model_dump()).robust
+    assert plan.wishes.robust
     assert plan.objective is not None
     assert plan.objective.name == "robust"
     assert plan.objective.value == plan.prediction.high_seconds
@@ -177,4 +177,4 @@ def test_refused_where_it_says_nothing(make_problem: MakeProblem) -> None:
     with pytest.raises(UsageError, match="`robust` with `frontier`"):
         build_frontier(wished, model="toy", profile=PROFILE)
     with pytest.raises(UsageError, match="`robust` with planner='gpipe'"):
-        Wishes(planner="gpipe", robust=True)
+        PlanOptions(planner="gpipe", robust=True)

@@ -18,12 +18,12 @@ from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import replicated_pipeline
 from pplan.planner.joint_search import find
 from pplan.planner.pipeline_config import pipeline_configs
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 from pplan.planner.search.placements import placements
 from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family
-from pplan.planner.wishes import Wishes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -34,7 +34,7 @@ BruteForce = Callable[..., Any]
 class Wanted:
     """Whether stages with these ends and devices are what was wished, told from the wishes' own words."""
 
-    wishes: Wishes
+    wishes: PlanOptions
     chain: Chain
     gpus: int
 
@@ -82,7 +82,7 @@ def test_wishes_against_brute_force(
     gpus, layers = int(rng.integers(2, 6)), len(chain)
     topology = make_topology(gpus, per_node=[2, 8][seed % 2], memory=[None, 900, 1500][seed % 3])
     cuts = [int(layer) for layer in np.flatnonzero(chain.cut_after)]
-    wishes = Wishes(mini_batch=4, recompute="never", **some_wishes(rng, layers, gpus, cuts))
+    wishes = PlanOptions(mini_batch=4, recompute="never", **some_wishes(rng, layers, gpus, cuts))
     answer = find(Problem(chain, topology, wishes), [])
     space = Space(chain, topology, "sgd")
     own = pipeline_configs(4, ("1f1b", "gpipe"), ("never",), [1, 2, 4])
@@ -111,7 +111,7 @@ def test_runtimes_against_brute_force(
     chain = make_chain(seed, 7, cuts=0.9, traffic=[0.1, 1][seed % 2])
     topology = make_topology(6, per_node=[3, 8][seed % 2], memory=[None, 1200][seed // 2])
     schedule = "gpipe" if name == "torchgpipe" else "1f1b"
-    wishes = Wishes(mini_batch=6, runtime=name, schedule=schedule)
+    wishes = PlanOptions(mini_batch=6, runtime=name, schedule=schedule)
     answer = find(Problem(chain, topology, wishes), [])
     reached = topology.with_gpus(3) if runtime.one_process and seed % 2 == 0 else topology
     modes = ["by_stage"] if runtime.recompute_by_stage else sorted(runtime.recompute)
@@ -144,7 +144,7 @@ def test_runtimes_against_brute_force(
     ("wishes", "what", "hint"),
     [
         ({"pins": (("layer9", 0),)}, "pins='layer9': the model has no such layer", "Did you mean layer"),
-        ({"pins": (("layer3", -1),)}, "pins=('layer3', -1): stages count from 0", "stage0"),
+        ({"pins": (("layer3", -1),)}, "pins[0][1]=-1: must be at least 0", "a whole number"),
         (
             {"pins": (("layer1", 1), ("layer4", 0))},
             "pins=('layer1', 1): layer4 comes behind it and is pinned to stage0",
@@ -160,7 +160,7 @@ def test_runtimes_against_brute_force(
             "Omit one",
         ),
         ({"time_limit": 0.0}, "time_limit=0: must be above 0", "30s"),
-        ({"max_stages": 0}, "max_stages=0: must be at least 1", "1 or more"),
+        ({"max_stages": 0}, "max_stages=0: must be at least 1", "a whole number"),
     ],
 )
 def test_wishes_that_cannot_be(
@@ -169,7 +169,7 @@ def test_wishes_that_cannot_be(
     chain = make_chain(1, 7, cuts=1.1)
     chain.cut_after[2] = False
     with pytest.raises(UsageError) as caught:
-        find(Problem(chain, make_topology(3), Wishes(mini_batch=4, **wishes)), [])
+        find(Problem(chain, make_topology(3), PlanOptions(mini_batch=4, **wishes)), [])
     assert what in caught.value.what
     assert hint in caught.value.hint
 
@@ -178,7 +178,7 @@ def test_wishes_that_cannot_be(
 def test_pinned_neighbours_of_a_long_chain(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """Where not all cuts are searched, those that the pins need are."""
     chain, topology = make_chain(3, 300, cuts=1.1, traffic=0.05), make_topology(8)
-    problem = Problem(chain, topology, Wishes(mini_batch=16, pins=(("layer150", 0), ("layer151", 1))))
+    problem = Problem(chain, topology, PlanOptions(mini_batch=16, pins=(("layer150", 0), ("layer151", 1))))
     found = find(problem, []).found
     own = [config for config in problem.configs if config.schedule == "1f1b"]
     simple = fastest(problem.space, [replicated_pipeline(config, (151, 300), (4, 4)) for config in own])

@@ -1,0 +1,236 @@
+"""The options that say what the user asks of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from ..cost_models import arguments
+from ..cost_models.errors import UsageError
+from ..cost_models.optimizers import OPTIMIZERS
+from ..cost_models.options import Options, option
+from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, known_word
+from ..cost_models.runtime import RUNTIMES, runtime_named
+from ..cost_models.schedules import SCHEDULES
+from .pipeline_config import MODES, MOST_MICRO_BATCHES
+
+ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
+
+
+class PlanKeywords(TypedDict, total=False):
+    """The fields of `PlanOptions`, as a caller may give them."""
+
+    mini_batch: int | None
+    micro_batches: int | Literal["auto"] | None
+    schedule: str
+    recompute: str
+    optimizer: str
+    precision: Literal["auto", "fp32", "mixed", "bf16"] | str
+    gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] | str
+    zero: int
+    runtime: str | None
+    planner: str
+    use_all: bool
+    max_stages: int | None
+    cut_after: Sequence[str]
+    keep_together: Sequence[str]
+    pins: Sequence[tuple[str, int]]
+    memory_limit: float | None
+    time_limit: float
+    robust: bool
+    seconds_of: Literal["cpu"] | str | None
+
+
+def _training(default: Any, check: Any, form: str, help: str, **more: Any) -> Any:
+    return option(default, check, help, form, panel="The training", **more)
+
+
+def _search(default: Any, check: Any, form: str | None, help: str, **more: Any) -> Any:
+    return option(default, check, help, form, panel="The search", **more)
+
+
+def _stage_of_zero(name: str, value: Any) -> int:
+    return arguments.whole(name, value, at_least=0)
+
+
+def _recompute(name: str, value: Any) -> str:
+    return arguments.word(name, value).replace("-", "_")
+
+
+@dataclass(frozen=True)
+class PlanOptions(Options):
+    """What the user asks of a plan; None and "auto" leave it to the search. Raises UsageError.
+
+    `mini_batch`: 32 samples a GPU, as nearly as micro-batches make it, where it is None. `precision`: auto is
+    mixed for a profile in 16 bits or under autocast. `gradient_dtype`: in which micro-batches add up. `zero`:
+    what the replicas of a stage spread over them: 1 the optimizer's states, 2 the gradients too, 3 the
+    weights too. `planner`: "best", the joint search, or a named planner. `use_all`: no device may stay free.
+    `cut_after`: names of layers after which a stage must end; `keep_together`: patterns of names, no cut
+    between neighbours that match the same; `pins`: (name of a layer, number of its stage, from 0).
+    `memory_limit`: bytes that no device may exceed, besides what it has. `time_limit`: seconds of processor
+    time for the whole answer; work is counted, so that answers seldom vary. `robust`: of plans near the
+    fastest, the one whose step at the 90th percentile is the best. `seconds_of`: "cpu" where GPUs are planned
+    with a processor's seconds, which is meant.
+    """
+
+    runtime: str | None = _training(
+        None, arguments.optional_word, "NAME", f"Only plans that it can run: {', '.join(RUNTIMES)}."
+    )
+    mini_batch: int | None = _training(
+        None,
+        arguments.optional_whole,
+        "B",
+        "Samples of one optimizer step; else 32 for each GPU, as nearly as micro-batches make it.",
+        least=1,
+    )
+    micro_batches: int | None = _training(
+        None,
+        arguments.whole_or_auto,
+        "M|auto",
+        "How many equal parts a mini-batch is cut into.",
+        least=1,
+        shown="auto",
+    )
+    schedule: str = _training(
+        "auto",
+        arguments.word,
+        "1f1b|gpipe|...|auto",
+        "Order of each stage's forwards and backwards, as of pplan schedules; auto: of gpipe and 1f1b.",
+    )
+    recompute: str = _training(
+        "auto",
+        _recompute,
+        "never|always|except-last|auto",
+        "Whether to run forward again in backward, which saves memory.",
+        words=("never", "always", "except-last", "auto"),
+    )
+    optimizer: str = _training(
+        "sgd",
+        arguments.word,
+        "|".join(OPTIMIZERS),
+        "What keeps state beside the weights.",
+        words=tuple(OPTIMIZERS),
+    )
+    precision: str = _training(
+        "auto",
+        arguments.word,
+        "|".join(PRECISIONS),
+        "Of weights and states; else mixed where the profile is 16-bit or of autocast, fp32 where it is not.",
+        words=("auto", *PRECISIONS),
+    )
+    gradient_dtype: str = _training(
+        "auto",
+        arguments.word,
+        "|".join(GRADIENT_DTYPES),
+        "In which micro-batches add up; else that of the weights (Megatron, DeepSpeed: fp32 for bf16).",
+        words=("auto", *GRADIENT_DTYPES),
+    )
+    zero: int = _training(
+        0,
+        _stage_of_zero,
+        "0|1|2|3",
+        "What replicas of a stage spread: 1 optimizer states, 2 gradients too, 3 weights too.",
+        least=0,
+    )
+    planner: str = _search(
+        "best",
+        arguments.word,
+        "NAME",
+        "best, the joint search, or what a known tool would do: see pplan compare.",
+    )
+    time_limit: float = _search(
+        30.0,
+        arguments.number,
+        "30s",
+        "Processor time for the whole answer; the search counts its work.",
+        unit="s",
+        shown="30s",
+    )
+    use_all: bool = _search(False, arguments.flag, None, "No GPU may stay free, even where fewer are faster.")
+    max_stages: int | None = _search(None, arguments.optional_whole, "N", "At most so many stages.", least=1)
+    cut_after: tuple[str, ...] = _search(
+        (), arguments.words, "LAYER", "A stage must end there. Can be repeated."
+    )
+    keep_together: tuple[str, ...] = _search(
+        (),
+        arguments.words,
+        "PATTERN",
+        "No cut between layers of such names: layer1.*. Can be repeated.",
+    )
+    pins: tuple[tuple[str, int], ...] = _search(
+        (), arguments.pins, "LAYER=stageN", "The stage of a layer, from 0. Can be repeated.", flag="--pin"
+    )
+    robust: bool = _search(
+        False, arguments.flag, None, "The fastest at the 90th percentile, as the layers' seconds vary."
+    )
+    memory_limit: float | None = option(None, arguments.optional_number)
+    seconds_of: str | None = option(
+        None,
+        arguments.optional_word,
+        "Plan GPUs with the seconds of a processor's profile, which is refused otherwise.",
+        "cpu",
+        panel="The machine",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.micro_batches is not None and self.micro_batches > MOST_MICRO_BATCHES:
+            raise UsageError(
+                f"micro_batches={self.micro_batches}: at most {MOST_MICRO_BATCHES} are simulated",
+                "The bubble of so many is nothing: use fewer, larger ones.",
+            )
+        if not self.time_limit > 0:
+            raise UsageError(f"time_limit={self.time_limit:g}: must be above 0", "Give 30s, say.")
+        if self.robust and self.planner != "best":
+            raise UsageError(
+                f"`robust` with planner={self.planner!r}: a tool's own plan leaves nothing to choose",
+                "Omit one of the two.",
+            )
+        self._check_words()
+
+    def _check_words(self) -> None:
+        synchronous = tuple(name for name in SCHEDULES if name not in ASYNCHRONOUS)
+        if self.schedule in ASYNCHRONOUS:
+            raise UsageError(
+                f"schedule={self.schedule!r}: it is asynchronous, with late gradients and without a step",
+                "Omit it: objective='throughput' chooses the best of pipedream, pipedream-2bw and the "
+                "synchronous ones.",
+            )
+        modes = tuple(mode for mode in MODES if mode != "by_stage")
+        for field, word, known in (
+            ("schedule", self.schedule, ("auto", *synchronous)),
+            ("recompute", self.recompute, ("auto", *modes)),
+            ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
+            ("precision", self.precision, ("auto", *PRECISIONS)),
+            ("gradient_dtype", self.gradient_dtype, ("auto", *GRADIENT_DTYPES)),
+        ):
+            known_word(field, word, known, also="fp64")
+        if self.zero not in ZERO_STAGES:
+            raise UsageError(
+                f"zero={self.zero}: there is no such stage",
+                "Use 0 (nothing is spread over the replicas of a stage), 1, 2 or 3.",
+            )
+        if self.runtime is not None:
+            runtime_named(self.runtime).check_states(self.precision, self.zero)
+        if self.recompute == "except_last" and self.schedule not in ("auto", "gpipe"):
+            raise UsageError(
+                f"recompute='except_last' with schedule={self.schedule!r}: only GPipe's backward begins with "
+                "the last one",
+                "Use schedule='gpipe', or recompute='always'.",
+            )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`must_cut`: layers after which a stage ends; `pins`: (layer, its stage). All 0-based."""
+
+    must_cut: tuple[int, ...] = ()
+    pins: tuple[tuple[int, int], ...] = ()
+
+    def allow(self, bounds: Sequence[tuple[int, int]]) -> bool:
+        """Whether stages with these first layers and layers after the last may be."""
+        ends = {end for _, end in bounds}
+        return all(layer + 1 in ends for layer in self.must_cut) and all(
+            stage < len(bounds) and bounds[stage][0] <= layer < bounds[stage][1] for layer, stage in self.pins
+        )
