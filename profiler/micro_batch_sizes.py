@@ -64,14 +64,10 @@ def check_micro_batch_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | No
     """Micro-batch sizes, ascending and each once; None where the user names none. Raises UsageError."""
     if sizes is None:
         return None
-    if isinstance(sizes, str) or not isinstance(sizes, Collection):
-        seen, right = repr(sizes), False
-    else:
-        seen = ", ".join(map(str, sizes)) or "(none)"
-        right = len(sizes) > 0 and all(map(is_positive, sizes))
-    if not right:
+    several = not isinstance(sizes, str) and isinstance(sizes, Collection) and len(sizes) > 0
+    if not several or not all(map(is_positive, sizes)):
         raise UsageError(
-            f"micro_batch_sizes {seen}: whole numbers of at least 1 are needed",
+            f"micro_batch_sizes={sizes!r}: whole numbers of at least 1 are needed",
             "As in micro_batch_sizes=(1, 2, 4, 8).",
         )
     return tuple(sorted(set(map(int, sizes))))

@@ -288,7 +288,7 @@ def test_sizes_beyond_the_devices_memory_are_left_where_the_smallest_fits(convol
 def test_a_layer_beyond_the_devices_memory_is_an_error(convolutions: MakeModel) -> None:
     with pytest.raises(DoesNotFit, match="layer 0 does not fit on cpu even alone"):
         profiled(convolutions(), 1000, [3])
-    with pytest.raises(UsageError, match="memory_bytes 0"):
+    with pytest.raises(UsageError, match="memory_bytes=0"):
         profiled(convolutions(), 0, [3])
 
 

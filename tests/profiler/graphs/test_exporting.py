@@ -403,7 +403,7 @@ def test_no_memory_is_no_fault_of_the_model(error: Exception, monkeypatch: pytes
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(exporting, "copied_to_meta", fails)
+    monkeypatch.setattr(exporting, "copy_to_meta", fails)
     with pytest.raises(type(error)):
         export_graph(Branching(), ModelInput.of(torch.randn(3, 4)), "Branching")
 

@@ -65,7 +65,7 @@ def test_gradients_are_those_of_the_functions_own_backward(granularity: str, way
 
 
 def test_what_only_torch_export_can_trace_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"Rounded has a backward of its own.*test_custom_functions.py"):
+    with pytest.raises(ModelError, match=r"Rounded has a backward of its own.*test_tracing_patches.py"):
         build_chain(Quantized(asks_size=True), torch.randn(2, 4))
 
 

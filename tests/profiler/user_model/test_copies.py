@@ -84,7 +84,7 @@ def test_the_copies_that_were_traced_and_tried_do_not_stay(
         return copy
 
     for place in (tracing, trial):
-        monkeypatch.setattr(place, "copied_to_meta", recording)
+        monkeypatch.setattr(place, "copy_to_meta", recording)
     model, given = Body(), torch.ones(2, 4)
     chain = build_chain(model, given, granularity=granularity)
     gc.collect()
