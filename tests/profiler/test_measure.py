@@ -168,7 +168,7 @@ def test_a_direction_of_no_time_has_no_closing_ratio(clock: Any, takes: Any) -> 
         ({"device": "cuda:99"}, MachineError, "device 'cuda:99' is not here"),
         ({"budget_seconds": 0.0}, UsageError, "budget_seconds=0:"),
         ({"budget_seconds": float("nan")}, UsageError, "budget_seconds=nan:"),
-        ({"micro_batch_sizes": []}, UsageError, r"\(none\)"),
+        ({"micro_batch_sizes": []}, UsageError, r"micro_batch_sizes=\[\]"),
         ({"micro_batch_sizes": [4, 0]}, UsageError, r"micro_batch_sizes=\[4, 0\]"),
         ({"micro_batch_sizes": [1.5]}, UsageError, r"micro_batch_sizes=\[1.5\]"),
         ({"micro_batch_sizes": "1,2"}, UsageError, "micro_batch_sizes='1,2'"),
