@@ -65,7 +65,9 @@ def test_the_same_file_gives_the_same_profile(graph: Path) -> None:
 
 def test_plans_say_that_costs_were_scaled(run: Run, here: Path, graph: Path) -> None:
     assert run("import", graph.name, "--micro-batch-size", "32").status == 0
-    ran = run("solve", "--gpus", "3", "--memory", "16GiB", "--mini-batch", "48", "--bandwidth", "inf")
+    ran = run(
+        "solve", "--gpus", "3", "--memory", "16GiB", "--mini-batch", "48", "--bandwidth", "inf", "--details"
+    )
     assert ran.status == 0, ran.err
     assert SCALED in ran.out
     plan = pplan.load_plan(here / "toy.plan.json")

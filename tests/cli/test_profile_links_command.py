@@ -68,7 +68,7 @@ def test_solve_reads_it(run: Run, here: Path, as_rank: Callable[..., Any], profi
     as_rank(0)
     assert run("profile-links").status == 0
     profile.save(here / "toy.profile.json", force=False)
-    ran = run("solve", "--topology", "links.toml")
+    ran = run("solve", "--topology", "links.toml", "--details")
     assert ran.status == 0
     assert "2 GB/s, 10 µs" in ran.out
 

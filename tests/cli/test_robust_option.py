@@ -45,7 +45,7 @@ MACHINE = ("--gpus", "2", "--mini-batch", "8", "--bandwidth", "0.1GB/s", "--late
 
 
 def test_the_robust_plan(measured: Path, here: Path, run: Callable[..., Any]) -> None:
-    ran = run("solve", *MACHINE, "--robust")
+    ran = run("solve", *MACHINE, "--robust", "--details")
     assert ran.status == 0, ran.err
     plan = Plan.load(here / "toy.plan.json")
     assert plan.balance == [1, 3]

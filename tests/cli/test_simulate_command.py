@@ -216,7 +216,7 @@ def test_values_a_stage_tell_their_number(found: Found) -> None:
         ("--bandwidth 1GB/s", "simulate: both --bandwidth 1GB/s and costs", "omit one of the two"),
         ("a.plan.json", "simulate: both PLAN a.plan.json and costs", "omit one of the two"),
         ("--trace no/t.json", "no/t.json: the folder no does not exist", "another place with --trace"),
-        ("--svg .", ".: is a folder", "Name a file with --svg."),
+        ("--svg .", ".: is a folder", "Name a file."),
         ("--svg a --trace a", "--trace and --svg a: the same file", "Name two files."),
     ],
 )
@@ -340,7 +340,7 @@ def test_a_plan_for_another_machine(found: Found, here: Path, planned: Plan) -> 
     assert made["notes"] == []
     plan.model_copy(update={"machine": ""}).save(here / "toy.plan.json", force=True)
     (note,) = found("toy.plan.json")["notes"]
-    assert "name that with --topology, --gpu, --bandwidth or --latency" in note
+    assert "name that with `topology`, `gpu`, `bandwidth` or `latency`" in note
     made = found("toy.plan.json --bandwidth 100MB/s")
     assert made["step_seconds"] == pytest.approx(plan.prediction.step_seconds, rel=1e-12)
     assert made["notes"] == []
@@ -354,7 +354,7 @@ def test_the_profile_must_be_the_plans(run: Run, here: Path, planned: Plan) -> N
     ran = run("simulate", "toy.plan.json")
     assert ran.status == 2
     assert ran.lines[0] == ("pplan: toy.plan.json: was made from toy.profile.json, which is not beside it")
-    assert "--profile FILE" in ran.lines[1]
+    assert "--profile" in ran.lines[1]
     assert run("simulate", "toy.plan.json", "--profile", "else/moved.json").status == 0
     (other / "moved.json").write_text((other / "moved.json").read_text() + " ")
     ran = run("simulate", "toy.plan.json", "--profile", "else/moved.json")
@@ -422,7 +422,7 @@ def test_files_are_not_replaced_unasked(run: Run, here: Path) -> None:
     assert (ran.status, ran.out) == (2, "")
     assert ran.lines == [
         "pplan: t.svg exists already",
-        "  Give --force to replace it, or another name with --svg.",
+        "  Give --force to replace it, or another name.",
     ]
     ran = run("simulate", *SMALL.split(), "--svg", "t.svg", "--force")
     assert (ran.status, ran.lines) == (0, ["Wrote t.svg"])
@@ -453,3 +453,21 @@ def test_what_was_found_is_printed_where_a_file_cannot_be_written(
         "pplan: t.svg: cannot be written: full",
         "  Name another place with --svg.",
     ]
+
+
+def test_the_python_api_finds_the_same(here: Path, profile: Profile, run: Run) -> None:
+    profile.save(here / "a.profile.json", force=False)
+    made = pplan.solve(here / "a.profile.json", gpus=4, schedule="1f1b", mini_batch=16, micro_batches=4)
+    made.save(here / "a.plan.json", force=False)
+    asked = {"schedule": "zb-h1", "micro_batches": 8, "stages": 2}
+    for overrides in ({}, asked, {"schedule": "interleaved", "stages": 2, "virtual_stages": 2}):
+        found = pplan.simulate("a.plan.json", "a.profile.json", **overrides)  # type: ignore[arg-type]
+        options = [
+            word for name, value in overrides.items() for word in (f"--{name.replace('_', '-')}", str(value))
+        ]
+        printed = json.loads(run("simulate", *options, "--json").out)
+        assert found.step_seconds == printed["step_seconds"]
+        assert list(found.peak_in_flight) == printed["peak_in_flight"]
+    assert pplan.simulate(made, profile).step_seconds == pytest.approx(made.prediction.step_seconds)
+    slow = pplan.simulate(made, profile, topology="dgx-a100")
+    assert slow.step_seconds != made.prediction.step_seconds

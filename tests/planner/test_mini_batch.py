@@ -119,6 +119,6 @@ def test_it_is_lessened_where_nothing_fits_and_that_is_said() -> None:
     own = Problem(chain((1, 2, 4, 8, 16, 32), saved=1e3), machine(1, 80_000), wishes)
     plan = solved(own)
     assert plan.mini_batch == 8
-    assert "no plan with 32 samples a device fits: the mini-batch is 8, not 32" in plan.warnings
+    assert "no plan with 32 samples a device fits: the global batch is 8, not 32" in plan.warnings
     assert plan.default_mini_batch is not None
     assert plan.default_mini_batch.samples_per_device == 8

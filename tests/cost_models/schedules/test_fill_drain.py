@@ -74,7 +74,7 @@ def test_bubble(stages: int, micro_batches: int, forward: int, backward: int, pl
 def test_in_flight(stages: int, micro_batches: int) -> None:
     def most(program: Any) -> list[float]:
         made = program(stages, micro_batches)
-        return [max(made.held(device)) for device in range(stages)]
+        return [max(made.in_flight(device)) for device in range(stages)]
 
     ahead = [min(micro_batches, stages - i) for i in range(stages)]
     assert most(naive.program) == [1] * stages

@@ -40,7 +40,7 @@ def test_the_closing_error_is_common_to_all_layers(make_chain: Callable[..., Cha
 
 def test_every_process_draws_the_same() -> None:
     code = (
-        "from pplan.planner.robust.draws import draws_of; d = draws_of(7, 3);"
+        "from pplan.planner.robust.draws import make_draws; d = make_draws(7, 3);"
         "print(d.layers.tobytes().hex(), d.common.tobytes().hex())"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
