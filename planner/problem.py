@@ -381,7 +381,7 @@ class Problem:
             " or ".join(exactly),
             f"recompute {' or '.join(_in_words(mode) for mode in MODES if mode in modes)}",
             self.micro_batches_in_words(),
-            self._order_in_words(any_order=relaxed) if exactly else "",
+            self.order_in_words(any_order=relaxed) if exactly else "",
         ]
         if self.wishes.use_all:
             parts.append("on all devices")
@@ -397,7 +397,7 @@ class Problem:
             return f"{counts[0]} to {counts[-1]} equal micro-batches"
         return "1 micro-batch" if counts == [1] else f"{some(counts)} micro-batches"
 
-    def _order_in_words(self, *, any_order: bool) -> str:
+    def order_in_words(self, *, any_order: bool = False) -> str:
         """Which devices the stages take; nothing where there is no choice."""
         if self.gpus == 1:
             return ""

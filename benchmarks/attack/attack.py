@@ -117,10 +117,11 @@ def problem_schedules(problem: Problem) -> Sequence[str]:
 
 def scopes_of(plan: Plan, schedules: Sequence[str]) -> dict[Scope, list[str]]:
     """By the devices that the bound is about, the schedules: those that are searched on the orders of the
-    devices that were searched, unless the plan's file says otherwise; the others on any."""
+    devices that were searched, unless the plan's file says otherwise, which it never does of asynchronous
+    ones; the others on any."""
     universal = plan.prediction.bound_covers.startswith("all plans of")
-    named = [name for name in schedules if name in SEARCHED]
-    ordered = [] if universal else [*named, *(name for name in schedules if name in LATE)]
+    named = [] if universal else [name for name in schedules if name in SEARCHED]
+    ordered = [*named, *(name for name in schedules if name in LATE)]
     others = [name for name in schedules if name not in ordered]
     return {"orders": ordered, "any": others}
 

@@ -21,11 +21,16 @@ from .objective_result import ObjectiveResult
 from .step_time import step_time
 from .throughput import asynchronous_refusal, throughput
 
-BESIDES = {
-    THROUGHPUT: f"; and {' and '.join(ASYNCHRONOUS)} of two stages or more",
-    COST: "; each on the first so many devices, or on those of one kind",
-}
-"""What an objective adds to the searched space, in words."""
+
+def _besides(objective: Objective, problem: Problem) -> str:
+    """What an objective adds to the searched space, in words. Asynchronous plans are searched along the orders
+    of the devices, also where the bound on the others holds for any."""
+    if objective.name == COST:
+        return "; each on the first so many devices, or on those of one kind"
+    if objective.name != THROUGHPUT:
+        return ""
+    order = f", {words}" if (words := problem.order_in_words()) else ""
+    return f"; and {' and '.join(ASYNCHRONOUS)} of two stages or more{order}"
 
 
 def best_for(objective: Objective, problem: Problem) -> ObjectiveResult:
@@ -102,7 +107,7 @@ def _plan_of(
         if outcome.best == outcome.answer.best and outcome.aim is None and not outcome.notes:
             return shown
     own = plan_alone(problem, outcome.best, outcome.found, model=model, profile=profile)
-    besides = BESIDES.get(objective.name, "")
+    besides = _besides(objective, problem)
     if objective.name == THROUGHPUT and not asynchronous_refusal(problem):
         own = _covering(own, besides)
     made = assemble(problem.space, outcome.best.proposal, outcome.best.recompute)

@@ -37,3 +37,15 @@ def test_nothing_of_the_searched_schedules_fits() -> None:
         problem = build_problem(case.chain, case.topology, case.wishes, REFERENCE, case.profiles)
         with pytest.raises(InfeasibleError, match=r"^no plan of 1f1b or gpipe is allowed "):
             quickly_solved(case, problem)
+
+
+def test_asynchronous_plans_are_proven_for_the_orders_that_are_searched() -> None:
+    """The bound on the others holds for any order of the devices, and it was said of all."""
+    case = case_of(101366, "throughput")
+    problem = build_problem(case.chain, case.topology, case.wishes, REFERENCE, case.profiles)
+    covers = quickly_solved(case, problem).prediction.bound_covers
+    assert (
+        "any order of the devices; and pipedream and pipedream-2bw of two stages or more, consecutive"
+        in covers
+    )
+    assert not attacked(case, quickly_solved).violations
