@@ -23,8 +23,8 @@ from .throughput import asynchronous_refusal, throughput
 
 
 def _besides(objective: Objective, problem: Problem) -> str:
-    """What an objective adds to the searched space, in words. Asynchronous plans are searched along the orders
-    of the devices, also where the bound on the others holds for any."""
+    """What an objective adds to the searched space, in words. Asynchronous plans are searched along orders of
+    the devices, also where the bound on the others holds for any."""
     if objective.name == COST:
         return "; each on the first so many devices, or on those of one kind"
     if objective.name != THROUGHPUT:
