@@ -77,6 +77,8 @@ def _report(error: Exception, given: Sequence[str], *, debug: bool) -> int:
     if known.hint:
         print(f"  {printable(_one_line(known.hint))}", file=sys.stderr)
     _tell_json(given, known.as_json)
+    if isinstance(error, OSError):
+        _drop_output()  # of a full disk, which would fail once more at the interpreter's exit
     return known.exit_status
 
 
@@ -135,9 +137,14 @@ def _one_line(text: str) -> str:
 
 def _reader_gone() -> int:
     """Quiet where the reader of standard output has gone, also at the interpreter's exit."""
+    _drop_output()
+    return 0
+
+
+def _drop_output() -> None:
+    """What standard output still has to write goes nowhere."""
     import contextlib
     import os
 
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0

@@ -99,6 +99,7 @@ NOT_BOUNDS: dict[str, str] = {
     "fixed_partition.py:plan_partition": "a partition that was given: its bound is its own step",
     "layout.py:Layout.bounds": "cut points between which parts lie",
     "objectives/step_time.py:step_time": "of a robust plan no bound is said",
+    "objectives/solved.py:_besides": "says in words what a bound is about",
     "objectives/solved.py:_covering": "says in words what a bound is about",
     "universal_bound.py:_Case.key": "which cases are bounded alike",
     "planners/torchgpipe_balance.py:_Blocks.bounds": "items of blocks",

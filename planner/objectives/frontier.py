@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import floor
 
 from ...cost_models.errors import UsageError
 from ..candidate import ScoredPlan
@@ -91,7 +90,7 @@ def _stepping_down(problem: Problem, memory_step: float) -> Iterator[Reached | N
         peak = peak_bytes(problem.space, found.best)
         yield Reached(found.best, found, peak)
         seeds.append(found.best)
-        limit = floor(min(peak - 1, peak * (1 - memory_step)))
+        limit = min(peak - 1, peak * (1 - memory_step))
         if limit <= 0:
             return
         found = search_again(within(problem, limit), seeds[-SEEDS:])

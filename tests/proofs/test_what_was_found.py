@@ -49,3 +49,10 @@ def test_asynchronous_plans_are_proven_for_the_orders_that_are_searched() -> Non
         in covers
     )
     assert not attacked(case, quickly_solved).violations
+
+
+def test_a_frontier_goes_down_by_a_byte_of_what_a_plan_holds() -> None:
+    """The next limit was rounded down, and a plan between the two left out of a frontier said to be whole."""
+    result = attacked(case_of(104933, "frontier"))
+    assert result.checks["frontier complete"] == 1
+    assert not result.violations
