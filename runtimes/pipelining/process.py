@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,12 @@ class PipelineProcess:
     form: InputForm
     averages: bool
     """Whether `step` averages the gradients over the replicas, and not the wrapped modules."""
+
+    @property
+    def seat(self) -> RankCoordinates:
+        """`coordinates`, as scripts of earlier versions call it."""
+        warnings.warn("`seat` is called `coordinates`", DeprecationWarning, stacklevel=2)
+        return self.coordinates
 
     @property
     def is_first(self) -> bool:

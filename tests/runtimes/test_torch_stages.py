@@ -21,6 +21,7 @@ from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.formats.torch_export import TorchExport
 from pplan.runtimes.pipelining.cut_tensors import CutTensor, add_zero_gradients, hand_on, pack_tensor
 from pplan.runtimes.pipelining.input_form import InputForm
+from pplan.runtimes.pipelining.process import PipelineProcess
 from pplan.runtimes.pipelining.stage_module import StageModule, stage_loss
 from pplan.runtimes.pipelining.stage_shapes import trace_shapes
 from pplan.runtimes.split_spec import split_spec
@@ -306,3 +307,11 @@ def test_the_cuts_of_another_model_are_refused(make_plan: MakePlan) -> None:
     told = {"file": "f", "sha256": "0", "layers_sha256": sha256("another")}
     with pytest.raises(ExportError, match="whose layers have the hash"):
         split_spec(make_plan([3, 6], profile=told), Net(), torch.randn(4, 3))
+
+
+def test_scripts_of_earlier_versions_ask_for_their_seat() -> None:
+    process = object.__new__(PipelineProcess)
+    coordinates = object()
+    object.__setattr__(process, "coordinates", coordinates)
+    with pytest.warns(DeprecationWarning, match="coordinates"):
+        assert process.seat is coordinates
