@@ -283,7 +283,7 @@ class Problem:
             and (runtime is None or runtime.runs_replicas(proposal.replicas))
             and self.may_share(config.micro_batch_size, proposal.replicas)
             and (runtime is None or not chunked or runtime.virtual_stages)
-            and all(rank < self.reached for devices in proposal.devices for rank in devices)
+            and max(map(max, proposal.devices)) < self.reached
         )
 
     def timed(self) -> Problem:

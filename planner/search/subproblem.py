@@ -271,10 +271,13 @@ def quick_bound(space: Space, family: Family) -> float:
 
 def _fast_devices(space: Space, family: Family) -> float:
     """How many of the fastest kind the devices are worth at the most."""
-    kinds = [space.topology.device(rank) for rank in family.placement.ranks]
-    if any(kind.profile is not None for kind in space.topology.kinds):
-        return float(len(kinds))
-    return sum(kind.speed for kind in kinds) / max(kind.speed for kind in space.topology.kinds)
+    topology, ranks = space.topology, family.placement.ranks
+    if len(topology.kinds) == 1 or any(kind.profile is not None for kind in topology.kinds):
+        return float(len(ranks))
+    fastest = max(kind.speed for kind in topology.kinds)
+    if len(ranks) == topology.gpus:  # all of them, in some order
+        return sum(device.speed * number for device, number in topology.groups) / fastest
+    return sum(topology.device(rank).speed for rank in ranks) / fastest
 
 
 def bounded_counts(family: Family) -> list[int]:
