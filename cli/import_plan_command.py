@@ -14,14 +14,22 @@ from .machine_options import (
     Gpus,
     GpusPerNode,
     Latency,
-    MachineOptions,
     Memory,
-    SecondsOf,
     TopologyFile,
+    TypedMachine,
 )
 from .options import AsJson, Force, Output, number_or_auto, whole_number, word
 from .streams import console
-from .training_options import GradientDtype, MicroBatches, MiniBatch, Optimizer, Precision, Runtime, Zero
+from .training_options import (
+    GradientDtype,
+    MicroBatches,
+    MiniBatch,
+    Optimizer,
+    Precision,
+    Runtime,
+    SecondsOf,
+    Zero,
+)
 
 if TYPE_CHECKING:
     from ..planner.plan_file import Plan
@@ -115,7 +123,7 @@ def import_plan_command(
     from .invocation import command_line
     from .output import chosen_target, file_stem
 
-    machine = MachineOptions(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()
+    machine = TypedMachine(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(as_text(content, path, "profile"), str(path))

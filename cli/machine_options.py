@@ -4,65 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, TypedDict
 
-import typer
+from ..cost_models.machines.machine_options import MachineOptions
+from .option_parameters import parameter
+from .options import by_level
 
-from ..cost_models.machines.catalogue import MACHINES
-from ..cost_models.machines.presets import PRESETS
-from .options import by_level, whole_number
-
-
-def _machine(name: str, metavar: str, text: str, **more: Any) -> Any:
-    return typer.Option(name, metavar=metavar, help=text, rich_help_panel="The machine", **more)
-
-
-Gpus = Annotated[
-    int | None,
-    _machine(
-        "--gpus",
-        "N",
-        "How many GPUs there are; default: `gpus` of --topology.",
-        parser=whole_number("--gpus", at_least=1),
-    ),
-]
-GpusPerNode = Annotated[
-    int | None,
-    _machine(
-        "--gpus-per-node", "N", "GPUs in one server.", parser=whole_number("--gpus-per-node", at_least=1)
-    ),
-]
-Gpu = Annotated[
-    str | None,
-    _machine("--gpu", "NAME", f"Its memory and the links of its usual server: {', '.join(PRESETS)}."),
-]
-Memory = Annotated[str | None, _machine("--memory", "16GiB", "Memory of each GPU.")]
-Bandwidth = Annotated[
-    str | None,
-    _machine("--bandwidth", "300GB/s[,25GB/s]", "Link bandwidth, inside a server and between servers."),
-]
-Latency = Annotated[
-    str | None,
-    _machine("--latency", "5us[,20us]", "Link latency, inside a server and between servers."),
-]
-TopologyFile = Annotated[
-    Path | None,
-    _machine(
-        "--topology",
-        "NAME|FILE.toml",
-        f"A machine, or devices and links in a file. Machines: {', '.join(MACHINES)}.",
-    ),
-]
-
-
-SecondsOf = Annotated[
-    str | None,
-    _machine(
-        "--seconds-of",
-        "cpu",
-        "Plan GPUs with the seconds of a processor's profile, which is refused otherwise.",
-    ),
-]
+Gpus = Annotated[int | None, parameter(MachineOptions, "gpus")]
+GpusPerNode = Annotated[int | None, parameter(MachineOptions, "gpus_per_node")]
+Gpu = Annotated[str | None, parameter(MachineOptions, "gpu")]
+Memory = Annotated[str | None, parameter(MachineOptions, "memory_bytes")]
+Bandwidth = Annotated[str | None, parameter(MachineOptions, "bandwidth")]
+Latency = Annotated[str | None, parameter(MachineOptions, "latency")]
+TopologyFile = Annotated[Path | None, parameter(MachineOptions, "topology")]
 
 
 class MachineArguments(TypedDict):
@@ -76,7 +30,7 @@ class MachineArguments(TypedDict):
 
 
 @dataclass(frozen=True)
-class MachineOptions:
+class TypedMachine:
     """The options but --gpus, as the user typed them; None where one is not given."""
 
     gpus_per_node: int | None

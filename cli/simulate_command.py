@@ -11,7 +11,7 @@ import typer
 
 from ..cost_models.errors import FileError, UsageError
 from ..cost_models.schedules import SCHEDULES
-from .machine_options import Bandwidth, Gpu, GpusPerNode, Latency, MachineOptions, Memory, TopologyFile
+from .machine_options import Bandwidth, Gpu, GpusPerNode, Latency, Memory, TopologyFile, TypedMachine
 from .options import whole_number, word
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def simulate_command(
         "--weight-ms": weight_ms,
         "--transfer-ms": transfer_ms,
     }
-    machine = MachineOptions(gpus_per_node, gpu, memory, bandwidth, latency, topology)
+    machine = TypedMachine(gpus_per_node, gpu, memory, bandwidth, latency, topology)
     if any(text is not None for text in costs.values()):
         _refuse_with_costs(
             {"PLAN": plan_file, "--profile": profile_file, "--replicas": replicas, **machine.by_name}

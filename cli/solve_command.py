@@ -15,10 +15,9 @@ from .machine_options import (
     Gpus,
     GpusPerNode,
     Latency,
-    MachineOptions,
     Memory,
-    SecondsOf,
     TopologyFile,
+    TypedMachine,
 )
 from .objective_options import Backend, Csv, FrontierToo, Jobs, Objective, Points, Price, Sweep
 from .options import AsJson, Force, Output
@@ -38,6 +37,7 @@ from .training_options import (
     Robust,
     Runtime,
     Schedule,
+    SecondsOf,
     TimeLimit,
     TrainingOptions,
     UseAll,
@@ -120,7 +120,7 @@ def solve_command(
     if sweeping is None or "gpus" not in sweeping.grid:
         gpus = gpus if gpus is not None else _gpus_of(topology)
     _check_together(sweep, frontier, output, "--robust" if robust else f"--objective {objective}")
-    machine = MachineOptions(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()
+    machine = TypedMachine(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()
     wishes = TrainingOptions(
         runtime,
         mini_batch,

@@ -5,117 +5,32 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated
 
 from ..cost_models.errors import UsageError
-from ..cost_models.optimizers import OPTIMIZERS
-from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS
 from ..cost_models.quantities import parse_seconds
-from ..cost_models.runtime import RUNTIMES
 from ..planner.plan_options import PlanOptions
-from .options import number_or_auto, whole_number, word
+from .option_parameters import parameter
+from .options import number_or_auto
 
-
-def _training(name: str, metavar: str, text: str, **more: Any) -> Any:
-    return typer.Option(name, metavar=metavar, help=text, rich_help_panel="The training", **more)
-
-
-def _search(name: str, metavar: str | None, text: str, **more: Any) -> Any:
-    return typer.Option(name, metavar=metavar, help=text, rich_help_panel="The search", **more)
-
-
-Runtime = Annotated[
-    str | None, _training("--runtime", "NAME", f"Only plans that it can run: {', '.join(RUNTIMES)}.")
-]
-MiniBatch = Annotated[
-    int | None,
-    _training(
-        "--mini-batch",
-        "B",
-        "Global batch: samples of one optimizer step; default: about 32 for each GPU.",
-        parser=whole_number("--mini-batch", at_least=1),
-    ),
-]
-MicroBatches = Annotated[
-    str, _training("--micro-batches", "M|auto", "How many equal parts the global batch is cut into.")
-]
-Schedule = Annotated[
-    str,
-    _training(
-        "--schedule",
-        "1f1b|gpipe|...|auto",
-        "Order of each stage's forwards and backwards, as of pplan schedules; auto: of gpipe and 1f1b.",
-    ),
-]
-Recompute = Annotated[
-    str,
-    _training(
-        "--recompute",
-        "never|always|except-last|auto",
-        "Whether to run forward again in backward, which saves memory.",
-        parser=word("--recompute", ("never", "always", "except-last", "auto")),
-    ),
-]
-Optimizer = Annotated[
-    str,
-    _training(
-        "--optimizer",
-        "|".join(OPTIMIZERS),
-        "Optimizer (sets state memory).",
-        parser=word("--optimizer", OPTIMIZERS),
-    ),
-]
-Precision = Annotated[
-    str,
-    _training(
-        "--precision",
-        "|".join(PRECISIONS),
-        "Of weights and states; default: mixed if the profile is 16-bit or of autocast, else fp32.",
-        parser=word("--precision", ("auto", *PRECISIONS)),
-    ),
-]
-GradientDtype = Annotated[
-    str,
-    _training(
-        "--gradient-dtype",
-        "|".join(GRADIENT_DTYPES),
-        "Type of accumulated gradients; default: that of the weights (Megatron, DeepSpeed: fp32 for bf16).",
-        parser=word("--gradient-dtype", ("auto", *GRADIENT_DTYPES)),
-    ),
-]
-Zero = Annotated[
-    int,
-    _training(
-        "--zero",
-        "0|1|2|3",
-        "What replicas of a stage spread: 1 optimizer states, 2 gradients too, 3 weights too.",
-        parser=whole_number("--zero", at_least=0),
-    ),
-]
-Planner = Annotated[
-    str,
-    _search("--planner", "NAME", "best: the joint search; or what a known tool would do: pplan compare."),
-]
-TimeLimit = Annotated[
-    str, _search("--time-limit", "30s", "Processor time for the whole answer; the search counts its work.")
-]
-UseAll = Annotated[bool, _search("--use-all", None, "No GPU may stay free, even where fewer are faster.")]
-MaxStages = Annotated[
-    int | None,
-    _search("--max-stages", "N", "At most so many stages.", parser=whole_number("--max-stages", at_least=1)),
-]
-Robust = Annotated[
-    bool,
-    _search("--robust", None, "The fastest at the 90th percentile, as the layers' seconds vary."),
-]
-CutAfter = Annotated[list[str], _search("--cut-after", "LAYER", "A stage must end there. Can be repeated.")]
-KeepTogether = Annotated[
-    list[str],
-    _search("--keep-together", "PATTERN", "No cut between layers of such names: layer1.*. Can be repeated."),
-]
-Pin = Annotated[list[str], _search("--pin", "LAYER=stageN", "The stage of a layer, from 0. Can be repeated.")]
+Runtime = Annotated[str | None, parameter(PlanOptions, "runtime")]
+MiniBatch = Annotated[int | None, parameter(PlanOptions, "mini_batch")]
+MicroBatches = Annotated[str, parameter(PlanOptions, "micro_batches")]
+Schedule = Annotated[str, parameter(PlanOptions, "schedule")]
+Recompute = Annotated[str, parameter(PlanOptions, "recompute")]
+Optimizer = Annotated[str, parameter(PlanOptions, "optimizer")]
+Precision = Annotated[str, parameter(PlanOptions, "precision")]
+GradientDtype = Annotated[str, parameter(PlanOptions, "gradient_dtype")]
+Zero = Annotated[int, parameter(PlanOptions, "zero")]
+Planner = Annotated[str, parameter(PlanOptions, "planner")]
+TimeLimit = Annotated[str, parameter(PlanOptions, "time_limit")]
+UseAll = Annotated[bool, parameter(PlanOptions, "use_all")]
+MaxStages = Annotated[int | None, parameter(PlanOptions, "max_stages")]
+Robust = Annotated[bool, parameter(PlanOptions, "robust")]
+CutAfter = Annotated[list[str], parameter(PlanOptions, "cut_after")]
+KeepTogether = Annotated[list[str], parameter(PlanOptions, "keep_together")]
+Pin = Annotated[list[str], parameter(PlanOptions, "pins")]
+SecondsOf = Annotated[str | None, parameter(PlanOptions, "seconds_of")]
 
 
 @dataclass(frozen=True)

@@ -22,21 +22,20 @@ Own = TypeVar("Own", bound="Options")
 class Option:
     """How a field is asked for. `check`: of its name and a value, returns the value as the field holds it.
 
-    `help`: one sentence, empty where the command line has no such option; `form`: what stands for the value;
-    `panel`: the heading of the help that it stands under. `unit`: "bytes", "bytes/s" or "s" of what is typed
-    with a unit; `words`: all that may be typed; `least`: of whole numbers; `flag`: its name on the command
-    line where that is not the field's; `shown`: the default as it is typed.
+    `help`: one sentence, empty where the command line has none or its own; `form`: what stands for the value;
+    `panel`: the heading of the help that it stands under. `words`: all that may be typed; `least`: of whole
+    numbers; `flag`: its name on the command line where that is not the field's; `typed`: whether it is typed
+    in another way than it is held (auto, 30s, 16GiB).
     """
 
     check: Check
     help: str = ""
     form: str | None = None
     panel: str | None = None
-    unit: str = ""
     words: tuple[str, ...] = ()
     least: int | None = None
     flag: str = ""
-    shown: str | None = None
+    typed: bool = False
 
 
 def option(default: Any, check: Check, help: str = "", form: str | None = None, **more: Any) -> Any:

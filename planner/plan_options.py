@@ -81,16 +81,16 @@ class PlanOptions(Options):
         None,
         arguments.optional_whole,
         "B",
-        "Samples of one optimizer step; else 32 for each GPU, as nearly as micro-batches make it.",
+        "Global batch: samples of one optimizer step; default: about 32 for each GPU.",
         least=1,
     )
     micro_batches: int | None = _training(
         None,
         arguments.whole_or_auto,
         "M|auto",
-        "How many equal parts a mini-batch is cut into.",
+        "How many equal parts the global batch is cut into.",
         least=1,
-        shown="auto",
+        typed=True,
     )
     schedule: str = _training(
         "auto",
@@ -109,21 +109,21 @@ class PlanOptions(Options):
         "sgd",
         arguments.word,
         "|".join(OPTIMIZERS),
-        "What keeps state beside the weights.",
+        "Optimizer (sets state memory).",
         words=tuple(OPTIMIZERS),
     )
     precision: str = _training(
         "auto",
         arguments.word,
         "|".join(PRECISIONS),
-        "Of weights and states; else mixed where the profile is 16-bit or of autocast, fp32 where it is not.",
+        "Of weights and states; default: mixed if the profile is 16-bit or of autocast, else fp32.",
         words=("auto", *PRECISIONS),
     )
     gradient_dtype: str = _training(
         "auto",
         arguments.word,
         "|".join(GRADIENT_DTYPES),
-        "In which micro-batches add up; else that of the weights (Megatron, DeepSpeed: fp32 for bf16).",
+        "Type of accumulated gradients; default: that of the weights (Megatron, DeepSpeed: fp32 for bf16).",
         words=("auto", *GRADIENT_DTYPES),
     )
     zero: int = _training(
@@ -137,15 +137,14 @@ class PlanOptions(Options):
         "best",
         arguments.word,
         "NAME",
-        "best, the joint search, or what a known tool would do: see pplan compare.",
+        "best: the joint search; or what a known tool would do: pplan compare.",
     )
     time_limit: float = _search(
         30.0,
         arguments.number,
         "30s",
         "Processor time for the whole answer; the search counts its work.",
-        unit="s",
-        shown="30s",
+        typed=True,
     )
     use_all: bool = _search(False, arguments.flag, None, "No GPU may stay free, even where fewer are faster.")
     max_stages: int | None = _search(None, arguments.optional_whole, "N", "At most so many stages.", least=1)

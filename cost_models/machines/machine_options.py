@@ -53,7 +53,11 @@ class MachineOptions(Options):
     """
 
     gpus: int | None = _machine(
-        None, arguments.optional_whole, "N", "How many GPUs there are; else `gpus` of the topology.", least=1
+        None,
+        arguments.optional_whole,
+        "N",
+        "How many GPUs there are; default: the topology's.",
+        least=1,
     )
     gpus_per_node: int | None = _machine(None, arguments.optional_whole, "N", "GPUs in one server.", least=1)
     gpu: str | None = _machine(
@@ -62,22 +66,18 @@ class MachineOptions(Options):
         "NAME",
         f"Its memory and the links of its usual server: {', '.join(PRESETS)}.",
     )
-    memory_bytes: int | None = _machine(
-        None, _memory, "16GiB", "Memory of each GPU.", unit="bytes", flag="--memory"
-    )
+    memory_bytes: int | None = _machine(None, _memory, "16GiB", "Memory of each GPU.", flag="--memory")
     bandwidth: Sequence[float] | None = _machine(
         None,
         _bandwidth,
         "300GB/s[,25GB/s]",
-        "Bytes a second between GPUs, inside a server and between servers.",
-        unit="bytes/s",
+        "Link bandwidth, inside a server and between servers.",
     )
     latency: Sequence[float] | None = _machine(
         None,
         _latency,
         "5us[,20us]",
-        "Time of an empty transfer, inside a server and between servers.",
-        unit="s",
+        "Link latency, inside a server and between servers.",
     )
     topology: Path | None = _machine(
         None,

@@ -148,21 +148,8 @@ class ObjectiveOptions(Options):
     fastest ("memory:10%"); or "cost", dollars per sample. `price`: dollars per device hour, one for all or by
     the kind of device."""
 
-    objective: str = option(
-        STEP_TIME,
-        arguments.word,
-        "The shortest step; the most samples a second, with late gradients; the least memory with a step at "
-        "most 5 % longer than the fastest; the fewest dollars a sample.",
-        "step-time|throughput|memory[:5%]|cost",
-        panel="The objective",
-    )
-    price: Mapping[str, float] | None = option(
-        None,
-        _prices,
-        "For the objective cost: dollars per device hour, or by the kind.",
-        "2.5|A100=2.5,T4=0.35",
-        panel="The objective",
-    )
+    objective: str = option(STEP_TIME, arguments.word)
+    price: Mapping[str, float] | None = option(None, _prices)
 
     @property
     def aim(self) -> Objective:
