@@ -13,7 +13,6 @@ import shlex
 FIELDS: dict[str, str] = {
     name: "--" + name.replace("_", "-")
     for name in [
-        "accumulate",
         "backward_ms",
         "emulate",
         "even",
@@ -26,13 +25,10 @@ FIELDS: dict[str, str] = {
         "calibration",
         "channels_last",
         "compile",
-        "config",
         "csv",
         "current",
         "cut_after",
-        "data_parallel",
         "device",
-        "devices",
         "dtype",
         "fail_above",
         "format",
@@ -48,26 +44,20 @@ FIELDS: dict[str, str] = {
         "keep_together",
         "latency",
         "layers",
-        "link",
         "loss",
         "max_stages",
         "micro_batch_size",
-        "micro_batch_sizes",
         "micro_batches",
         "mini_batch",
         "model",
-        "module",
-        "nodes",
         "objective",
         "optimizer",
         "output",
-        "parallelism",
         "planner",
         "points",
         "precision",
         "price",
         "profile",
-        "profile_file",
         "recompute",
         "replicas",
         "resume",
@@ -85,11 +75,9 @@ FIELDS: dict[str, str] = {
         "time_limit",
         "timeout",
         "topology",
-        "training",
         "trace",
         "use_all",
         "virtual_stages",
-        "warm_up",
         "zero",
         "amp",
         "budget",
@@ -97,9 +85,6 @@ FIELDS: dict[str, str] = {
         "cache",
         "seed",
         "input",
-        "inputs",
-        "what_if",
-        "memory_step",
         "classes",
         "heads",
         "hidden",
@@ -141,31 +126,37 @@ def _command(found: re.Match[str]) -> str:
 def _argument(given: str) -> str:
     """An argument of a call as the shell takes it."""
     known = re.fullmatch(rf"({_NAMES})=({_VALUE})", given)
-    if known and known[2] != "True":
-        return f"{FIELDS[known[1]]} {shlex.quote(known[2].strip(_QUOTES))}"
-    return FIELDS[known[1]] if known else shlex.quote(given.strip(_QUOTES))
+    if known is None:
+        return shlex.quote(given.strip(_QUOTES))
+    return _typed(known[1], known[2], quote=True)
 
 
 def _option(found: re.Match[str]) -> str:
     name, value = found[1] or found[3], found[2] or found[4]
+    return FIELDS[name] if value is None else _typed(name, value)
+
+
+def _typed(name: str, value: str, *, quote: bool = False) -> str:
+    """A field's option with its value as it is typed; `quote`: as the shell takes it."""
     option = FIELDS[name]
-    if value is None or value == "True":
+    if value == "True":
         return option
     if value == "False":
         return option.replace("--", "--no-", 1)
     if name == "pins" and value.startswith("("):
         layer, _, stage = value[1:-1].rpartition(", ")
-        return f"{option} {layer[1:-1]}=stage{stage}"
-    if value.startswith("("):
+        value = f"{layer[1:-1]}=stage{stage}"
+    elif value.startswith("("):
         parts = [part.strip().strip(_QUOTES) for part in value[1:-1].split(",") if part.strip()]
         sides = "x" if name == "input_shape" else ","
-        return f"{option} {sides.join(map(_with_unit, parts) if name == 'sizes' else parts)}"
-    value = value.strip(_QUOTES)
+        value = sides.join(map(_with_unit, parts) if name == "sizes" else parts)
+    else:
+        value = value.strip(_QUOTES)
     if name in ("memory", "memory_bytes"):
         value = _with_unit(value)
     if name == "recompute":
         value = value.replace("_", "-")
-    return f"{option} {value}"
+    return f"{option} {shlex.quote(value) if quote else value}"
 
 
 def _with_unit(value: str) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from typing import Any
 
-from pplan.cli.field_names import as_options
+import pytest
+import typer.main
+
+from pplan.cli.field_names import FIELDS, as_options
+from pplan.cli.verbs import app
 
 
 @pytest.mark.parametrize(
@@ -49,3 +54,28 @@ from pplan.cli.field_names import as_options
 )
 def test_fields_become_options(message: str, printed: str) -> None:
     assert as_options(message) == printed
+
+
+def test_every_option_that_may_be_printed_is_one() -> None:
+    """A word that is no field of an option stays as it is."""
+    names = set(_options(typer.main.get_command(app)))
+    written = {own if name not in NEGATED else own.replace("--", "--no-", 1) for name, own in FIELDS.items()}
+    assert written <= names
+    assert "--seconds-of" in names
+
+
+NEGATED = {"cache", "even"}
+"""Fields of which only the negation is an option."""
+
+
+def _options(command: Any) -> Iterator[str]:
+    for own in command.params:
+        yield from (*own.opts, *own.secondary_opts)
+    for inner in getattr(command, "commands", {}).values():
+        yield from _options(inner)
+
+
+def test_a_call_is_typed_as_its_fields_are() -> None:
+    call = "pplan.solve(recompute='except_last', memory_bytes=17179869184, planner='deepspeed-type:a b')"
+    typed = "pplan solve --recompute except-last --memory 16GiB --planner 'deepspeed-type:a b'"
+    assert as_options(f"Make it again: {call}.") == f"Make it again: {typed}."
