@@ -10,7 +10,6 @@ from rich.table import Table
 
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.explanation.compare import Compared, Comparison
-from .field_names import as_options
 from .number_format import compared, percent, three_digits
 from .table_style import Column, figure, line, table_of, text
 
@@ -21,7 +20,7 @@ def print_comparison(made: Comparison, console: Console) -> None:
     if made.notes:
         console.print()
     for note in made.notes:
-        line(console, f"Note: {as_options(note)}")
+        line(console, f"Note: {note}")
 
 
 def _rows(made: Comparison, console: Console) -> Table:
@@ -37,7 +36,7 @@ def _rows(made: Comparison, console: Console) -> Table:
         (figure("gap\n", leaves=3), lambda row: _shown(percent, row.gap)),
         (
             text("configuration\n/ reason", leaves=1, folds_at=13),
-            lambda row: as_options(row.reason) if row.reason else _how(row),
+            lambda row: row.reason or _how(row),
         ),
     ]
     return table_of(console, columns, made.rows)

@@ -18,7 +18,6 @@ from ..planner.explanation.runner_up import RunnerUp
 from ..planner.explanation.sensitivity import WORTH, Sensitivity, Turn
 from ..planner.explanation.what_if import WhatIf
 from ..planner.plan_file import PlannedStage
-from .field_names import as_options
 from .number_format import SAME, compared_percent, percent, ranges
 from .table_style import figure, line, table, text, titled, word
 
@@ -53,7 +52,7 @@ def print_explanation(found: Explanation, console: Console) -> None:
     if found.notes:
         console.print()
     for note in found.notes:
-        line(console, f"Note: {as_options(note)}")
+        line(console, f"Note: {note}")
 
 
 def answer_lines(found: Explanation) -> list[str]:
@@ -189,10 +188,10 @@ def _what_if(found: Explanation, console: Console) -> Table:
 
 def _what_if_row(row: WhatIf, own: PlanSummary) -> list[str]:
     if row.plan is None:
-        return [as_options(row.change), "-", "-", as_options(row.reason), "-"]
+        return [row.change, "-", "-", row.reason, "-"]
     step = row.plan.step_seconds
     against = compared_percent(step, own.step_seconds)
-    return [as_options(row.change), format_seconds(step), against, described(row.plan), _yes(row.proven)]
+    return [row.change, format_seconds(step), against, described(row.plan), _yes(row.proven)]
 
 
 def _print_current(found: SplitComparison, console: Console) -> None:

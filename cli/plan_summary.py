@@ -5,20 +5,19 @@ from __future__ import annotations
 from ..cost_models.optimizers import optimizer_named
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..planner.plan_file import Aim, Plan, Prediction
-from .field_names import as_options
 from .number_format import percent, three_digits
 
 
 def short_summary(plan: Plan) -> list[str]:
-    """The step, what it is made of, and its proof."""
-    return [*_figures(plan), as_options(_proof(plan, with_space=False))]
+    """The step, what it is made of, and its proof with the plans that it is about."""
+    return [*_figures(plan), _proof(plan)]
 
 
 def summary_lines(plan: Plan) -> list[str]:
-    """The same with the searched space, and the devices."""
-    lines = [*_figures(plan), as_options(_proof(plan, with_space=True))]
+    """The same with the searched space where the proof is about other plans, and the devices."""
+    lines = short_summary(plan)
     if plan.searched not in ("", plan.prediction.bound_covers) and not plan.was_given:
-        lines.append(f"Searched: {as_options(plan.searched)}")
+        lines.append(f"Searched: {plan.searched}")
     if plan.topology:
         lines.append(f"Devices: {plan.topology}")
     return lines
@@ -70,25 +69,25 @@ def _interval(predicted: Prediction) -> str:
     return f" (80 % interval {ends}{', as some stage is late in most steps' if late else ''})"
 
 
-def _proof(plan: Plan, *, with_space: bool) -> str:
+def _proof(plan: Plan) -> str:
     if plan.was_given:
         return "No other partition was looked at: pplan solve finds the best."
     if plan.objective is not None:
-        return _objective_proof(plan, plan.objective, with_space=with_space)
+        return _objective_proof(plan, plan.objective)
     predicted = plan.prediction
-    covers = f" ({predicted.bound_covers})" if predicted.bound_covers and with_space else ""
+    covers = f" ({predicted.bound_covers})" if predicted.bound_covers else ""
     if predicted.exact:
         return f"Optimal in the search space{covers}: none of these plans is faster."
     bound = format_seconds(predicted.lower_bound_seconds)
     return f"Best found; at most {percent(predicted.gap)} from the proven bound of {bound}{covers}."
 
 
-def _objective_proof(plan: Plan, aim: Aim, *, with_space: bool) -> str:
+def _objective_proof(plan: Plan, aim: Aim) -> str:
     """The bound on what is aimed at, and on the step."""
     step = f"no plan is faster than {format_seconds(plan.prediction.lower_bound_seconds)} a step"
     if not aim.lower_bound:
         return f"Best found; not proven: {aim.detail}. Proven: {step}."
-    about = "; ".join(part for part in (aim.covers if with_space else "", aim.detail) if part)
+    about = "; ".join(part for part in (aim.covers, aim.detail) if part)
     among = f" ({about})" if about else ""
     if aim.exact:
         return f"Optimal in the search space{among}: none of these plans has less. Proven: {step}."

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.plan_file import Alternative, Baseline, Plan, PlannedStage
-from .field_names import as_options
 from .number_format import compared, ranges
 from .plan_answer import answer_lines
 from .plan_summary import short_summary, summary_lines
@@ -50,7 +49,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.notes:
         console.print()
     for note in plan.notes:
-        line(console, f"Note: {as_options(note)}")
+        line(console, f"Note: {note}")
 
 
 def _print_head(plan: Plan, console: Console) -> None:
@@ -60,7 +59,7 @@ def _print_head(plan: Plan, console: Console) -> None:
     for further in more:
         line(console, further)
     for warning in plan.warnings:
-        line(console, f"Warning: {as_options(warning)}")
+        line(console, f"Warning: {warning}")
 
 
 def _stages_title(plan: Plan) -> str:
@@ -83,26 +82,12 @@ def _short_stages(plan: Plan, console: Console) -> Table:
     if any(stage.memory_limit_bytes is not None for stage in plan.stages):
         columns += [figure("limit", leaves=3), figure("used", leaves=4)]
     rows = [
-        _short_row(number, stage, plan.layer_names)[: len(columns)]
+        _stage_row(number, stage, _end_names(plan, stage))[: len(columns)]
         for number, stage in enumerate(plan.stages)
     ]
     if len(rows) > MOST_STAGES:
         rows = [*rows[: MOST_STAGES // 2], ["..."] * len(columns), *rows[1 - MOST_STAGES // 2 :]]
     return table(console, columns, rows)
-
-
-def _short_row(number: int, stage: PlannedStage, names: list[str]) -> list[str]:
-    ends = (stage.first_layer, stage.last_layer)
-    return [
-        str(number),
-        ranges(stage.devices),
-        str(stage.layers),
-        *(names[index] if index < len(names) else str(index) for index in ends),
-        format_seconds(stage.forward_seconds),
-        format_seconds(stage.backward_seconds),
-        format_bytes(stage.memory_bytes),
-        *_memory_use(stage)[:2],
-    ]
 
 
 def _nearest(plan: Plan) -> list[Baseline]:
@@ -115,7 +100,7 @@ def _nearest(plan: Plan) -> list[Baseline]:
 
 def _baseline_words(base: Baseline, plan: Plan) -> str:
     if base.step_seconds is None:
-        return f"{base.name} {as_options(base.reason or 'has no plan')}"
+        return f"{base.name} {base.reason or 'has no plan'}"
     versus = compared(base.step_seconds, plan.prediction.step_seconds)
     return f"{base.name} {format_seconds(base.step_seconds)} ({versus})"
 
@@ -134,23 +119,33 @@ def _stages(plan: Plan, console: Console) -> Table:
     if any(stage.memory_limit_bytes is not None for stage in plan.stages):
         columns += [figure("limit", leaves=2), figure("used", leaves=3), word("", leaves=1)]
     rows = [
-        [*_stage_row(number, stage, plan.layer_names), *_memory_use(stage)][: len(columns)]
+        _stage_row(number, stage, _end_names(plan, stage, numbered=True))[: len(columns)]
         for number, stage in enumerate(plan.stages)
     ]
     return table(console, columns, rows)
 
 
-def _stage_row(number: int, stage: PlannedStage, names: list[str]) -> list[str]:
-    ends = (stage.first_layer, stage.last_layer)
+def _stage_row(number: int, stage: PlannedStage, ends: list[str]) -> list[str]:
+    """With limit, share and bar at the end; `ends`: its first and its last layer."""
     return [
         str(number),
         ranges(stage.devices),
         str(stage.layers),
-        *(f"{index} {names[index]}" if index < len(names) else str(index) for index in ends),
+        *ends,
         format_seconds(stage.forward_seconds),
         format_seconds(stage.backward_seconds),
         format_bytes(stage.memory_bytes),
+        *_memory_use(stage),
     ]
+
+
+def _end_names(plan: Plan, stage: PlannedStage, *, numbered: bool = False) -> list[str]:
+    """Of its first and its last layer; the numbers where the plan does not know the names."""
+    names = plan.layer_names
+    ends = (stage.first_layer, stage.last_layer)
+    if len(names) <= stage.last_layer:
+        return [str(index) for index in ends]
+    return [f"{index} {names[index]}" if numbered else names[index] for index in ends]
 
 
 def _memory_use(stage: PlannedStage) -> list[str]:
@@ -173,7 +168,7 @@ def _baselines(plan: Plan, console: Console) -> Table:
 
 
 def _baseline_row(base: Baseline, plan: Plan) -> list[str]:
-    remark = as_options("; ".join(part for part in (base.reason, base.detail) if part))
+    remark = "; ".join(part for part in (base.reason, base.detail) if part)
     if base.step_seconds is None:
         return [base.name, "-", "-", remark]
     versus = compared(base.step_seconds, plan.prediction.step_seconds)
@@ -200,7 +195,7 @@ def _alternatives(plan: Plan, console: Console) -> Table:
 
 
 def _for(other: Alternative) -> str:
-    return as_options("; ".join(part for part in (", ".join(other.runtimes), other.reason) if part))
+    return "; ".join(part for part in (", ".join(other.runtimes), other.reason) if part)
 
 
 def _balance(other: Alternative) -> str:

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..profiler.profile_file import LayerMeasurement, MeasuredLoss, Profile, ProfiledLayer, WholeMeasurement
-from .field_names import as_options
 from .number_format import percent, three_digits
 from .table_style import Column, figure, line, table, text, titled
 
@@ -35,7 +34,7 @@ def print_profile(profile: Profile, console: Console) -> None:
         line(console, _loss(profile.loss))
     if any(whole.peak_bytes is not None for whole in profile.whole):
         titled(console, "Memory of a step of the whole model, without an optimizer", _peaks(profile, console))
-    remarks = [*_unmeasured(profile), *(f"Note: {as_options(note)}" for note in profile.notes)]
+    remarks = [*_unmeasured(profile), *(f"Note: {note}" for note in profile.notes)]
     if remarks:
         console.print()
     for remark in remarks:

@@ -10,7 +10,6 @@ from rich.table import Table
 from ..api.simulation import Simulation
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.plan_file import TIE
-from .field_names import as_options
 from .ledger_table import StageMemory, print_ledger
 from .number_format import compared, percent, ranges, three_digits
 from .table_style import Column, figure, line, table, text, titled
@@ -32,7 +31,7 @@ def print_simulation(found: Simulation, console: Console) -> None:
     if found.notes:
         console.print()
     for note in found.notes:
-        line(console, f"Note: {as_options(note)}")
+        line(console, f"Note: {note}")
 
 
 def answer_lines(found: Simulation) -> list[str]:

@@ -19,17 +19,17 @@ def check_shape(sheet: Sheet, subject: Subject) -> None:
     with sheet.line("layers", "every layer once and in order; balance and stages say the same") as check:
         _layers(check, subject)
     with sheet.line(
-        "cuts", "the profile and the wishes allow every cut, and each wished one is made"
+        "cuts", "the profile and the options allow every cut, and each one asked for is made"
     ) as check:
         _cuts(check, subject)
     with sheet.line("devices", "each is in the machine, and used by the replicas of one stage") as check:
         _devices(check, subject)
-    with sheet.line("micro-batches", "sizes divide; every replica has a sample; as wished") as check:
+    with sheet.line("micro-batches", "sizes divide; every replica has a sample; as the options say") as check:
         _micro_batches(check, subject)
-    with sheet.line("recomputation", "known words; as wished") as check:
+    with sheet.line("recomputation", "known words; as the options say") as check:
         _recompute(check, subject)
     with sheet.line(
-        "training", "the optimizer, the precision and ZeRO's stage, of this profile; as wished"
+        "training", "the optimizer, the precision and ZeRO's stage, of this profile; as the options say"
     ) as check:
         _training(check, subject)
     with sheet.line("runtime", "it runs this schedule, recomputation and these replicas") as check:
