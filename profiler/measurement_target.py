@@ -70,6 +70,7 @@ def build_target(
             granularity=setup.granularity,
             keep_together=setup.keep_together,
             aliases=storage_aliases(loaded.module),
+            verify=True,
         )
         layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
         return MeasurementTarget(
@@ -79,7 +80,7 @@ def build_target(
             kind,
             setup.clock,
             setup.seed,
-            (*loaded.notes, *notes, *layouts),
+            (*loaded.notes, *notes, *layouts, *(chain.comparison.notes if chain.comparison else ())),
             setup.modes,
             loss_named(setup.loss, setup.seed),
         )
