@@ -12,7 +12,7 @@ import pytest
 
 import pplan
 from pplan.cli.explain_tables import answer_lines, described, print_explanation
-from pplan.planner.explanation.explain import Explanation
+from pplan.planner.explanation.explanation import Explanation
 from pplan.planner.explanation.plan_summary import PlanSummary
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
@@ -179,7 +179,7 @@ def test_the_answer_says_what_is_better(explanation: Explanation) -> None:
         "It is not the best for its options: 3 stages of 5-4-3 layers, 16 x 4, 1f1b takes 655 ms, "
         "0.8 % slower."
     )
-    limits = explanation.limits.model_copy(update={"without_memory_limit": None})
+    limits = explanation.step_limits.model_copy(update={"without_memory_limit": None})
     free = explanation.model_copy(update={"limits": limits})
     assert answer_lines(free)[-1] == "Memory forbids no faster plan."
     assert answer_lines(free)[0] == "A step of toy takes 650 ms: 76.9 % of it waits for computing."
