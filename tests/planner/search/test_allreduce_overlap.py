@@ -50,4 +50,4 @@ def test_one_device_has_nothing_to_reduce(
     make_chain: MakeChain, make_topology: MakeTopology, heavier: Heavier
 ) -> None:
     chain, topology = heavier(make_chain(1, 5), make_topology(2))
-    assert not Space(chain, topology, "sgd").team(2, (1,)).exposed_allreduce.any()
+    assert not Space(chain, topology, "sgd").replica_group(2, (1,)).exposed_allreduce.any()
