@@ -103,5 +103,6 @@ def _refusal(path: Path, content: dict[str, Any], error: ValidationError) -> Fil
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, _RooflineKeys.model_fields, n=1)
         guess = f"Did you mean {near[0]}? " if near else ""
-        return FileError(f"{path}: unknown key {key!r}", f"{guess}Keys: {', '.join(_RooflineKeys.model_fields)}.")
+        known = ", ".join(_RooflineKeys.model_fields)
+        return FileError(f"{path}: unknown key {key!r}", f"{guess}Keys: {known}.")
     return FileError(f"{path}: {key}: {first['msg']}, the value is {content[key]!r}", _EXAMPLE)
