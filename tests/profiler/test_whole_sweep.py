@@ -13,17 +13,18 @@ from torch import Tensor, nn
 
 from pplan.cost_models.errors import MachineError, ModelError
 from pplan.profiler import size_run as size_run_module
-from pplan.profiler import sweep as sweep_module
+from pplan.profiler import whole_sweep as whole_sweep_module
 from pplan.profiler.chain.layers import Layer, LayerChain, build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.passes.backward_parts import run_parts
 from pplan.profiler.passes.layer_stamps import LayerTimes
 from pplan.profiler.passes.modes import Modes
 from pplan.profiler.passes.timing import run_whole
-from pplan.profiler.size_run import SizeRun, host_note
-from pplan.profiler.sweep import Progress, Sweep
+from pplan.profiler.size_run import SizeRun
+from pplan.profiler.size_sweep import Progress, host_note
 from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 from pplan.profiler.user_model.losses import Loss
+from pplan.profiler.whole_sweep import WholeSweep
 
 PROBE = 1
 """Seconds of the run that finds the cuts."""
@@ -42,21 +43,21 @@ def swept(
     budget: float = 1e6,
     rounds: int | None = None,
     **options: Any,
-) -> Sweep:
-    sweep = Sweep(subject, sizes, budget, rounds, **options)
+) -> WholeSweep:
+    sweep = WholeSweep(subject, sizes, budget, rounds, **options)
     sweep.measure()
     return sweep
 
 
-def sizes_of(sweep: Sweep) -> list[int]:
+def sizes_of(sweep: WholeSweep) -> list[int]:
     return [run.size for run in sweep.runs]
 
 
-def rounds_of(sweep: Sweep) -> list[int]:
+def rounds_of(sweep: WholeSweep) -> list[int]:
     return [len(run.rounds) for run in sweep.runs]
 
 
-def left_of(sweep: Sweep) -> list[tuple[int, str]]:
+def left_of(sweep: WholeSweep) -> list[tuple[int, str]]:
     return [(left.micro_batch_size, left.reason) for left in sweep.unmeasured]
 
 
@@ -203,7 +204,7 @@ def test_parts_that_would_not_fit_in_a_cpus_memory_are_not_begun(
     clock: Any, takes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One sample saves 16 bytes: of 8, parts need 2.4 * 128 = 307 and the others 1.2 * 128 = 154.
-    monkeypatch.setattr(sweep_module, "free_host_bytes", lambda: 200)
+    monkeypatch.setattr(whole_sweep_module, "free_host_bytes", lambda: 200)
     sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), [4, 8], rounds=1, parts=True)
     assert [len(run.rounds.parts) for run in sweep.runs] == [1, 0]
     assert "micro-batch size 8 has no backward in two parts: it would need" in sweep.notes[0]
@@ -478,7 +479,7 @@ def test_a_cpu_size_that_would_not_fit_is_not_begun(
     clock: Any, takes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One sample saves 16 bytes, so 8 samples need 1.2 * 8 * 16 = 153.6.
-    monkeypatch.setattr(sweep_module, "free_host_bytes", lambda: 150)
+    monkeypatch.setattr(whole_sweep_module, "free_host_bytes", lambda: 150)
     sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock))
     assert sizes_of(sweep) == [1, 2, 4]
     assert left_of(sweep) == [(8, "does not fit")]
