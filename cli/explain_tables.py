@@ -11,10 +11,10 @@ from rich.console import Console
 
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..planner.explanation.current_split import Side, SplitComparison
-from ..planner.explanation.explain import Explanation
-from ..planner.explanation.limits import Limits, PathShare
+from ..planner.explanation.explanation import Explanation
 from ..planner.explanation.plan_summary import PlanSummary
 from ..planner.explanation.sensitivity import WORTH, Sensitivity, Turn
+from ..planner.explanation.step_limits import PathShare, StepLimits
 from .number_format import SAME, compared_percent, percent, ranges
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
@@ -84,7 +84,7 @@ def described(plan: PlanSummary) -> str:
     return ", ".join(parts)
 
 
-def _print_path(limits: Limits, console: Console) -> None:
+def _print_path(limits: StepLimits, console: Console) -> None:
     shown = [share for share in limits.places[:MOST_PLACES] if share.share >= SHOWN]
     rest = limits.places[len(shown) :]
     rows = [(_where(share), KINDS[share.kind], share.seconds, share.share) for share in shown]

@@ -7,7 +7,7 @@ from itertools import islice
 from rich.console import Console
 
 from ..cost_models.quantities import counted, format_bytes, format_seconds
-from ..planner.objectives.frontier_file import Frontier, Point
+from ..planner.objectives.frontier import Frontier, Point
 from ..planner.plan_file import Plan
 from .number_format import three_digits
 from .table import Column, line, number, print_table, text, word

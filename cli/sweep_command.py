@@ -13,7 +13,7 @@ from ..api.provenance import made_by
 from ..cost_models.document import write_whole
 from ..cost_models.errors import InfeasibleError
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
-from ..planner.sweep import Sweep, SweepRow
+from ..planner.problem_grid import SweepResult, SweepRow
 from .frontier_table import shape
 from .invocation import command_line
 from .number_format import percent, three_digits
@@ -72,7 +72,7 @@ def run_sweep(options: SweepOptions, profile: Profile, given: Mapping[str, Any])
         raise InfeasibleError("no point of the sweep has a plan", "Every row says why.")
 
 
-def print_sweep(sweep: Sweep, console: Console) -> None:
+def print_sweep(sweep: SweepResult, console: Console) -> None:
     """Prints a row for every point; one without a plan has its reason alone."""
     for warning in sweep.warnings:
         line(console, f"Warning: {warning}")
@@ -101,7 +101,7 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
     print_table(console, columns, sweep.rows)
 
 
-def _keys(sweep: Sweep) -> list[str]:
+def _keys(sweep: SweepResult) -> list[str]:
     """What was swept, in order."""
     return list(sweep.rows[0].point) if sweep.rows else []
 
@@ -125,7 +125,7 @@ def _configuration(row: SweepRow) -> str:
     return f"{found}{row.micro_batches} of {row.micro_batch_size}, recompute {recompute}"
 
 
-def as_csv(sweep: Sweep) -> str:
+def as_csv(sweep: SweepResult) -> str:
     """A line for every point, with a head; lists have blanks between their values. A figure of the plan that
     has the name of what is swept is called plan_NAME: `auto` was asked for, `gpipe` found."""
     keys, lines = _keys(sweep), io.StringIO()

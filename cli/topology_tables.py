@@ -14,7 +14,7 @@ from rich.console import Console
 from ..cost_models.hardware import Device, Level
 from ..cost_models.machines.catalogue import MACHINES, Machine
 from ..cost_models.machines.presets import PRESETS, PresetLink
-from ..cost_models.machines.transfer_times import SIZES, AllReduce, all_reduces, transfers
+from ..cost_models.machines.transfer_times import SIZES, AllReduceTime, all_reduces, transfers
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..cost_models.topology import Topology
 from .number_format import ranges
@@ -122,11 +122,11 @@ def _print_transfers(topology: Topology, console: Console) -> None:
     print_table(console, columns, topology.levels, title="Transfers between two GPUs")
 
 
-def _print_all_reduces(reduced: list[AllReduce], console: Console) -> None:
-    def by(way: str) -> Column[AllReduce]:
+def _print_all_reduces(reduced: list[AllReduceTime], console: Console) -> None:
+    def by(way: str) -> Column[AllReduceTime]:
         return number(way, lambda made: _starred(made, way))
 
-    columns: list[Column[AllReduce]] = [
+    columns: list[Column[AllReduceTime]] = [
         text("over", lambda made: made.over),
         number("of", lambda made: made.bytes, _size),
         *map(by, dict.fromkeys(way for made in reduced for way in made.seconds)),
@@ -134,7 +134,7 @@ def _print_all_reduces(reduced: list[AllReduce], console: Console) -> None:
     print_table(console, columns, reduced, title="All-reduces; the best has a *")
 
 
-def _starred(made: AllReduce, way: str) -> str:
+def _starred(made: AllReduceTime, way: str) -> str:
     if way not in made.seconds:
         return "-  "
     return f"{format_seconds(made.seconds[way])} {'*' if way == made.best else ' '}"

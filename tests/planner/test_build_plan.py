@@ -15,6 +15,7 @@ from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.alternatives import find_alternatives
+from pplan.planner.build_plan import solve
 from pplan.planner.candidate import ScoredPlan, linear_pipeline
 from pplan.planner.joint_search import JointSearchResult, plan_with
 from pplan.planner.pipeline_config import SEARCHED
@@ -24,7 +25,6 @@ from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 from pplan.planner.search.branch_and_bound import SearchResult
-from pplan.planner.solve import solve
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from ..candidate import Proposal
 from .placements import Placement
-from .relaxed import Chosen, RelaxedProblem
+from .relaxed_problem import CheapestStage, RelaxedProblem
 from .space import Space, divide_batch
 from .subproblem import Family
 
 
 @dataclass
-class _Stage:
+class _RoundedStage:
     """A stage on devices of a kind: `work`, seconds of a micro-batch on one device."""
 
     end: int
@@ -31,18 +31,20 @@ def round_stages(
     space: Space,
     family: Family,
     problem: RelaxedProblem,
-    chosen: Sequence[Chosen],
+    chosen: Sequence[CheapestStage],
     families: Sequence[Family],
 ) -> list[Proposal]:
     """The pipeline with its replicas changed until it has devices enough, and leaves none where more help,
     in each of the orders of the devices."""
-    tables, stages = problem.stages, list[_Stage]()
+    tables, stages = problem.stages, list[_RoundedStage]()
     cut_points = tables.cut_points
     for own in chosen:
         replicas = int(tables.replicas[own.choice])
         at = own.choice, own.start, own.end
         seconds = float(tables.forward[at] + tables.backward[at])
-        stages.append(_Stage(cut_points[own.end], int(tables.kind[own.choice]), replicas, seconds * replicas))
+        stages.append(
+            _RoundedStage(cut_points[own.end], int(tables.kind[own.choice]), replicas, seconds * replicas)
+        )
     ends = [stage.end for stage in stages]
     if any(end <= start for start, end in zip([0, *ends], ends, strict=False)):
         return []
@@ -56,7 +58,7 @@ def round_stages(
     ]
 
 
-def _fitted(space: Space, family: Family, stages: Sequence[_Stage], kind: int, devices: int) -> bool:
+def _fitted(space: Space, family: Family, stages: Sequence[_RoundedStage], kind: int, devices: int) -> bool:
     """Changes the replicas on a kind of device until there are devices enough; whether there are."""
     own = [stage for stage in stages if stage.kind == kind]
     left = devices - sum(stage.replicas for stage in own)
@@ -92,7 +94,7 @@ def _counts(space: Space, family: Family) -> Iterator[int]:
 
 
 def _devices(
-    space: Space, order: Placement, problem: RelaxedProblem, stages: Sequence[_Stage]
+    space: Space, order: Placement, problem: RelaxedProblem, stages: Sequence[_RoundedStage]
 ) -> tuple[tuple[int, ...], ...]:
     """The next devices of its kind for every stage, in the order."""
     kinds, topology = problem.stages.kinds, space.topology

@@ -31,7 +31,7 @@ def least_memory(problem: Problem, slack: float) -> ObjectiveResult:
     fastest = answer.best
     if fastest is None:
         return ObjectiveResult(answer.found, answer)
-    search = _Search(problem, fastest, fastest.step_seconds * (1 + slack) * (1 + TIE))
+    search = _MemorySearch(problem, fastest, fastest.step_seconds * (1 + slack) * (1 + TIE))
     search.bisect()
     # Whoever found it, of plans outside of the searched space nothing is proven.
     known = answer.found.exact and is_searched(problem, as_searched(problem, search.best.proposal))
@@ -55,7 +55,7 @@ def least_memory(problem: Problem, slack: float) -> ObjectiveResult:
 
 
 @dataclass
-class _Search:
+class _MemorySearch:
     """The best plan so far, and the bytes below which there is none that is fast enough."""
 
     problem: Problem

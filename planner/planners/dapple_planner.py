@@ -6,19 +6,15 @@ latency is least when all other layers are one last stage on all other devices; 
 takes more layers, a number of devices, and one of three placements.
 
 Beyond the paper: the plan may leave devices unused; states are kept apart by their number of stages, and may
-keep several plans (`Effort`), since the least latency now is not always the start of the best plan; a stage
-has to fit with the micro-batches in flight there, recomputing where it must. States whose every continuation
-is slower than the best plan known are dropped.
-
-The estimate of a step (section 4.1), fill, steady phase and drain around the pivot stage, is neither a bound
-nor a step that any schedule takes: it compares plans with each other.
+keep several plans (`BeamLimits`), since the least latency now is not always the start of the best plan; a
+stage has to fit with the micro-batches in flight there, recomputing where it must. States whose every
+continuation is slower than the best plan known are dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,75 +25,11 @@ from ..candidate import Proposal
 from ..search.space import Space
 from ..stage_table import Floats
 from .dapple_moves import Ints, Moves, count_rules, split_machines
-from .replicated import MOST_GROUPS, Trial, count_replicas, thin, trials
+from .replica_groups import MOST_GROUPS, MicroBatchChoice, count_replicas, micro_batch_choices, thin
 
 if TYPE_CHECKING:
     from ..problem import Problem
-
-
-TIE = 1e-12
-"""Equal stages leave the pivot where it is, whatever the rounding."""
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """A stage of many plans side by side: arrays that broadcast together. Forward and backward of one
-    micro-batch; the all-reduce of a step."""
-
-    forward: Floats
-    backward: Floats
-    all_reduce: Floats
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Seconds of the step, and the pivot: 2 s for stage s, 2 s + 1 for the transfer after it."""
-
-    seconds: Floats
-    pivot: npt.NDArray[np.int64]
-
-
-def latency(stages: Sequence[StageSeconds], transfers: Sequence[Floats], micro_batches: int) -> Latency:
-    """T = T_w + T_s + T_e of plans of `stages`, with a transfer of so many seconds after each but the last.
-
-    A transfer is a stage whose forward and backward take its seconds, without an all-reduce. With those, for
-    M micro-batches, the pivot Q, and F, B, AR of the stages:
-
-        T_w = sum of F_s up to Q                 T_s = (M - 1) (F_Q + B_Q)
-        T_e = max over s of AR_s + (sum of B_a for a = s..Q)         for s <= Q
-                            AR_s - (sum of B_a for a = Q+1..s-1)     for s > Q
-
-    The all-reduce of a stage is so hidden by the backwards that follow it on the stages before. Q is the last
-    stage, or from there backwards each stage whose (M - 1)(F + B) is above that of Q plus F + B of the stages
-    between. Both cases of T_e are AR_s + (backwards up to Q) - (backwards before s), so that
-    T = (F + B of the stages before Q) + M (F_Q + B_Q) + max over s of (AR_s - backwards before s).
-    """
-    before, backwards, exposed = np.zeros(1), np.zeros(1), np.full(1, -np.inf)
-    reaches, works = [], []
-    for stage in _joined(stages, transfers):
-        work = stage.forward + stage.backward
-        reaches.append(before + micro_batches * work)
-        works.append(work)
-        exposed = np.maximum(exposed, stage.all_reduce - backwards)
-        before, backwards = before + work, backwards + stage.backward
-    seconds, pivot = reaches[-1], np.asarray(len(works) - 1)
-    hidden = seconds - works[-1]
-    for index in range(len(works) - 2, -1, -1):
-        # (M - 1) w_s > (M - 1) w_Q + between  <=>  before_s + M w_s > before_Q + (M - 1) w_Q
-        moves = reaches[index] > hidden * (1 + TIE)
-        seconds = np.where(moves, reaches[index], seconds)
-        hidden = np.where(moves, reaches[index] - works[index], hidden)
-        pivot = np.where(moves, index, pivot)
-    whole = seconds + exposed
-    return Latency(whole, np.broadcast_to(pivot, whole.shape))
-
-
-def _joined(stages: Sequence[StageSeconds], transfers: Sequence[Floats]) -> Iterator[StageSeconds]:
-    for stage, transfer in zip_longest(stages, transfers):
-        yield stage
-        if transfer is not None:
-            yield StageSeconds(transfer, transfer, np.zeros(1))
-
+from .dapple_latency import DappleStage, latency
 
 BLOCKS, GLANCE_BLOCKS = 100, 24
 """Places for cuts are thinned to so many blocks; for a glance at a micro-batch size."""
@@ -106,7 +38,7 @@ PROMISING = 3
 
 
 @dataclass(frozen=True)
-class Effort:
+class BeamLimits:
     """What a search may do. More devices than `groups` stay together with their neighbours; `entries` next
     stages are looked at side by side, and a third as many plans, by cut points, are kept of each number of
     stages, `kept` of each state."""
@@ -116,7 +48,7 @@ class Effort:
     kept: int = 4
 
 
-FULL, GLANCE = Effort(), Effort(groups=8, entries=20_000, kept=1)
+FULL, GLANCE = BeamLimits(), BeamLimits(groups=8, entries=20_000, kept=1)
 
 
 @dataclass(frozen=True)
@@ -131,14 +63,14 @@ class DapplePlan:
 
 
 @dataclass(frozen=True)
-class Whole:
+class StageLimits:
     """What a plan has to be: of so many stages at most (None: any number), and on all devices or not."""
 
     most_stages: int | None = None
     use_all: bool = False
 
 
-ANY = Whole()
+ANY = StageLimits()
 
 
 @dataclass(frozen=True)
@@ -151,18 +83,18 @@ class Dapple:
         """The plan of least estimated latency for the most promising micro-batch sizes."""
         space, gpus = thin(problem.space, BLOCKS), problem.reached
         coarse, routes = thin(space, GLANCE_BLOCKS), Routes(space.topology)
-        whole = Whole(problem.stage_counts[-1], problem.wishes.use_all)
+        whole = StageLimits(problem.stage_counts[-1], problem.wishes.use_all)
         glances = []
-        for trial in trials(problem.configs):
-            glance = plan(coarse, trial, gpus, whole, effort=GLANCE, routes=routes)
+        for choice in micro_batch_choices(problem.configs):
+            glance = plan(coarse, choice, gpus, whole, beam=GLANCE, routes=routes)
             if glance is not None:
-                glances.append((glance.latency_seconds, trial))
+                glances.append((glance.latency_seconds, choice))
         cut_points = space.table(space.chain.sizes[0]).cut_points
-        for _, trial in sorted(glances, key=lambda glance: glance[0])[:PROMISING]:
-            found = plan(space, trial, gpus, whole, routes=routes)
+        for _, choice in sorted(glances, key=lambda glance: glance[0])[:PROMISING]:
+            found = plan(space, choice, gpus, whole, routes=routes)
             if found is not None:
                 ends = tuple(cut_points[end] for end in found.ends)
-                yield Proposal(trial.config(found.recomputes), ends, found.devices)
+                yield Proposal(choice.config(found.recomputes), ends, found.devices)
 
 
 PLANNER = Dapple()
@@ -170,21 +102,21 @@ PLANNER = Dapple()
 
 def plan(
     space: Space,
-    trial: Trial,
+    choice: MicroBatchChoice,
     gpus: int,
-    whole: Whole = ANY,
+    whole: StageLimits = ANY,
     *,
-    effort: Effort = FULL,
+    beam: BeamLimits = FULL,
     routes: Routes | None = None,
 ) -> DapplePlan | None:
     """The plan found for one micro-batch size on the first `gpus` devices; None where none fits. `routes` are
     remembered from one call to the next."""
-    groups = gpus if count_replicas(space) == "none" else effort.groups
+    groups = gpus if count_replicas(space) == "none" else beam.groups
     machines = split_machines(gpus, min(gpus, space.topology.gpus_per_node), groups)
     routes = routes or Routes(space.topology)
     best: DapplePlan | None = None
     for counts in count_rules(space, machines):
-        found = _Search(Moves(space, trial, machines, routes, counts), whole, effort).run(best)
+        found = _DappleSearch(Moves(space, choice, machines, routes, counts), whole, beam).run(best)
         best = found or best
     return best
 
@@ -211,12 +143,12 @@ class _Starts:
         return _Starts(np.vstack([self.ends, ends]), np.vstack([self.moves, moves]), further)
 
 
-class _Search:
+class _DappleSearch:
     """One search: a level for every number of stages."""
 
-    def __init__(self, moves: Moves, whole: Whole, effort: Effort) -> None:
-        self.moves, self.whole, self.effort = moves, whole, effort
-        self.trial = moves.trial
+    def __init__(self, moves: Moves, whole: StageLimits, beam: BeamLimits) -> None:
+        self.moves, self.whole, self.beam = moves, whole, beam
+        self.choice = moves.choice
         self.last = moves.cut_points - 1
         self.best: DapplePlan | None = None
         self.limit = np.inf
@@ -256,7 +188,7 @@ class _Search:
         starts = starts.chosen(which)
         whole = starts.then(np.full(len(which), self.last), moves, self._joints(starts, moves))
         costed = _Costed(self.moves, whole, len(whole.ends))
-        seconds = np.where(costed.fits, latency(*costed.parts, self.trial.micro_batches).seconds, np.inf)
+        seconds = np.where(costed.fits, latency(*costed.parts, self.choice.micro_batches).seconds, np.inf)
         first = int(seconds.argmin())
         if seconds[first] < self.limit:
             self.limit = float(seconds[first])
@@ -273,8 +205,8 @@ class _Search:
         if not len(which):
             return np.zeros(0, dtype=np.bool_)
         begin = starts.ends[-1][which] if len(starts.ends) else 0
-        works = self.moves.work(self.trial.in_flight(1))[self.moves.teams(moves), begin, self.last]
-        rounds = self.trial.micro_batches - 1
+        works = self.moves.work(self.choice.in_flight(1))[self.moves.costs_indices(moves), begin, self.last]
+        rounds = self.choice.micro_batches - 1
         possible: npt.NDArray[np.bool_] = rounds * works < self.limit if rounds else works < np.inf
         if self.whole.use_all:
             possible &= self.moves.left(self.moves.states(moves)) == 0
@@ -283,7 +215,7 @@ class _Search:
     def _extend(self, starts: _Starts) -> _Starts:
         """The best starts of one stage more, by state."""
         which, moves = self._after(starts)
-        rows = max(self.effort.entries // (self.last + 1), 1)
+        rows = max(self.beam.entries // (self.last + 1), 1)
         made = [
             self._ranked(starts.chosen(which[at : at + rows]), moves[at : at + rows])
             for at in range(0, len(which), rows)
@@ -310,7 +242,7 @@ class _Search:
         longer = starts.chosen(which).then(ends, moves[which], joints[which])
         whole = longer.then(np.full(len(which), self.last), rest[which], joints_on[which])
         costed = _Costed(self.moves, whole, len(whole.ends))
-        seconds = latency(*costed.parts, self.trial.micro_batches).seconds
+        seconds = latency(*costed.parts, self.choice.micro_batches).seconds
         fitting = np.flatnonzero(costed.start_fits)
         return longer.chosen(fitting), seconds[fitting], least[which, ends][fitting]
 
@@ -320,7 +252,7 @@ class _Search:
         A latency is at least (M - 1) (F + B) of any stage plus F + B of all before it, transfers counted; of
         the stages that are left some one has its share of the work that is left.
         """
-        count, level = self.trial.micro_batches, len(starts.ends)
+        count, level = self.choice.micro_batches, len(starts.ends)
         begin = starts.ends[-1] if level else np.zeros(len(moves), dtype=np.int64)
         before, slowest = np.zeros(len(moves)), np.zeros(len(moves))
         if level:
@@ -330,7 +262,7 @@ class _Search:
                 work = part.forward + part.backward
                 slowest = np.maximum(slowest, before + (count - 1) * work)
                 before = before + work + 2 * transfer
-        works = self.moves.work(self.trial.in_flight(2))[self.moves.teams(moves), begin]
+        works = self.moves.work(self.choice.in_flight(2))[self.moves.costs_indices(moves), begin]
         left = np.maximum(self.moves.left(self.moves.states(moves)), 1)
         share = self.moves.least_work[None, :] / left[:, None]
         following = before[:, None] + np.maximum(max(count - 1, 1) * works, works + (count - 1) * share)
@@ -347,8 +279,8 @@ class _Search:
         begins = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])) if len(keys) else keys
         sizes = np.diff(np.append(begins, len(keys)))
         place = np.arange(len(keys)) - np.repeat(begins, sizes)
-        order = order[place < self.effort.kept]
-        width = max(self.effort.entries // (3 * self.last), 1)
+        order = order[place < self.beam.kept]
+        width = max(self.beam.entries // (3 * self.last), 1)
         return starts.chosen(order[np.argsort(least[order], kind="stable")][:width])
 
 
@@ -364,20 +296,20 @@ class _Costed:
             name: moves.table(name) for name in ("forward", "backward", "all_reduce", "never", "always")
         }
         begin = np.zeros(len(plans), dtype=np.int64)
-        self._stages: list[StageSeconds] = []
+        self._stages: list[DappleStage] = []
         for stage, end in enumerate(plans.ends):
-            at = (moves.teams(plans.moves[stage]), begin, end)
+            at = (moves.costs_indices(plans.moves[stage]), begin, end)
             forward, backward, reduced, never, always = (table[at] for table in tables.values())
-            in_flight = moves.trial.in_flight(stages - stage)
+            in_flight = moves.choice.in_flight(stages - stage)
             recompute = in_flight > never
             self.start_fits = self.fits
             self.fits = self.fits & (~recompute | (in_flight <= always))
             self.recomputes = self.recomputes | recompute
-            self._stages.append(StageSeconds(forward, backward + recompute * forward, reduced))
+            self._stages.append(DappleStage(forward, backward + recompute * forward, reduced))
             begin = end
 
     @property
-    def parts(self) -> tuple[list[StageSeconds], list[Floats]]:
+    def parts(self) -> tuple[list[DappleStage], list[Floats]]:
         """The stages, and the transfers between them."""
         plans = self.plans
         each = zip(plans.joints, plans.moves, plans.moves[1:], plans.ends, strict=False)

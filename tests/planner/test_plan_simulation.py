@@ -13,11 +13,11 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.balance import balance
+from pplan.planner.build_plan import solve
 from pplan.planner.layout import Overrides, devices_needed
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.simulated import simulate_plan
-from pplan.planner.solve import solve
+from pplan.planner.plan_simulation import simulate_plan
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from .plan_options import Limits, PlanOptions
+from .plan_options import CutLimits, PlanOptions
 
 
-def limit_cuts(chain: Chain, wishes: PlanOptions) -> tuple[Chain, Limits]:
+def limit_cuts(chain: Chain, wishes: PlanOptions) -> tuple[Chain, CutLimits]:
     """The chain without the cuts that the wishes forbid, and what else they ask. Raises UsageError."""
     cut_after = chain.cut_after.copy()
     for pattern in wishes.keep_together:
@@ -27,7 +27,7 @@ def limit_cuts(chain: Chain, wishes: PlanOptions) -> tuple[Chain, Limits]:
     pins = tuple((_layer(chain, "pins", name), stage) for name, stage in wishes.pins)
     _check_pins(wishes, pins)
     same = bool((cut_after == chain.cut_after).all())
-    return (chain if same else replace(chain, cut_after=cut_after)), Limits(must_cut, pins)
+    return (chain if same else replace(chain, cut_after=cut_after)), CutLimits(must_cut, pins)
 
 
 def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], wishes: PlanOptions) -> Iterator[int]:

@@ -18,9 +18,9 @@ from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.planners.dapple import ANY, PLANNER, Effort, Whole, plan
 from pplan.planner.planners.dapple_moves import POLICIES, split_machines
-from pplan.planner.planners.replicated import Trial
+from pplan.planner.planners.dapple_planner import ANY, PLANNER, BeamLimits, StageLimits, plan
+from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
 
@@ -28,9 +28,9 @@ MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 Devices = tuple[tuple[int, ...], ...]
 
-EVERY = Effort(entries=10**7, kept=10**6)
+EVERY = BeamLimits(entries=10**7, kept=10**6)
 """No plan of a state is dropped."""
-PAPER = Effort(kept=1)
+PAPER = BeamLimits(kept=1)
 
 
 def paper_latency(forward: list[float], backward: list[float], reduced: list[float], count: int) -> float:
@@ -68,7 +68,7 @@ def carried(space: Space, size: int, cut: int, senders: tuple[int, ...], receive
     return latency + max(loads.values())
 
 
-def estimated(space: Space, trial: Trial, ends: tuple[int, ...], devices: Devices) -> float:
+def estimated(space: Space, trial: MicroBatchChoice, ends: tuple[int, ...], devices: Devices) -> float:
     """The latency straight from the layers; inf where a stage does not fit."""
     forward, backward, reduced = list[float](), list[float](), list[float]()
     for stage, ((a, b), own) in enumerate(zip(pairwise((0, *ends)), devices, strict=True)):
@@ -123,7 +123,7 @@ def placed(stages: int, size: int, gpus: int, per_node: int) -> Iterator[Devices
     return extended(stages, (0,) * len(machines.rooms))
 
 
-def least(space: Space, trial: Trial, gpus: int, whole: Whole = ANY) -> float:
+def least(space: Space, trial: MicroBatchChoice, gpus: int, whole: StageLimits = ANY) -> float:
     """Of all plans."""
     cuts = [int(i) + 1 for i in np.flatnonzero(space.chain.cut_after)]
     per_node = space.topology.gpus_per_node
@@ -137,7 +137,9 @@ def least(space: Space, trial: Trial, gpus: int, whole: Whole = ANY) -> float:
     return min(each, default=np.inf)
 
 
-def case(seed: int, make_chain: MakeChain, make_topology: MakeTopology) -> tuple[Space, Trial, int]:
+def case(
+    seed: int, make_chain: MakeChain, make_topology: MakeTopology
+) -> tuple[Space, MicroBatchChoice, int]:
     rng = np.random.default_rng(seed)
     gpus = int(rng.integers(1, 5))
     chain = make_chain(seed, int(rng.integers(1, 8 if gpus < 4 else 7)), traffic=[0.01, 0.1, 1][seed % 3])
@@ -147,7 +149,11 @@ def case(seed: int, make_chain: MakeChain, make_topology: MakeTopology) -> tuple
         topology = replace(topology, levels=(topology.levels[0], shared))
     schedule = "gpipe" if seed % 6 == 5 else "1f1b"
     space = Space(chain, topology, "adam", [None, 700, 1000, 1500, 3000][seed % 5])
-    return space, Trial(schedule, [1, 2, 3, 8][seed % 4], [1, 2, 3, 4][seed // 4 % 4], ("by_stage",)), gpus
+    return (
+        space,
+        MicroBatchChoice(schedule, [1, 2, 3, 8][seed % 4], [1, 2, 3, 4][seed // 4 % 4], ("by_stage",)),
+        gpus,
+    )
 
 
 def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None:
@@ -157,7 +163,7 @@ def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None
     for seed in range(120):
         space, trial, gpus = case(seed, make_chain, make_topology)
         expected = least(space, trial, gpus)
-        found, kept_one = plan(space, trial, gpus, effort=EVERY), plan(space, trial, gpus, effort=PAPER)
+        found, kept_one = plan(space, trial, gpus, beam=EVERY), plan(space, trial, gpus, beam=PAPER)
         if found is None:
             assert expected == np.inf
             assert kept_one is None
@@ -181,13 +187,15 @@ def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None
     assert as_good > 0.8 * feasible
 
 
-@pytest.mark.parametrize("whole", [Whole(most_stages=2), Whole(use_all=True)])
-def test_brute_force_of_some_plans(whole: Whole, make_chain: MakeChain, make_topology: MakeTopology) -> None:
+@pytest.mark.parametrize("whole", [StageLimits(most_stages=2), StageLimits(use_all=True)])
+def test_brute_force_of_some_plans(
+    whole: StageLimits, make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
     """With at most two stages, or on all devices."""
     differ = 0
     for seed in range(40):
         space, trial, gpus = case(seed, make_chain, make_topology)
-        expected, found = least(space, trial, gpus, whole), plan(space, trial, gpus, whole, effort=EVERY)
+        expected, found = least(space, trial, gpus, whole), plan(space, trial, gpus, whole, beam=EVERY)
         if found is None:
             assert expected == np.inf
             continue
@@ -231,7 +239,7 @@ def test_weights_at_the_end_stay_on_one_device(make_chain: MakeChain) -> None:
     adapter = Level("network", None, Link(10.0, 0.0), devices_per_port=4)
     topology = Topology((Group(Device("toy", None), 8),), (Level("node", 4, Link(1000.0, 0.0)), adapter))
     problem = Problem(chain, topology, PlanOptions(mini_batch=28 * 8))
-    best = plan(problem.space, Trial("1f1b", 8, 28, ("never",)), 8)
+    best = plan(problem.space, MicroBatchChoice("1f1b", 8, 28, ("never",)), 8)
     assert best is not None
     assert [len(own) for own in best.devices] == [7, 1]
     assert best.ends == (6, 7)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
-from .one_f_one_b import RoundTripBound
+from .bounds_1f1b import RoundTripBound
 from .partial import Expansion, Known
 from .pipelines import Pipelines
 from .stage_choices import GroupChoices, StageChoices
@@ -54,7 +54,7 @@ class GPipeBound:
         self._round_trips = RoundTripBound(choices, limit)
         self._setting = choices.config
         self._count = choices.config.micro_batches
-        backwards = [group.team.backward[-2, -1] for group in choices.groups]
+        backwards = [group.costs.backward[-2, -1] for group in choices.groups]
         self._last = float(min(backwards, default=0.0))
         """b' of the last stage, at the least."""
         self._rows = [self._after_last()]

@@ -10,7 +10,7 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.candidate import Proposal
-from pplan.planner.objectives.cost import least_cost
+from pplan.planner.objectives.least_cost import least_cost
 from pplan.planner.objectives.objective import Objective, parse_objective, parse_prices, price_by_kind
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest

@@ -37,7 +37,7 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
     own = price_by_kind(prices, problem.topology)
     hourly = [own[problem.topology.device(rank).name] for rank in range(problem.gpus)]
     answer = find(problem)
-    search = _Search(problem, hourly, answer)
+    search = _CostSearch(problem, hourly, answer)
     search.run()
     if search.best is None:
         return ObjectiveResult(answer.found, answer)
@@ -58,7 +58,7 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
 
 
 @dataclass
-class _Search:
+class _CostSearch:
     """The cheapest plan so far; dollars per sample, and a bound on them for what was looked at."""
 
     problem: Problem

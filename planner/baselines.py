@@ -19,14 +19,14 @@ FREE = ("one-gpu", "data-parallel")
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoredBaseline:
     """A baseline, and the samples of a micro-batch on one device (None: it has none)."""
 
     record: Baseline
     size: int | None = None
 
 
-def score_baselines(problem: Problem, answer: JointSearchResult) -> list[Row]:
+def score_baselines(problem: Problem, answer: JointSearchResult) -> list[ScoredBaseline]:
     """One GPU, data parallelism, and what each of the named planners came to."""
     if problem.budget.over:
         known = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
@@ -61,12 +61,12 @@ def accumulating(problem: Problem) -> Problem:
         return replace(problem, wishes=replace(free, micro_batches=wishes.micro_batches))
 
 
-def _row(name: str, plan: ScoredPlan | str) -> Row:
+def _row(name: str, plan: ScoredPlan | str) -> ScoredBaseline:
     if isinstance(plan, str):
-        return Row(Baseline(name=name, step_seconds=None, reason=plan))
+        return ScoredBaseline(Baseline(name=name, step_seconds=None, reason=plan))
     proposal = plan.proposal
     size = divide_batch(plan.config.micro_batch_size, min(proposal.replicas))
-    return Row(Baseline(name=name, step_seconds=plan.step_seconds, detail=_in_words(plan)), size)
+    return ScoredBaseline(Baseline(name=name, step_seconds=plan.step_seconds, detail=_in_words(plan)), size)
 
 
 def _in_words(plan: ScoredPlan) -> str:

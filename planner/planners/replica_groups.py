@@ -18,7 +18,7 @@ MOST_GROUPS = 16
 
 
 @dataclass(frozen=True)
-class Trial:
+class MicroBatchChoice:
     """Micro-batches of a size under a schedule, and the modes of recomputation that may be used."""
 
     schedule: str
@@ -37,14 +37,14 @@ class Trial:
         return PipelineConfig(self.schedule, mode, self.micro_batches, self.size)
 
 
-def trials(configs: Sequence[PipelineConfig]) -> list[Trial]:
+def micro_batch_choices(configs: Sequence[PipelineConfig]) -> list[MicroBatchChoice]:
     """One for every micro-batch size of the configurations, with the first of `SCHEDULES` that they have."""
     known = {config.schedule for config in configs}
     schedule = next((name for name in SCHEDULES if name in known), None)
     own = [config for config in configs if config.schedule == schedule]
     sizes = dict.fromkeys((s.micro_batches, s.micro_batch_size) for s in own)
     return [
-        Trial(
+        MicroBatchChoice(
             schedule=own[0].schedule,
             micro_batches=count,
             size=size,
@@ -55,7 +55,7 @@ def trials(configs: Sequence[PipelineConfig]) -> list[Trial]:
 
 
 @dataclass(frozen=True, eq=False)
-class TeamCosts:
+class ReplicaWork:
     """All stages on so many devices, tables as of `StageTable`: seconds, and how many micro-batches a stage
     may hold without recomputation and with it (-inf where that may not be). `all_reduce`: of all gradients at
     once."""
@@ -77,14 +77,14 @@ class TeamCosts:
 
 
 def cost_replicas(
-    space: Space, team: ReplicaGroupCosts, modes: Sequence[Mode], all_reduce: Floats
-) -> TeamCosts:
-    """What the modes leave of a team."""
-    nothing = np.full(team.forward.shape, -np.inf)
-    never = team.most_in_flight("never") if {"never", "by_stage"} & set(modes) else nothing
-    always = team.most_in_flight("always") if {"always", "except_last", "by_stage"} & set(modes) else nothing
+    space: Space, group: ReplicaGroupCosts, modes: Sequence[Mode], all_reduce: Floats
+) -> ReplicaWork:
+    """What the modes leave of a group."""
+    nothing = np.full(group.forward.shape, -np.inf)
+    never = group.most_in_flight("never") if {"never", "by_stage"} & set(modes) else nothing
+    always = group.most_in_flight("always") if {"always", "except_last", "by_stage"} & set(modes) else nothing
     never, always = (np.where(space.usable, most, -np.inf) for most in (never, always))
-    return TeamCosts(team.forward, team.backward, all_reduce, never, always, team.table.crossing)
+    return ReplicaWork(group.forward, group.backward, all_reduce, never, always, group.table.crossing)
 
 
 def count_replicas(space: Space) -> str:

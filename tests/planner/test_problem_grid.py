@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.errors import InfeasibleError, MachineError, UsageError
 from pplan.planner.plan_file import Plan, PlannedStage, Prediction, ProfileReference
-from pplan.planner.sweep import list_points, make_row, solve_points
+from pplan.planner.problem_grid import list_points, make_row, solve_points
 
 
 def made(gpus: int, size: int = 1, **others: Any) -> Plan:

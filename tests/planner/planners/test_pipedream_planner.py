@@ -16,9 +16,9 @@ from pplan.cost_models.runtime import runtime_named
 from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
-from pplan.planner.planners import pipedream
-from pplan.planner.planners.pipedream import plan_asynchronous
-from pplan.planner.planners.pipedream_programme import Part
+from pplan.planner.planners import pipedream_planner
+from pplan.planner.planners.pipedream_instance import NestedStage
+from pplan.planner.planners.pipedream_planner import plan_asynchronous
 from pplan.planner.planners.pipedream_search import list_tiers, place_parts
 from pplan.planner.search.space import Space
 
@@ -130,7 +130,7 @@ def test_what_recomputes_computes_forward_twice(make_chain: MakeChain, make_topo
 def test_many_cuts_are_thinned_and_that_is_said(
     make_chain: MakeChain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipedream, "ENTRIES", 4 * 100)
+    monkeypatch.setattr(pipedream_planner, "ENTRIES", 4 * 100)
     space = Space(make_chain(0, 40, cuts=1.0), make_topology(4, memory=10**6), "sgd")
     plan = plan_asynchronous(space, 4)
     assert plan.notes == ("cuts at 9 of 39 allowed places were looked at",)
@@ -165,8 +165,8 @@ class TestDevices:
 
     def test_copies_of_an_inner_pipeline(self) -> None:
         tiers, _ = list_tiers(self.topology(12, 4))
-        inner = (Part(0, 2, 3), Part(2, 4, 1))
-        parts = (Part(0, 4, 2, inner), Part(4, 5, 1, (Part(4, 5, 2),)))
+        inner = (NestedStage(0, 2, 3), NestedStage(2, 4, 1))
+        parts = (NestedStage(0, 4, 2, inner), NestedStage(4, 5, 1, (NestedStage(4, 5, 2),)))
         assert place_parts(parts, tiers) == [(0, 1, 2, 4, 5, 6), (3, 7), (8, 9)]
 
     def test_an_uneven_topology_is_said(self, make_chain: MakeChain) -> None:
@@ -180,10 +180,10 @@ class TestProposals:
         return cast("Problem", SimpleNamespace(space=space, configs=made))
 
     @pytest.mark.parametrize(
-        "planner", [pipedream.PLANNER, pipedream.PUBLISHED_PLANNER], ids=lambda p: p.name
+        "planner", [pipedream_planner.PLANNER, pipedream_planner.PUBLISHED_PLANNER], ids=lambda p: p.name
     )
     def test_one_for_every_size(
-        self, planner: pipedream.PipeDream, make_chain: MakeChain, make_topology: MakeTopology
+        self, planner: pipedream_planner.PipeDream, make_chain: MakeChain, make_topology: MakeTopology
     ) -> None:
         chain = make_chain(4, 9, traffic=0.05)
         proposals = list(planner.propose(self.problem(Space(chain, make_topology(6, per_node=3), "sgd"))))
@@ -207,7 +207,7 @@ class TestProposals:
                 limit
                 for limit in limits
                 if list(
-                    pipedream.PLANNER.propose(
+                    pipedream_planner.PLANNER.propose(
                         self.problem(Space(chain, make_topology(4, memory=limit), "sgd"), (schedule,))
                     )
                 )
@@ -223,7 +223,7 @@ class TestProposals:
             "sgd",
             runtime=runtime_named("torchgpipe"),
         )
-        proposals = list(pipedream.PLANNER.propose(self.problem(space, ("gpipe",))))
+        proposals = list(pipedream_planner.PLANNER.propose(self.problem(space, ("gpipe",))))
         assert proposals
         for proposal in proposals:
             assert set(proposal.replicas) == {1}

@@ -34,9 +34,9 @@ from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
 from ..search.space import Space, divide_batch
 from ..stage_table import StageTable, ledger_options
-from .pipedream_programme import PAPER, Bools, Floats, Instance, Recurrence, Tier
+from .pipedream_instance import PAPER, Bools, Floats, Instance, Recurrence, Tier
 from .pipedream_search import WORK, Solution, fastest, list_tiers, place_parts
-from .replicated import thin
+from .replica_groups import thin
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -258,7 +258,7 @@ class _Stages:
         """Of a mini-batch on the slowest kind of device; what recomputes, computes twice."""
         topology = self.space.topology
         firsts = {topology.device(rank): rank for rank in range(topology.gpus - 1, -1, -1)}
-        teams = [self.space.team(self.size, [rank]) for rank in firsts.values()]
+        teams = [self.space.replica_group(self.size, [rank]) for rank in firsts.values()]
         recompute = 0 if self.config.recompute in ("never", "by_stage") else 1
         slowest: Floats = np.maximum.reduce(
             [(1 + recompute) * team.forward + team.backward for team in teams]

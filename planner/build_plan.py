@@ -13,20 +13,20 @@ from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.quantities import counted
 from ..cost_models.topology import Topology
 from .alternatives import find_alternatives
+from .baselines import score_baselines
 from .candidate import ScoredPlan
-from .comparison import score_baselines
 from .coverage import covered
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find
 from .mini_batch import choose_mini_batch
 from .plan_file import TIE, Plan, Prediction, ProfileReference
 from .plan_options import PlanOptions
+from .plan_simulation import of_same_layers
 from .plan_stages import bubble, plan_recompute, plan_stages
 from .problem import Problem
 from .robust.interval import estimate_interval
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
-from .simulated import of_same_layers
 
 
 def solve(

@@ -14,11 +14,11 @@ from ..candidate import ScoredPlan
 from ..plan_file import TIE, Plan
 from .current_split import CurrentSplit, SplitComparison, compare_split
 from .explain_context import ExplainContext, make_context
-from .limits import Limits, find_limits
 from .plan_summary import PlanSummary, summarize
 from .resolve import resolve
 from .runner_up import RunnerUp, runners_up
 from .sensitivity import Sensitivity, sensitivities
+from .step_limits import StepLimits, find_limits
 from .what_if import WhatIf, solve_what_ifs
 
 
@@ -34,7 +34,7 @@ class Explanation(Document):
 
     model: str
     plan: PlanSummary
-    limits: Limits
+    limits: StepLimits
     better: PlanSummary | None = None
     second_best: RunnerUp
     as_fast: PlanSummary | None = None

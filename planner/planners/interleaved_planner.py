@@ -17,7 +17,7 @@ from ..balance import balance
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
 from .base import Ends, add_counts, shared_configs, stage_counts, work_seconds
-from .transformer_blocks import block_ends, repeated_blocks
+from .megatron import block_ends, repeated_blocks
 
 if TYPE_CHECKING:
     from ..problem import Problem

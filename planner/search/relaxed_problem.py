@@ -61,7 +61,7 @@ DOUBLE, SINGLE = Weights("double", 2.0), Weights("single", 1.0)
 REDUCED = Weights("reduced", 1.0, reduced=True)
 
 
-class Chosen(NamedTuple):
+class CheapestStage(NamedTuple):
     """A stage of the pipeline that attains the least sum: cut points, and the choice of `RelaxedStages`."""
 
     start: int
@@ -70,13 +70,13 @@ class Chosen(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Priced:
+class PricedSums:
     """The least sums by number of stages, index 0 for one stage; and what traces one of them back."""
 
     bounds: Floats
     programme: _Programme
 
-    def pipeline(self, stages: int) -> list[Chosen]:
+    def pipeline(self, stages: int) -> list[CheapestStage]:
         """The stages with the least sum."""
         return self.programme.traced(stages)
 
@@ -146,10 +146,10 @@ class RelaxedProblem:
         steps = np.where(np.isfinite(x), steps, np.inf)
         return float(steps.min()) * SAFE
 
-    def priced(self, weights: Weights, low: float, high: float, prices: Floats) -> Priced:
+    def priced(self, weights: Weights, low: float, high: float, prices: Floats) -> PricedSums:
         """The least sums where x of stage s lies between `low` and `high`; `prices`: by kind of device."""
         programme = _Programme(self, weights, low, high, prices)
-        return Priced(programme.bounds(), programme)
+        return PricedSums(programme.bounds(), programme)
 
     def entries(self, in_flight: float, high: float) -> _Entries:
         """The stages that hold so many micro-batches and take no longer than `high`."""
@@ -287,13 +287,13 @@ class _Programme:
         made: Floats = seconds + self.price[entries.choice]
         return made
 
-    def traced(self, stages: int) -> list[Chosen]:
+    def traced(self, stages: int) -> list[CheapestStage]:
         """The pipeline of so many stages with the least sum; none where there is none."""
         if not np.isfinite(self.whole[stages][0]):
             return []
         return list(self._trace(stages))
 
-    def _trace(self, stages: int) -> Iterator[Chosen]:
+    def _trace(self, stages: int) -> Iterator[CheapestStage]:
         place, passed = 0, False
         for remaining in range(stages, 0, -1):
             after, before, busiest = (table[place] for table in self._tables(remaining))
@@ -304,7 +304,7 @@ class _Programme:
                 passed = bool(now.min() <= later.min())
                 rest, role = (now, "busiest") if passed else (later, "before")
             end = int(rest.argmin())
-            yield Chosen(place, end, self._choice(remaining, place, end, role))
+            yield CheapestStage(place, end, self._choice(remaining, place, end, role))
             place = end
 
     def _choice(self, remaining: int, start: int, end: int, role: str) -> int:

@@ -44,7 +44,7 @@ class SweepRow(Record):
     """Of the plan."""
 
 
-class Sweep(Document):
+class SweepResult(Document):
     """The rows of a grid, in its order: the last key changes fastest."""
 
     kind: ClassVar[str] = "sweep"

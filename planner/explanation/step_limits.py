@@ -33,7 +33,7 @@ class Busiest(Record):
     busy: float
 
 
-class Limits(Record):
+class StepLimits(Record):
     """What the step waits for. `kinds` and `places` (largest first) both sum to the step.
 
     `without_memory_limit`: the best plan with as much memory as it asks for, where that is faster; None: it
@@ -46,11 +46,11 @@ class Limits(Record):
     without_memory_limit: PlanSummary | None = None
 
 
-def find_limits(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> Limits:
+def find_limits(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> StepLimits:
     """What limits the plan; the search without a memory limit starts from the seeds."""
     timeline = question.timeline
     path, step = critical_path(timeline), timeline.step_seconds
-    return Limits(
+    return StepLimits(
         kinds=_by_kind(path, step),
         places=_by_place(path, step),
         busiest=find_busiest(timeline),

@@ -11,27 +11,32 @@ import pytest
 from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.topology import Topology
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
-from pplan.planner.plan_options import Limits
-from pplan.planner.planners.replicated import Trial, cost_replicas, thin, trials
+from pplan.planner.plan_options import CutLimits
+from pplan.planner.planners.replica_groups import MicroBatchChoice, cost_replicas, micro_batch_choices, thin
 from pplan.planner.search.space import Space
 
 
 def test_a_trial_for_every_size_of_the_preferred_schedule() -> None:
     every = pipeline_configs(8, ("gpipe", "1f1b"), ("never", "except_last", "always"), [2, 8])
-    assert trials(every) == [
-        Trial("1f1b", 1, 8, ("never", "always")),
-        Trial("1f1b", 4, 2, ("never", "always")),
+    assert micro_batch_choices(every) == [
+        MicroBatchChoice("1f1b", 1, 8, ("never", "always")),
+        MicroBatchChoice("1f1b", 4, 2, ("never", "always")),
     ]
-    assert trials([s for s in every if s.schedule == "gpipe"]) == [
-        Trial("gpipe", 1, 8, ("never", "always")),
-        Trial("gpipe", 4, 2, ("never", "except_last", "always")),
+    assert micro_batch_choices([s for s in every if s.schedule == "gpipe"]) == [
+        MicroBatchChoice("gpipe", 1, 8, ("never", "always")),
+        MicroBatchChoice("gpipe", 4, 2, ("never", "except_last", "always")),
     ]
-    assert trials([replace(s, schedule="zb-v") for s in every]) == []
+    assert micro_batch_choices([replace(s, schedule="zb-v") for s in every]) == []
 
 
 def test_micro_batches_held() -> None:
-    assert [Trial("1f1b", 3, 1, ("never",)).in_flight(to_last) for to_last in (1, 2, 3, 4)] == [1, 2, 3, 3]
-    assert Trial("gpipe", 3, 1, ("never",)).in_flight(1) == 3
+    assert [MicroBatchChoice("1f1b", 3, 1, ("never",)).in_flight(to_last) for to_last in (1, 2, 3, 4)] == [
+        1,
+        2,
+        3,
+        3,
+    ]
+    assert MicroBatchChoice("gpipe", 3, 1, ("never",)).in_flight(1) == 3
 
 
 @pytest.mark.parametrize(
@@ -45,8 +50,8 @@ def test_micro_batches_held() -> None:
     ],
 )
 def test_the_setting_says_what_recomputes(modes: tuple[str, ...], recomputes: bool, mode: str) -> None:
-    trial = Trial("gpipe", 4, 2, modes)  # type: ignore[arg-type]
-    assert trial.config(recomputes) == PipelineConfig("gpipe", mode, 4, 2)  # type: ignore[arg-type]
+    choice = MicroBatchChoice("gpipe", 4, 2, modes)  # type: ignore[arg-type]
+    assert choice.config(recomputes) == PipelineConfig("gpipe", mode, 4, 2)  # type: ignore[arg-type]
 
 
 def test_a_stage_recomputes_where_it_must(
@@ -54,7 +59,7 @@ def test_a_stage_recomputes_where_it_must(
 ) -> None:
     """More micro-batches take more memory: first the forward runs again, then nothing fits."""
     space = Space(make_chain(1, 4, cuts=1.0), make_topology(1), "sgd", 900.0)
-    team = space.team(2, (0,))
+    team = space.replica_group(2, (0,))
     costs = cost_replicas(space, team, ("by_stage",), np.zeros_like(team.forward))
     plain = costs.forward + costs.backward
     seen = set()
@@ -73,7 +78,7 @@ def test_thinned_cuts_lie_at_equal_seconds(
 ) -> None:
     chain = make_chain(0, 60, cuts=0.7)
     space = Space(
-        chain, make_topology(2), "sgd", limits=Limits(must_cut=(int(list_cut_points(chain)[3]) - 1,))
+        chain, make_topology(2), "sgd", limits=CutLimits(must_cut=(int(list_cut_points(chain)[3]) - 1,))
     )
     coarse = thin(space, 10)
     cut_points = list_cut_points(coarse.chain)

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...cost_models.errors import UsageError
+from ...cost_models.quantities import counted, format_seconds
 from ..asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
+from ..build_plan import bare_plan, build_plan, list_warnings
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
+from ..joint_search import find
 from ..mini_batch import choose_mini_batch, smaller_defaults
-from ..plan_file import Plan, ProfileReference
+from ..plan_file import Aim, Plan, ProfileReference
 from ..problem import Problem
+from ..robust.choice import RobustPlan, check_known, most_robust
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
-from ..solve import bare_plan, build_plan, list_warnings
-from .cost import least_cost
-from .memory import least_memory
+from .least_cost import least_cost
+from .least_memory import least_memory
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
-from .objective_result import ObjectiveResult
-from .step_time import step_time
+from .objective_result import ObjectiveResult, of_fastest
 from .throughput import asynchronous_refusal, throughput
 
 
@@ -139,3 +141,37 @@ def plan_alone(
         return plan
     bubble = plan.prediction.model_copy(update={"bubble": steady_bubble(problem.space, best)})
     return plan.model_copy(update={"stages": steady_stages(problem.space, best), "prediction": bubble})
+
+
+def step_time(problem: Problem) -> ObjectiveResult:
+    """The fastest plan; with `PlanOptions.robust`, of those near it the one with the best 90th percentile.
+
+    Raises UsageError where the profile does not tell how the layers' seconds vary.
+    """
+    if problem.wishes.robust:
+        check_known(problem)
+    answer = find(problem)
+    if not problem.wishes.robust or answer.best is None:
+        return ObjectiveResult(answer.found, answer)
+    chosen = most_robust(problem, answer)
+    aim = Aim(
+        name="robust",
+        value=chosen.high_seconds,
+        unit="seconds",
+        lower_bound=0.0,
+        exact=False,
+        detail="the 90th percentile of the step, as the layers' seconds vary",
+    )
+    note = _note(chosen, answer.best.step_seconds)
+    return ObjectiveResult(of_fastest(problem, answer.found, chosen.plan), answer, aim, (note,))
+
+
+def _note(chosen: RobustPlan, fastest_seconds: float) -> str:
+    """How many were compared, and what the fastest has to say for itself."""
+    compared = f"compared at the 90th percentile of their step: {counted(chosen.compared, 'plan')}"
+    high = format_seconds(chosen.fastest_high_seconds)
+    if chosen.is_fastest:
+        return f"{compared}; the fastest plan is the best there, too, with {high}"
+    own = format_seconds(chosen.high_seconds)
+    fastest = format_seconds(fastest_seconds)
+    return f"{compared}; this one has {own}, the one that the search for the fastest found ({fastest}) {high}"
