@@ -80,7 +80,7 @@ def build_target(
             kind,
             setup.clock,
             setup.seed,
-            (*loaded.notes, *notes, *layouts, *(chain.comparison.notes if chain.comparison else ())),
+            (*loaded.notes, *notes, *layouts),
             setup.modes,
             loss_named(setup.loss, setup.seed),
         )

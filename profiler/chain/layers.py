@@ -15,6 +15,7 @@ from ..graphs.frontends import trace_model
 from ..graphs.granularity import Granularity, refuse_unmatched
 from ..graphs.graph import TracedGraph
 from ..graphs.segments import GraphSegment
+from ..graphs.sequential_graph import ELEMENTS
 from ..graphs.trial import Trial
 from ..user_model.failures import layer_failure as layer_failure
 from ..user_model.loaded_model import ModelInput, refuse_lazy
@@ -176,6 +177,9 @@ def _segments(
         segments, flow = _cut(traced, trial, name, granularity)
         if check is None:
             return segments, flow, None
+        if traced.tool == ELEMENTS and not _any_shared([segment.bind(model) for segment in segments]):
+            # The model does nothing else than to call these modules.
+            return segments, flow, Comparison()
 
         def bound_to(copy: nn.Module) -> nn.Sequential:
             modules = [segment.bind(copy) for segment in segments]
@@ -185,6 +189,12 @@ def _segments(
 
     with seeded(0):
         return trace_model(model, given, name, granularity, compared, tool)
+
+
+def _any_shared(modules: Sequence[nn.Module]) -> bool:
+    """Whether a parameter or buffer is in several of them."""
+    found = [{id(tensor) for tensor in tensors_used(module)} for module in modules]
+    return len(frozenset[int]().union(*found)) < sum(map(len, found))
 
 
 def _cut(

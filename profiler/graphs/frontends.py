@@ -12,14 +12,13 @@ from ...cost_models.errors import ModelError
 from ..user_model.loaded_model import ModelInput
 from .granularity import Granularity, refuse_unmatched
 from .graph import TracedGraph
-from .sequential_graph import has_hooks, is_plain_sequential, sequential_graph
+from .sequential_graph import ELEMENTS, has_hooks, is_plain_sequential, sequential_graph
 from .tracing import INSTEAD, called_with, container_paths, trace_symbolically
 from .tracing_patches import notice_checkpoints
 from .trial import NotTheModel, Trial, runs_on_meta
 
 _Frontend = Callable[[nn.Module, ModelInput, str], TracedGraph]
 _Made = TypeVar("_Made")
-_ELEMENTS = "its elements"
 
 
 def trace_model(
@@ -47,7 +46,7 @@ def trace_model(
     modules = [path for path, _ in model.named_modules() if path]
     refuse_unmatched(granularity.patterns, modules, "module", name)
     if is_plain_sequential(model) and granularity.kind == "block":
-        elements = dataclasses.replace(sequential_graph(model, given, name), tool=_ELEMENTS)
+        elements = sequential_graph(model, given, name)
         return make(elements, Trial(elements, model, given, name))
     called_with(model, given, name)
     failures: list[ModelError] = []
@@ -83,7 +82,7 @@ def _frontends(model: nn.Module, granularity: Granularity) -> Iterator[tuple[str
     if matched:
         yield "torch.fx around these modules", _with_leaves(matched)
     if is_plain_sequential(model):
-        yield _ELEMENTS, sequential_graph
+        yield ELEMENTS, sequential_graph
         return
 
     from .exporting import export_graph
