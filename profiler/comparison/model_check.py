@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +85,7 @@ class ModelCheck:
         for smallest in dict.fromkeys((1, 2, self._given.batch)):
             side = SideBySide(self._model, self._given, self._name, bind)
             try:
-                with seeded(side.seed):
+                with seeded(side.seed), _gradients_left_alone(self._model, self._name):
                     return _compared(side, smallest)
             except ModelFails as error:
                 failures.append(error)
@@ -115,6 +116,26 @@ def _compared(side: SideBySide, smallest: int) -> Comparison:
     return Comparison(
         tuple(side.batches), "", side.rounding, side.not_finite, tuple(side.changes_of_attributes())
     )
+
+
+@contextmanager
+def _gradients_left_alone(model: nn.Module, name: str) -> Iterator[None]:
+    """Raises ModelError where training copies gives parameters of the model itself a gradient."""
+    before = [(path, parameter, parameter.grad) for path, parameter in model.named_parameters()]
+    for _, parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+        trained = [path for path, parameter, _ in before if parameter.grad is not None]
+    finally:
+        for _, parameter, gradient in before:
+            parameter.grad = gradient
+    if trained:
+        raise ModelError(
+            f"{name} cannot be copied: a copy of it trains {trained[0]} of the model itself",
+            "Something that copy.deepcopy does not copy, mostly a function, holds the parameter: read it "
+            "from the module instead.",
+        )
 
 
 def _why_not(model: nn.Module, given: ModelInput) -> str:

@@ -1,6 +1,7 @@
 """What is replaced in torch and transformers while a model is traced.
 
 Calls of torch.autograd.Function: a tracer that looked through them would lose their backward.
+torch.vmap: that a graph which fails inside one leaves it.
 torch.utils.checkpoint: whether a model recomputes parts of itself, which tracing looks through. And the masks
 of transformers, which under torch.export are other ones than in training.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import fx, nn
 from torch.autograd import Function
 from torch.utils import checkpoint
@@ -119,3 +121,23 @@ def masks_as_in_training(*, one_text_a_row: bool = True) -> Iterator[None]:
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, replacement))
         yield
+
+
+@contextlib.contextmanager
+def leave_vmap() -> Iterator[None]:
+    """Afterwards no torch.vmap is entered that was not before.
+
+    torch.export writes entering and leaving as operations: a graph that fails in between leaves torch.randn
+    broken for the whole process.
+    """
+    before = _entered()
+    try:
+        yield
+    finally:
+        while _entered() > before:
+            torch._C._functorch.pop_dynamic_layer_stack()
+
+
+def _entered() -> int:
+    top = torch._C._functorch.peek_interpreter_stack()
+    return 0 if top is None else int(top.level())
