@@ -50,6 +50,15 @@ class Trainee:
         result.inputs = given.tensors
         return result
 
+    def forward_once(self, given: ModelInput, seed: int) -> PassResult:
+        """Without gradients: the output alone."""
+        result = PassResult(self.model)
+        with torch.no_grad(), leave_vmap(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reseed(seed)
+            result.output, result.structure = flat(self.run(given))
+        return result
+
 
 @dataclass(eq=False)
 class PassResult:

@@ -71,12 +71,7 @@ def _traced(
 ) -> tuple[fx.Graph, nn.Module]:
     """The graph, and the copy that was traced: on the meta device, unless that would show in the graph."""
     for place in (copy_to_meta, copy_model):
-        try:
-            copy = place(model, name)
-        except ModelError:
-            if place is copy_to_meta:
-                continue
-            raise
+        copy = place(model, name)
         try:
             with warnings.catch_warnings(), keep_custom_functions():
                 warnings.simplefilter("ignore")
@@ -128,7 +123,7 @@ class _Tracer(fx.Tracer):
         self._leaves = leaves
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
-        if path in self._leaves or isinstance(module, torch.jit.ScriptModule):
+        if path in self._leaves:
             return True
         return super().is_leaf_module(module, path) and not isinstance(module, _CONTAINERS)
 

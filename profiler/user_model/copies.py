@@ -32,7 +32,14 @@ def copy_to_meta(model: nn.Module, name: str) -> nn.Module:
 
 
 def _copy(model: nn.Module, name: str, memo: dict[int, object], device: str | None = None) -> nn.Module:
-    """Also moved to `device`; what is scripted may fail there."""
+    """Also moved to `device`."""
+    for path, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name} cannot be copied: {path or 'the model'} was made by torch.jit, and training a copy "
+                "of it trains the original",
+                "Give the module as it was before torch.jit.script or torch.jit.trace.",
+            )
     try:
         copied = copy.deepcopy(model, memo)
         return copied if device is None else copied.to(device)
