@@ -89,7 +89,7 @@ def plans_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def verify_plan(plan: Plan, profile: Any, folder: Path) -> None:
     """Fails with the lines that differ. `profile`: a Profile, or its file."""
-    from pplan.verification.verify import Sources, verify
+    from pplan.verification.verify_files import Sources, verify
 
     if len(plan.stages) * plan.micro_batches > MOST_ACTIONS:
         return

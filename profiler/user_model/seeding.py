@@ -38,7 +38,7 @@ def whole_numbers(shape: Sequence[int], below: int, device: torch.device, seed: 
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def fixed_seed(seed: int) -> Iterator[None]:
     """Inside, torch draws from `seed`; afterwards the caller's random state is as it was.
 
     CUDA's, too, where CUDA has been initialised by now: whoever computes there enters the device first.
