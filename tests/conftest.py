@@ -106,7 +106,7 @@ def solve_once() -> Callable[..., Plan]:
 
 def verify_plan(plan: Plan, profile: Any, folder: Path) -> None:
     """Fails with the lines that differ. `profile`: a Profile, or its file."""
-    from pplan.verification.verify import Sources, verify
+    from pplan.verification.verify_files import Sources, verify
 
     if len(plan.stages) * plan.micro_batches > MOST_ACTIONS:
         return
