@@ -12,10 +12,10 @@ from torch import nn
 from ...cost_models.errors import ModelError
 from ...cost_models.quantities import format_bytes
 from ..graphs.trial import NotTheModel
-from ..machine import free_host_bytes
+from ..local_machine import free_host_bytes
 from ..user_model.failures import is_out_of_memory
 from ..user_model.loaded_model import ModelInput
-from ..user_model.seeding import seeded
+from ..user_model.seeding import fixed_seed
 from .batch_dimension import mixing_module
 from .descriptions import describe
 from .differences import not_finite
@@ -95,12 +95,12 @@ class ModelCheck:
         for smallest in dict.fromkeys((1, 2, self._given.batch)):
             side = SideBySide(self._model, self._given, self._name, bind)
             try:
-                with seeded(side.seed), _gradients_left_alone(self._model, self._name):
+                with fixed_seed(side.seed), _gradients_left_alone(self._model, self._name):
                     return _compared(side, smallest)
             except ModelFails as error:
                 failures.append(error)
             except LayersDiffer as error:
-                with seeded(side.seed):
+                with fixed_seed(side.seed):
                     what, hint = describe(side, error, layer_names)
                 raise NotTheModel(f"{self._name} cannot be traced by {how}: {what}", hint) from None
             except Exception as error:
@@ -115,7 +115,7 @@ class ModelCheck:
             return Comparison()
         side = SideBySide(self._model, self._given, self._name, lambda _: nn.Sequential())
         try:
-            with seeded(side.seed):
+            with fixed_seed(side.seed):
                 found = ", ".join(not_finite(side.plain().forward_once(side.example(1), side.seed)))
                 return Comparison(not_finite=found, mixing=mixing_module(side))
         except Exception:

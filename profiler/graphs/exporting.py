@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
-from torch.utils._pytree import tree_flatten
-from torch.utils._sympy.numbers import int_oo
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import tree_flatten
 from ..user_model.copies import copy_model, copy_to_meta
 from ..user_model.failures import first_line, is_out_of_memory, user_line
 from ..user_model.flat_output import FlatOutput
@@ -166,10 +165,11 @@ def _refuse_some_batch_sizes(
         sizes, line = f"{given.batch} samples only", _at(_specializing_line(first))
     else:
         span = program.range_constraints.get(size.node.expr)
-        if span is None or (span.upper == int_oo and span.lower <= 2):
+        endless = span is not None and bool(span.upper > 2**62)
+        if span is None or (endless and span.lower <= 2):
             # 2: torch.export takes no size of 0 or 1 for a number that varies.
             return
-        most = "more" if span.upper == int_oo else span.upper
+        most = "more" if endless else span.upper
         sizes, line = f"{span.lower} to {most} samples only", ""
     raise ModelError(
         f"{name}: what its forward does holds for {sizes}{line}",

@@ -1,9 +1,9 @@
 """What is replaced in torch and transformers while a model is traced.
 
 Calls of torch.autograd.Function: a tracer that looked through them would lose their backward.
-torch.vmap: that a graph which fails inside one leaves it.
-torch.utils.checkpoint: whether a model recomputes parts of itself, which tracing looks through. And the masks
-of transformers, which under torch.export are other ones than in training.
+torch.utils.checkpoint: whether a model recomputes parts of itself, which tracing looks through. The masks of
+transformers, which under torch.export are other ones than in training. And torch.vmap, which a graph that fails
+inside does not leave.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import fx, nn
 from torch.autograd import Function
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
+
+from ..torch_internals import checkpoint_functions, entered_transforms, leave_transforms, tree_leaves
 
 
 class CustomFunction(nn.Module):
@@ -72,10 +72,6 @@ def _instead_of_apply(applied: Callable[..., Any]) -> Any:
     return mock.patch.object(Function, "apply", classmethod(instead))
 
 
-_INNER = ("_checkpoint_impl", "_checkpoint_without_reentrant_generator")
-"""What torch.utils.checkpoint.checkpoint looks up when it is called, by torch's version."""
-
-
 @contextlib.contextmanager
 def notice_checkpoints() -> Iterator[list[bool]]:
     """Inside, every call of torch.utils.checkpoint adds to the list."""
@@ -90,7 +86,7 @@ def notice_checkpoints() -> Iterator[list[bool]]:
 
     with contextlib.ExitStack() as stack:
         for owner, name in (
-            *((checkpoint, name) for name in _INNER),
+            *((checkpoint, name) for name in checkpoint_functions()),
             (checkpoint.CheckpointFunction, "apply"),
         ):
             plain = getattr(owner, name, None)
@@ -130,14 +126,8 @@ def leave_vmap() -> Iterator[None]:
     torch.export writes entering and leaving as operations: a graph that fails in between leaves torch.randn
     broken for the whole process.
     """
-    before = _entered()
+    before = entered_transforms()
     try:
         yield
     finally:
-        while _entered() > before:
-            torch._C._functorch.pop_dynamic_layer_stack()
-
-
-def _entered() -> int:
-    top = torch._C._functorch.peek_interpreter_stack()
-    return 0 if top is None else int(top.level())
+        leave_transforms(before)
