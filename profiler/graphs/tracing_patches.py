@@ -2,8 +2,8 @@
 
 Calls of torch.autograd.Function: a tracer that looked through them would lose their backward.
 torch.utils.checkpoint: whether a model recomputes parts of itself, which tracing looks through. The masks of
-transformers, which under torch.export are other ones than in training. And torch.vmap, which a graph that fails
-inside does not leave.
+transformers, which under torch.export are other ones than in training. And torch.vmap, which a graph that
+fails inside does not leave.
 """
 
 from __future__ import annotations
