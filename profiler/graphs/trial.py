@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import tree_leaves
 from ..user_model.copies import copy_model, copy_to_meta
 from ..user_model.failures import is_out_of_memory
 from ..user_model.loaded_model import ModelInput
