@@ -154,6 +154,7 @@ def test_an_imported_plan_has_the_distance_from_what_solve_proved_of_its_problem
     assert ours.gap == pytest.approx(best.prediction.gap)
 
 
+@pytest.mark.slow
 def test_an_imported_plan_alone_has_no_gap(profile: Profile, terminal: Terminal) -> None:
     theirs = pplan.import_plan("2,4,6", profile, mini_batch=64, schedule="1f1b")
     larger = pplan.solve(profile, gpus=3, mini_batch=128)
