@@ -18,7 +18,8 @@ from pplan.planner.planners.pipedream import PUBLISHED, plan_asynchronous
 from pplan.planner.planners.pipedream_programme import PAPER
 from pplan.planner.planners.replicated import Trial
 from pplan.planner.search.space import Space
-from pplan.profiler.importing.importer import ImportOptions, import_profile
+from pplan.profiler.importing.importer import import_profile
+from pplan.profiler.profile_options import ImportOptions
 
 PROFILES = {"pipedream-vgg16": "pipedream-vgg16-graph.txt", "dapple-vgg19": "dapple-vgg19-batch32.txt"}
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from .passes.clocks import Clock, CpuClock, CudaClock
 from .passes.modes import Modes
 from .profile_cache import ProfileCache, Request
 from .profile_file import Interrupted, Profile
+from .profile_options import ProfileOptions
 from .segmented_sweep import SegmentedSweep
 from .size_result import SizeResult
 from .size_run import host_note, release
@@ -32,7 +32,7 @@ from .structure import count_structure
 from .sweep import Progress, Sweep
 from .user_model.failures import DoesNotFit
 from .user_model.loaded_model import LoadedModel
-from .user_model.seeding import check_seed, seeded
+from .user_model.seeding import seeded
 
 
 @dataclass(frozen=True)
@@ -67,78 +67,58 @@ class Effort:
 
 def profile_model(
     model: LoadedModel | tuple[nn.Module, object],
+    options: ProfileOptions | None = None,
     *,
-    granularity: str | None = None,
-    keep_together: Sequence[str] = (),
-    micro_batch_sizes: Sequence[int] | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    loss: str | None = None,
-    compile: bool = False,
-    channels_last: bool = False,
-    amp: Literal["bf16", "fp16"] | None = None,
-    tf32: bool = False,
-    budget_seconds: float = 60.0,
     rounds: int | None = None,
     parts: bool = True,
     memory_bytes: int | None = None,
-    seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
     clock: Clock | None = None,
     estimate_for: Target | None = None,
-    cache: bool = False,
-    resume: bool = False,
     remark: Callable[[str], None] | None = None,
 ) -> Profile:
     """Measures every layer of `model`, and the whole model, at several micro-batch sizes.
 
     `model`: loaded, or a module and an example input as `ModelInput.of` takes it. It is measured on a copy,
-    in the mode (training or not) it is in. `granularity` and `keep_together`: as `build_chain` takes them.
-    `dtype`: what the copy and floating inputs are converted to; by default the model's own, or float32 where
-    it has several or none. `loss`: as `loss_named` takes it; by default what is usual for the model.
-    `compile`, `channels_last`, `amp`, `tf32`: as in `Modes`. `micro_batch_sizes`: those, or by default 1, 2,
-    4, ..., the smallest first and as far as `budget_seconds` and memory reach; the notes say what was asked
-    for and left out. `rounds`: so many timed passes at each size instead of a budget. `parts`: backward in
-    two parts too. `memory_bytes`: as if the device had no more free than that. `seed`: 0 to 2**63 - 1.
-    `cache`: the profile of an earlier run of the same is taken, and this one kept. `resume`: passes of an
-    interrupted run are not measured again; implies `cache`. `remark` is told of both.
+    in the mode (training or not) it is in, as the `options` say; the notes say which sizes were asked for and
+    left out. `rounds`: so many timed passes at each size instead of a budget. `parts`: backward in two parts
+    too. `memory_bytes`: as if the device had no more free than that. `remark` is told of what earlier runs
+    kept.
 
     On the meta device nothing is timed: the layers and all bytes are counted; with `estimate_for` the seconds
-    are estimated for that GPU (then `device` is meta). A model that does not fit on a CUDA device, or into
+    are estimated for that GPU, whatever `device` says. A model that does not fit on a CUDA device, or into
     `memory_bytes`, is measured segment by segment, without a whole to hold the layers against.
 
     Raises UsageError, ModelError, MachineError; Interrupted, which holds a profile of what there is, at
     Ctrl-C after a micro-batch size was measured.
     """
-    seed = check_seed(seed)
+    asked = options or ProfileOptions()
     loaded = model if isinstance(model, LoadedModel) else from_module(*model)
-    check_effort(budget_seconds, rounds, memory_bytes)
-    sizes = check_micro_batch_sizes(micro_batch_sizes)
-    place = device_named(device)
-    modes = Modes(compile=compile, channels_last=channels_last, amp=amp, tf32=tf32)
+    check_effort(rounds, memory_bytes)
+    sizes = check_micro_batch_sizes(asked.micro_batch_sizes)
+    place = device_named(asked.device if estimate_for is None else "meta")
+    modes = Modes(compile=asked.compile, channels_last=asked.channels_last, amp=asked.amp, tf32=asked.tf32)
     (modes if estimate_for is None else dataclasses.replace(modes, tf32=False)).check(place)
     setup = Setup(
         device=place,
-        dtype=dtype,
-        granularity=loaded.granularity if granularity is None else granularity,
-        keep_together=tuple(keep_together),
-        loss=loaded.loss if loss is None else loss,
+        dtype=asked.dtype,
+        granularity=loaded.granularity if asked.granularity is None else asked.granularity,
+        keep_together=tuple(asked.keep_together),
+        loss=loaded.loss if asked.loss is None else asked.loss,
         modes=modes,
-        seed=seed,
+        seed=asked.seed,
         clock=clock or (CudaClock(place) if place.type == "cuda" else CpuClock()),
     )
     kept = place.type != "meta"
-    keeper = ProfileCache.of_user(cache=cache and kept, resume=resume and kept, remark=remark)
-    effort = Effort(sizes, budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, keeper)
+    keeper = ProfileCache.of_user(cache=asked.cache and kept, resume=asked.resume and kept, remark=remark)
+    effort = Effort(sizes, asked.budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, keeper)
     # The device first: CUDA has no random numbers to seed before it is initialised.
-    with _on(place), seeded(seed), torch.enable_grad():
+    with _on(place), seeded(asked.seed), torch.enable_grad():
         return _measured(loaded, setup, effort)
 
 
-def check_effort(budget_seconds: float, rounds: int | None, memory_bytes: int | None) -> None:
+def check_effort(rounds: int | None, memory_bytes: int | None) -> None:
     """Raises UsageError."""
-    if not budget_seconds > 0 or budget_seconds == float("inf"):
-        raise UsageError(f"budget_seconds={budget_seconds:g}: must be above 0", "As in budget_seconds=60.")
     if rounds is not None and rounds < 1:
         raise UsageError(f"rounds={rounds}: must be at least 1", "Measure once at least.")
     if memory_bytes is not None and memory_bytes < 1:

@@ -16,6 +16,7 @@ from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
 from pplan.profiler.profile_cache import Request, cache_folder
 from pplan.profiler.profile_file import Interrupted, Profile
+from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.sweep import Progress
 from pplan.profiler.user_model.loaded_model import LoadedModel
 
@@ -43,8 +44,9 @@ def kept(
     """The profile, and what was said."""
     said: list[str] = []
     loaded = module if isinstance(module, LoadedModel) else (module or model(), given)
-    options = {"rounds": 1, "micro_batch_sizes": [1], "cache": True, "device": "cpu", **options}
-    return profile_model(loaded, remark=said.append, **options), said
+    measuring = {name: options.pop(name) for name in ("rounds", "parts", "memory_bytes") if name in options}
+    asked = ProfileOptions(**{"micro_batch_sizes": [1], "cache": True, "device": "cpu", **options})
+    return profile_model(loaded, asked, remark=said.append, **{"rounds": 1, **measuring}), said
 
 
 def is_hit(said: list[str]) -> bool:
