@@ -156,7 +156,7 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
     given: dict[str, dict[str, Any]] = {
         "solve": {"profile": profile, "gpus": 2, "mini_batch": 16},
         "frontier": {"profile": profile, "gpus": 2, "mini_batch": 16, "points": 1},
-        "sweep": {"profile": profile, "grid": {"mini_batch": [16]}, "gpus": 2},
+        "sweep": {"profile": profile, "grid": {"use_all": [True, False]}, "mini_batch": 16, "gpus": 2},
         "simulate": {"plan": plan, "profile": profile},
         "explain": {"plan": plan, "profile": profile},
         "check": {"plan": plan, "profile": profile},
@@ -172,6 +172,9 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         "load_profile": {"path": "a.profile.json"},
         "load_plan": {"path": "a.plan.json"},
     }
+    if (name, argument) == ("sweep", "use_all"):
+        given[name]["grid"] = {"mini_batch": [8]}
+        del given[name]["mini_batch"]
     own = {**given[name], argument: value}
     plans = (Plan.model_validate(plan.model_dump()),) if name == "compare" else ()
     getattr(pplan, name)(*plans, **own)

@@ -32,10 +32,11 @@ class Skips(nn.Module):
         return {"logits": self.head(value), "value": value}
 
 
-def skips(**options: Any) -> Profile:
+def skips(*, parts: bool = True) -> Profile:
     given = {"ids": torch.randint(0, 16, (2, 5)), "shift": torch.randn(2, 5, 8)}
     loaded = from_module(Skips(), given)
-    return profile_model(loaded, ProfileOptions(micro_batch_sizes=[1, 3], device="cpu", **options), rounds=1)
+    asked = ProfileOptions(micro_batch_sizes=[1, 3], device="cpu")
+    return profile_model(loaded, asked, rounds=1, parts=parts)
 
 
 def test_several_inputs_and_tensors_over_a_cut() -> None:

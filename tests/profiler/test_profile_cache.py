@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pplan.cost_models.options import declared
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
 from pplan.profiler.profile_cache import Request, cache_folder
@@ -44,9 +45,10 @@ def kept(
     """The profile, and what was said."""
     said: list[str] = []
     loaded = module if isinstance(module, LoadedModel) else (module or model(), given)
-    measuring = {name: options.pop(name) for name in ("rounds", "parts", "memory_bytes") if name in options}
-    asked = ProfileOptions(**{"micro_batch_sizes": [1], "cache": True, "device": "cpu", **options})
-    return profile_model(loaded, asked, remark=said.append, **{"rounds": 1, **measuring}), said
+    own = {name: value for name, value in options.items() if name in declared(ProfileOptions)}
+    asked = ProfileOptions(**{"micro_batch_sizes": [1], "cache": True, "device": "cpu", **own})
+    measuring = {"rounds": 1} | {name: value for name, value in options.items() if name not in own}
+    return profile_model(loaded, asked, remark=said.append, **measuring), said
 
 
 def is_hit(said: list[str]) -> bool:
