@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cost_models import arguments
-from ..cost_models.options import Options, option
+from ..cost_models.option_fields import Options, option
 from ..cost_models.runtime import RUNTIMES
 from ..cost_models.typed_text import settings as read_settings
 from .options import AsJson, Force, Output

@@ -1,6 +1,6 @@
 """Options of the command line from the fields that declare them.
 
-A command takes models, as in `def solve_command(*, machine: MachineOptions, wishes: PlanOptions)`;
+A command takes models, as in `def solve_command(*, machine: MachineOptions, plan_options: PlanOptions)`;
 `with_options` gives it an option for every field, and hands it the models made of what is typed. A command
 that takes only some fields annotates which: `Annotated[MachineOptions, Without("gpus")]`.
 """
@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from ..cost_models.options import Option, Options, declared
+from ..cost_models.option_fields import Option, Options, declared
 from .field_names import as_options, name_field
 from .invocation import TYPED
 

@@ -17,7 +17,7 @@ from .streams import console
 from .sweep_options import GridOptions
 
 if TYPE_CHECKING:
-    from ..planner.objectives.frontier_file import Frontier
+    from ..planner.objectives.frontier import Frontier
     from ..planner.plan_file import Plan
     from ..profiler.profile_file import Profile
     from .output import Target
@@ -48,7 +48,7 @@ def solve_command(
     profile_file: ProfileFile = None,
     *,
     machine: MachineOptions,
-    wishes: PlanOptions,
+    plan_options: PlanOptions,
     objective: ObjectiveOptions,
     frontier: FrontierToo = False,
     frontier_options: FrontierOptions,
@@ -75,14 +75,14 @@ def solve_command(
     )
     if "gpus" not in grid.sweep and machine.gpus is None:
         machine = replace(machine, gpus=_gpus_of(machine.topology))
-    aim = "--robust" if wishes.robust else f"--objective {objective.objective}"
+    aim = "--robust" if plan_options.robust else f"--objective {objective.objective}"
     _check_together(bool(grid.sweep), frontier, output, aim)
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(as_text(content, path, "profile"), str(path))
     given = {
         **vars(machine),
-        **vars(wishes),
+        **vars(plan_options),
         **vars(objective),
         "profile_file": path.name,
         "profile_sha256": sha256(content),

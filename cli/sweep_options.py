@@ -11,7 +11,7 @@ from typing import Any
 from ..api.options import MachineOptions, ObjectiveOptions, PlanOptions
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.options import Option, Options, declared, option
+from ..cost_models.option_fields import Option, Options, declared, option
 from ..cost_models.typed_text import whole_number
 from .option_parameters import flag_of
 

@@ -11,7 +11,7 @@ import typer
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.options import Options, option
+from ..cost_models.option_fields import Options, option
 
 ACTIONS = ("show", "list")
 

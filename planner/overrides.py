@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from ..cost_models import arguments
-from ..cost_models.options import Options, option
+from ..cost_models.option_fields import Options, option
 from ..cost_models.schedules import SCHEDULES
 
 TRANSFERS = ("overlapped", "blocking", "blocking-receive", "rendezvous")

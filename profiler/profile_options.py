@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import precision_of
-from ..cost_models.options import Options, option
+from ..cost_models.option_fields import Options, option
 from ..cost_models.quantities import parse_bytes, parse_seconds
 from ..cost_models.typed_text import settings, sizes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from .. import arguments
-from ..options import Options, option
+from ..option_fields import Options, option
 from ..quantities import parse_bytes, parse_rate, parse_seconds
 from ..typed_text import by_level
 from .catalogue import MACHINES

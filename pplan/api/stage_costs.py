@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.options import Options, option
+from ..cost_models.option_fields import Options, option
 
 if TYPE_CHECKING:
     from ..cost_models.schedules import Program, StageSlot

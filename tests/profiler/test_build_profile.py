@@ -32,10 +32,10 @@ class Skips(nn.Module):
         return {"logits": self.head(value), "value": value}
 
 
-def skips(*, parts: bool = True) -> Profile:
+def skips(*, parts: bool = True, **options: Any) -> Profile:
     given = {"ids": torch.randint(0, 16, (2, 5)), "shift": torch.randn(2, 5, 8)}
     loaded = from_module(Skips(), given)
-    asked = ProfileOptions(micro_batch_sizes=[1, 3], device="cpu")
+    asked = ProfileOptions(micro_batch_sizes=[1, 3], device="cpu", **options)
     return profile_model(loaded, asked, rounds=1, parts=parts)
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.cost_models.options import declared
+from pplan.cost_models.option_fields import declared
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
 from pplan.profiler.profile_cache import Request, cache_folder
 from pplan.profiler.profile_file import Interrupted, Profile
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.sweep import Progress
+from pplan.profiler.size_sweep import Progress
 from pplan.profiler.user_model.loaded_model import LoadedModel
 
 INPUT = torch.ones(2, 4)
