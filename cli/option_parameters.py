@@ -43,18 +43,15 @@ class _Taken:
 
     def made(self, typed: dict[str, Any], given: set[str]) -> Options:
         """The model with what is typed. Raises UsageError."""
-        values = {name: self._value(name, own, typed[name]) for name, own in self.fields.items()}
-        for name in given & set(self.fields):
-            TYPED.get()[name] = (values[name], typed[name])
+        values: dict[str, Any] = {}
+        for name, own in self.fields.items():
+            flag = flag_of(name, own)
+            if isinstance(typed[name], bool):
+                values[name] = typed[name] is not flag.startswith("--no-")
+            elif name in given:
+                values[name] = own.value(tuple(typed[name]) if own.repeats else typed[name], flag)
+                TYPED.get()[name] = (values[name], typed[name])
         return self.model(**values)
-
-    def _value(self, name: str, own: Option, typed: Any) -> Any:
-        """What a field is to hold; where nothing is typed, its default."""
-        if typed is None or (own.repeats and not typed):
-            return self.model.__dataclass_fields__[name].default
-        if isinstance(typed, bool):
-            return typed is not flag_of(name, own).startswith("--no-")
-        return own.value(tuple(typed) if own.repeats else typed, flag_of(name, own))
 
 
 def flag_of(name: str, own: Option) -> str:
