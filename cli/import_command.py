@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..api.options import ImportOptions
+from ..api.options import ProfileImportOptions
 from .options import AsJson, Force, Output
 from .streams import console
 
@@ -25,7 +25,7 @@ CostsFile = Annotated[
 def import_command(
     file: CostsFile,
     *,
-    options: ImportOptions,
+    options: ProfileImportOptions,
     output: Output = None,
     force: Force = False,
     as_json: AsJson = False,

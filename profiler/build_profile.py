@@ -9,7 +9,7 @@ from torch import nn
 
 from ..cost_models.errors import MachineError
 from .chain.layers import LayerChain, find_tensor_users
-from .machine import device_memory_bytes, device_name, versions
+from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
 from .profile_file import (
     InputTensor,

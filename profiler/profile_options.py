@@ -48,7 +48,7 @@ class ProfileKeywords(TypedDict, total=False):
 
 
 class ImportKeywords(TypedDict, total=False):
-    """The fields of `ImportOptions`, as a caller may give them."""
+    """The fields of `ProfileImportOptions`, as a caller may give them."""
 
     format: Literal["pipedream", "csv", "json"] | str | None
     model: str | None
@@ -199,7 +199,7 @@ class TransformerSizes(Options):
 
 
 @dataclass(frozen=True)
-class ImportOptions(Options):
+class ProfileImportOptions(Options):
     """What a file of costs does not say; None: as is usual for its format.
 
     `granularity` is for graphs: a table's rows are its layers.

@@ -16,8 +16,8 @@ from ..planner.overrides import OverrideKeywords, Overrides
 from ..planner.plan_options import PlanKeywords, PlanOptions, TrainingKeywords
 from ..profiler.profile_options import (
     ImportKeywords,
-    ImportOptions,
     LinkOptions,
+    ProfileImportOptions,
     ProfileKeywords,
     ProfileOptions,
     TransformerSizes,
@@ -178,7 +178,6 @@ __all__ = [
     "FrontierKeywords",
     "FrontierOptions",
     "ImportKeywords",
-    "ImportOptions",
     "ImportPlanKeywords",
     "LinkOptions",
     "MachineKeywords",
@@ -194,6 +193,7 @@ __all__ = [
     "PlanKeywords",
     "PlanOptions",
     "ProblemKeywords",
+    "ProfileImportOptions",
     "ProfileKeywords",
     "ProfileOptions",
     "SimulateKeywords",

@@ -11,7 +11,7 @@ from ..cost_models.document import MadeBy
 from ..cost_models.errors import MachineError, UsageError
 from ..profiler.importing.importer import import_profile as import_file
 from ..profiler.profile_file import Profile
-from .options import ImportKeywords, ImportOptions, ProfileKeywords, ProfileOptions, options_from
+from .options import ImportKeywords, ProfileImportOptions, ProfileKeywords, ProfileOptions, options_from
 from .provenance import made_by
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def profile(
     """
     _require_torch()
     from ..profiler.analytic import parse_analytic_device
-    from ..profiler.machine import device_named, dtype_named
+    from ..profiler.local_machine import device_named, dtype_named
     from ..profiler.measure import profile_model
 
     # A model can take long to build: what is refused anyway is refused before.
@@ -84,7 +84,7 @@ def import_profile(
 
     Raises UsageError, FileError (the file, with the line or index).
     """
-    (asked,) = options_from(options, ImportOptions, of="import_profile")
+    (asked,) = options_from(options, ProfileImportOptions, of="import_profile")
     imported = import_file(arguments.path("path", path), asked)
     return imported.model_copy(update={"made_by": made_by(MadeBy())})
 

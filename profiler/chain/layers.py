@@ -19,7 +19,7 @@ from ..graphs.sequential_graph import ELEMENTS
 from ..graphs.trial import Trial
 from ..user_model.failures import layer_failure as layer_failure
 from ..user_model.loaded_model import ModelInput, refuse_lazy
-from ..user_model.seeding import seeded
+from ..user_model.seeding import fixed_seed
 from .layer_sequential import LayerSequential, model_name
 from .shared_parameters import storage_aliases, tensors_used
 from .sharing import registered_once
@@ -187,7 +187,7 @@ def _segments(
 
         return segments, flow, check.compare(bound_to, _names(model, segments), traced.tool)
 
-    with seeded(0):
+    with fixed_seed(0):
         return trace_model(model, given, name, granularity, compared, tool)
 
 

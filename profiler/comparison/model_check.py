@@ -11,10 +11,10 @@ from torch import nn
 from ...cost_models.errors import ModelError
 from ...cost_models.quantities import format_bytes
 from ..graphs.trial import NotTheModel
-from ..machine import free_host_bytes
+from ..local_machine import free_host_bytes
 from ..user_model.failures import is_out_of_memory
 from ..user_model.loaded_model import ModelInput
-from ..user_model.seeding import seeded
+from ..user_model.seeding import fixed_seed
 from .descriptions import describe
 from .side_by_side import Bind, LayersDiffer, ModelFails, SideBySide
 
@@ -84,12 +84,12 @@ class ModelCheck:
         for smallest in dict.fromkeys((1, 2, self._given.batch)):
             side = SideBySide(self._model, self._given, self._name, bind)
             try:
-                with seeded(side.seed):
+                with fixed_seed(side.seed):
                     return _compared(side, smallest)
             except ModelFails as error:
                 failures.append(error)
             except LayersDiffer as error:
-                with seeded(side.seed):
+                with fixed_seed(side.seed):
                     what, hint = describe(side, error, layer_names)
                 raise NotTheModel(f"{self._name} cannot be traced by {how}: {what}", hint) from None
             except Exception as error:

@@ -9,10 +9,11 @@ from typing import TypeVar
 from torch import nn
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import has_hooks
 from ..user_model.loaded_model import ModelInput
 from .granularity import Granularity, refuse_unmatched
 from .graph import TracedGraph
-from .sequential_graph import ELEMENTS, has_hooks, is_plain_sequential, sequential_graph
+from .sequential_graph import ELEMENTS, is_plain_sequential, sequential_graph
 from .tracing import INSTEAD, called_with, container_paths, trace_symbolically
 from .tracing_patches import notice_checkpoints
 from .trial import NotTheModel, Trial, runs_on_meta

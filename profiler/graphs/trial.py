@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import tree_leaves
 from ..user_model.copies import copy_model, copy_to_meta
 from ..user_model.failures import is_out_of_memory
 from ..user_model.loaded_model import ModelInput
-from ..user_model.seeding import seeded
+from ..user_model.seeding import fixed_seed
 from .graph import TracedGraph, named
 from .graph_run import GraphRun, run_graph
 from .size_recovery import Seen, TensorSeen, seen
@@ -109,7 +109,7 @@ def _trying(given: ModelInput, *, gradients: bool = False) -> Iterator[None]:
     """One seed; what is made without naming a device is on meta where the input is."""
     device = given.tensors[0].device
     default = torch.device("meta") if device.type == "meta" else contextlib.nullcontext()
-    with torch.set_grad_enabled(gradients), seeded(0), warnings.catch_warnings(), default:
+    with torch.set_grad_enabled(gradients), fixed_seed(0), warnings.catch_warnings(), default:
         warnings.simplefilter("ignore")
         yield
 

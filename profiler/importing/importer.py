@@ -13,7 +13,7 @@ from ...cost_models.document import kind_of, read_text
 from ...cost_models.errors import FileError, UsageError
 from ...cost_models.quantities import counted, format_seconds
 from ..profile_file import Profile, ProfiledLayer
-from ..profile_options import ImportOptions
+from ..profile_options import ProfileImportOptions
 from . import graph_layers, table_layers
 from .cost_table import Row, looks_like_csv, read_csv, read_json
 from .pipedream_graph import is_graph, parse_graph
@@ -27,7 +27,7 @@ TABLE_SAMPLES = 1
 """Of a table that does not say: then a sample stands for whatever was measured."""
 
 
-def import_profile(path: Path, options: ImportOptions) -> Profile:
+def import_profile(path: Path, options: ProfileImportOptions) -> Profile:
     """The profile of the file at `path`, without `made_by`.
 
     Raises UsageError for options that cannot be, or do not go with the file, FileError for the file.
@@ -70,7 +70,7 @@ def _recognised(text: str, path: Path) -> Format:
     )
 
 
-def _of_graph(text: str, path: Path, options: ImportOptions) -> Profile:
+def _of_graph(text: str, path: Path, options: ProfileImportOptions) -> Profile:
     size = options.micro_batch_size or PIPEDREAM_SAMPLES
     granularity = options.granularity or "block"
     graph = parse_graph(text, str(path))
@@ -100,7 +100,7 @@ def _of_graph(text: str, path: Path, options: ImportOptions) -> Profile:
     )
 
 
-def _of_table(rows: list[Row], path: Path, options: ImportOptions) -> Profile:
+def _of_table(rows: list[Row], path: Path, options: ProfileImportOptions) -> Profile:
     if options.granularity is not None:
         raise UsageError(
             f"granularity={options.granularity!r}: {path} is a table, its rows are the layers",
@@ -124,7 +124,7 @@ def _of_table(rows: list[Row], path: Path, options: ImportOptions) -> Profile:
 
 
 def _profile(
-    options: ImportOptions,
+    options: ProfileImportOptions,
     layers: list[ProfiledLayer],
     edges: list[tuple[str, str]],
     notes: list[str],

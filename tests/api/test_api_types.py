@@ -20,7 +20,6 @@ from pplan.api.options import (
     FrontierKeywords,
     FrontierOptions,
     ImportKeywords,
-    ImportOptions,
     ImportPlanKeywords,
     MachineKeywords,
     MachineOptions,
@@ -34,6 +33,7 @@ from pplan.api.options import (
     PlanKeywords,
     PlanOptions,
     ProblemKeywords,
+    ProfileImportOptions,
     ProfileKeywords,
     ProfileOptions,
     SimulateKeywords,
@@ -77,7 +77,7 @@ def written(keywords: Any) -> dict[str, str]:
         (ExplainKeywords, ExplainOptions),
         (CheckKeywords, CheckOptions),
         (ProfileKeywords, ProfileOptions),
-        (ImportKeywords, ImportOptions),
+        (ImportKeywords, ProfileImportOptions),
     ],
 )
 def test_the_keywords_are_the_fields_of_the_options(keywords: Any, model: type[Options]) -> None:
