@@ -13,7 +13,8 @@ from ..cost_models.schedules import Schedule
 from ..cost_models.timeline import Timeline, simulate
 from ..cost_models.topology import Topology
 from .assembly import Assembly, DeviceMemory
-from .layout import Layout, Overrides
+from .layout import Layout
+from .overrides import Overrides
 from .plan_file import Plan
 
 

@@ -14,7 +14,8 @@ from ...cost_models.timeline import simulate
 from ...cost_models.topology import Topology
 from ..assembly import Assembly
 from ..candidate import Proposal, ScoredPlan
-from ..layout import Layout, Overrides
+from ..layout import Layout
+from ..overrides import Overrides
 from ..pipeline_config import Mode, PipelineConfig
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
