@@ -189,13 +189,14 @@ def sequential(
 
     granularity = arguments.word("granularity", granularity)
     keep_together = arguments.words("keep_together", keep_together)
+    verify = arguments.flag("verify", verify)
     arguments.instance("model", model, nn.Module, "Give a torch.nn.Module.")
     return as_sequential(
         model,
         example_input,
         granularity=granularity,
         keep_together=keep_together,
-        verify=arguments.flag("verify", verify),
+        verify=verify,
     )
 
 

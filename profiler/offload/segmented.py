@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...cost_models.errors import PplanError
 from ..chain.layers import Layer
@@ -24,6 +23,7 @@ from ..passes.launch_lead import LeadTuner
 from ..passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
 from ..passes.timing import Context, OutputGradients, run_layers
 from ..passes.watchers import CompositeWatcher, Watcher
+from ..torch_internals import storage_key, tree_leaves, tree_map_only
 from ..user_model.failures import is_out_of_memory, layer_failure
 from ..user_model.losses import Loss
 from .boundary import Boundary, InnerGradients
@@ -277,12 +277,12 @@ class _SavedBytes(SavedBytes):
     def __init__(self, model: nn.Module, layers: int, counted: Sequence[Tensor]) -> None:
         super().__init__(model, layers)
         for storage in storages(counted):
-            self._alive[storage._cdata] = storage
-            self._last_user[storage._cdata] = -1
+            self._alive[storage_key(storage)] = storage
+            self._last_user[storage_key(storage)] = -1
 
     def has_counted(self, tensor: Tensor) -> bool:
         """Until backward starts: whether this segment or an earlier one counts it."""
-        return tensor.untyped_storage()._cdata in self._alive
+        return storage_key(tensor) in self._alive
 
 
 class _Silent:

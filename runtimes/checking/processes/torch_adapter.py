@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ....profiler.user_model.loaded_model import ModelInput
 from ...formats.torch_actions import splits_backward
 from ...pipelining.input_form import InputForm
-from ...pipelining.process import PipelineProcess
 from ...pipelining.stage_module import StageModule, stage_loss
 from ...torch_pipelining import build
 from ..job import Case, CasePrediction, Corrections, StageSeconds
@@ -100,7 +99,8 @@ class TorchAdapter(PipelineAdapter):
 
     def watch(self) -> None:
         """As PyTorch's schedule calls the actions."""
-        for stage in _torch_stages(self.process):
+        stages: list[Any] = list(self.process.stages)
+        for stage in stages:
             index = stage.stage_index
             stage.forward_one_chunk = self._stamps.timed(index, "forward", stage.forward_one_chunk)
             stage.backward_weight_one_chunk = self._stamps.timed(
@@ -120,12 +120,6 @@ def _stage_inside(module: nn.Module) -> StageModule:
     inner: Any = getattr(module, "module", module)
     own: StageModule = inner
     return own
-
-
-def _torch_stages(process: PipelineProcess) -> list[Any]:
-    """PyTorch's own of this process."""
-    schedule = process.schedule
-    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 def _choose_backward(whole: Callable[..., Any], input_only: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ....cost_models.errors import ModelError
 from ....cost_models.quantities import counted
@@ -17,6 +16,7 @@ from ....profiler.models import load_model
 from ....profiler.named_model import LOSSES, shown
 from ....profiler.passes.modes import Modes
 from ....profiler.sequential import sequential
+from ....profiler.torch_internals import tree_leaves
 from ....profiler.user_model.loaded_model import ModelInput
 from ....profiler.user_model.losses import loss_named
 from ...formats.export_document import hash_names
