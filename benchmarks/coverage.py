@@ -1,13 +1,14 @@
 """Which models become layers: python benchmarks/coverage.py [NAME[@SHAPE] ...] [--values] [--write FILE]
 
-Takes models apart on the meta device (no weights, no time), at granularity block and fine, and prints a table
-of the layers, the allowed cuts and the most tensors that cross one, or the sentence that says why not. Without
-names: all of torchvision's. `hf:NAME` are transformers' models, made small. `--write docs/models.md` writes the
-table into that page.
+Takes models apart on the meta device (no weights, no time), at granularity block and fine, and prints a
+table of the layers, the allowed cuts and the most tensors that cross one, or the sentence that says why not.
+Without names: all of torchvision's. `hf:NAME` are transformers' models, made small. `--write docs/models.md`
+writes the table into that page.
 
-`--values` trains model and layers side by side instead, as `pplan profile` does before it measures, and prints
-what came of it: equal bit for bit, within rounding, or not compared. It takes seconds a model; a shape keeps
-pictures small: resnet18@3x64x64. Without names: one of each of torchvision's families, some of transformers'.
+`--values` trains model and layers side by side instead, as `pplan profile` does before it measures, and
+prints what came of it: equal bit for bit, within rounding, or not compared. It takes seconds a model; a shape
+keeps pictures small: resnet18@3x64x64. Without names: one of each of torchvision's families, some of
+transformers'.
 """
 
 from __future__ import annotations

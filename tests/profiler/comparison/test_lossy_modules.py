@@ -341,9 +341,10 @@ def _double(parameter: Tensor) -> None:
 def test_hooks_of_parameters_stay_with_them() -> None:
     """Copies lose them; the layers have the model's own parameters."""
     model = ReadsHead()
-    for layer in (model.first[0], model.head):
-        layer.weight.register_hook(lambda gradient: gradient * 3)
-        layer.weight.register_post_accumulate_grad_hook(_double)
+    weights: list[Any] = [model.first[0].weight, model.head.weight]
+    for weight in weights:
+        weight.register_hook(lambda gradient: gradient * 3)
+        weight.register_post_accumulate_grad_hook(_double)
     gradients = []
     for trained in (model, sequential(model, GIVEN)):
         model.zero_grad()
