@@ -16,7 +16,7 @@ from .symmetry import Shape, Symmetry
 
 if TYPE_CHECKING:
     from .problem import Problem
-from .space_description import describe_exact_search
+from .space_description import describe_exact_search, describe_micro_batches
 
 MOST_SHAPES = 64
 """Choices of devices in an order that a plan's are compared with."""
