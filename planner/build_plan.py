@@ -128,7 +128,7 @@ def bare_plan(
         stages=stages,
         prediction=_prediction(problem, best, found),
         wishes=problem.options,
-        describe_search=describe_search(problem),
+        searched=describe_search(problem),
         default_mini_batch=choose_mini_batch(problem, tried=False),
         layer_names=list(problem.chain.names),
         profile=profile,

@@ -118,7 +118,7 @@ def _plan_of(
     return own.model_copy(
         update={
             "objective": outcome.aim,
-            "describe_search": describe_search(problem) + besides,
+            "searched": describe_search(problem) + besides,
             "baselines": [] if shown is None else shown.baselines,
             "alternatives": [] if shown is None else shown.alternatives,
             "warnings": list(dict.fromkeys([*said, *made.outside()])),
