@@ -27,7 +27,8 @@ from .plan_stages import run_in_words
 from .planners import planner_named
 from .problem import Problem
 from .search.pipelines import stage_modes
-from .search.space import ReplicaGroupCosts, Space
+from .search.replica_group import ReplicaGroupCosts
+from .search.space import Space
 
 SECONDS = 1.0
 """Of the search for each change, as of `PlanOptions.time_limit`."""
@@ -199,7 +200,7 @@ def _changes(problem: Problem, tightest: Tightest) -> list[str]:
     changes += [f"optimizer={name!r}" for name in _lighter_optimizers(problem)]
     more = _more_gpus(problem, tightest.limit_bytes)
     if more is not None:
-        # Where no global batch is requested the mini-batch grows with the GPUs, and so may what a stage
+        # Where no global batch is requested the global batch grows with the GPUs, and so may what a stage
         # holds.
         changes.append(f"gpus={more} mini_batch={problem.mini_batch}")
     enough = f"{tightest.memory_bytes / 2**30 + 0.005:.2f}"

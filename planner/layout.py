@@ -38,7 +38,7 @@ def read_machine(plan: Plan, where: str) -> TopologyFile | None:
 class Layout:
     """The program of a plan under overrides, and which layers and devices its places have.
 
-    Its properties raise UsageError for numbers that the schedule, the mini-batch or the cuts do not allow.
+    Its properties raise UsageError for numbers that the schedule, the global batch or the cuts do not allow.
     """
 
     plan: Plan

@@ -64,7 +64,7 @@ def make_context(
 
 
 def plan_options(plan: Plan) -> PlanOptions:
-    """What was asked for the plan, its mini-batch settled, for the joint search."""
+    """What was asked for the plan, its global batch settled, for the joint search."""
     return replace(
         plan.wishes,
         mini_batch=plan.mini_batch,

@@ -19,7 +19,7 @@ from ..runtimes.checking.check_report import PLAN, Check
 from ..runtimes.checking.devices import cores, gpus
 from ..runtimes.checking.job import Case, CheckMeasurements, Corrections, Device, Job, ModelSpec, RuntimeCase
 from ..runtimes.checking.launching import ProgressCallbacks, run_in_processes
-from .check_cases import EVEN, Prepared, even_plan, prepared
+from .check_cases import EVEN, CheckCase, even_plan, prepare_case
 from .check_runtimes import TORCH, Placed, check_runtime, for_runtime, serial_note
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
@@ -76,13 +76,13 @@ def check_plan(
     notes = _notes(profile, options)
     if options.runtime != TORCH:
         return _check_runtime(plan, profile, Placed(chain, topology, profiles), name, options, run, notes)
-    cases = [prepared(PLAN, plan, chain, topology, profiles, emulate=options.emulate)]
+    cases = [prepare_case(PLAN, plan, chain, topology, profiles, emulate=options.emulate)]
     if options.even and len(plan.stages) > 1:
         even = even_plan(plan, chain, topology, profiles)
         if isinstance(even, str):
             notes.append(f"no even split beside it: {even}")
         else:
-            cases.append(prepared(EVEN, even, chain, topology, profiles, emulate=options.emulate))
+            cases.append(prepare_case(EVEN, even, chain, topology, profiles, emulate=options.emulate))
     job = _job(cases, profile, options)
     notes += _crowded(job)
     found = run(job)
@@ -135,7 +135,7 @@ def _crowded(job: Job) -> list[str]:
     return []
 
 
-def _job(cases: list[Prepared[Case]], profile: Profile, options: CheckOptions) -> Job:
+def _job(cases: list[CheckCase[Case]], profile: Profile, options: CheckOptions) -> Job:
     own = [each.case for each in cases]
     processes = len(own[0].document.devices)
     return Job(
@@ -218,7 +218,7 @@ def _notes(profile: Profile, options: CheckOptions) -> list[str]:
 
 def _checked(
     found: CheckMeasurements,
-    cases: Sequence[Prepared[Case] | Prepared[RuntimeCase]],
+    cases: Sequence[CheckCase[Case] | CheckCase[RuntimeCase]],
     job: Job,
     name: str,
     notes: list[str],

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Unpack
 
 from ..cost_models.errors import UsageError
-from ..planner.explanation.compare import Comparison
+from ..planner.explanation.compare import PlanComparison
 from ..planner.explanation.compare import compare as compare_plans
 from ..planner.explanation.current_split import CurrentSplit
 from ..planner.explanation.explain_context import make_context
@@ -46,7 +46,7 @@ def explain(
     return explain_plan(plan, measured.chain(), machine, profiles, used)
 
 
-def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = None) -> Comparison:
+def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = None) -> PlanComparison:
     """The plans side by side: step, samples/s, bubble, memory, devices and gap of each.
 
     With the `profile` that the first was made from, what every named planner makes of its problem, too. Of

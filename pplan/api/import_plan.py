@@ -113,7 +113,7 @@ def _asked(
 
 
 def _micro_batches(read: Partition, given: FixedPartition, mini_batch: int | None) -> int | None:
-    """As many as make the mini-batch of micro-batches as the partition is for; None: it does not say."""
+    """As many as make the global batch of micro-batches as the partition is for; None: it does not say."""
     if mini_batch is None or read.samples is None:
         return None
     whole = read.samples * given.replicas

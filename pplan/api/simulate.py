@@ -44,8 +44,8 @@ def simulate(
 
     Of the result: `step_seconds`, `bubble`, `stage_times`, `peak_in_flight`, `spans`, `transfers`.
 
-    Raises UsageError (numbers that the schedule, the mini-batch or the cuts do not allow, a profile of other
-    layers), FileError.
+    Raises UsageError (numbers that the schedule, the global batch or the cuts do not allow, a profile of
+    other layers), FileError.
     """
     made = as_plan(plan)
     measured, reference = profile_and_reference(profile, "", "")
