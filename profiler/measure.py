@@ -236,9 +236,10 @@ def _free_bytes(device: torch.device, memory_bytes: int | None) -> int:
 def _structure(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
     """On the meta device."""
     subject = build_target(loaded, setup, effort.smallest)
-    results, notes = count_structure(subject, effort.sizes)
     if effort.estimate_for is not None:
-        return estimate(subject, results, notes, effort.estimate_for)
+        kernels = effort.estimate_for.kernels
+        return estimate(subject, *count_structure(subject, effort.sizes, kernels), effort.estimate_for)
+    results, notes = count_structure(subject, effort.sizes)
     return build_profile(subject, results, (), notes)
 
 

@@ -19,7 +19,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
-from pplan.profiler.memory import meta_attention
+from pplan.profiler.memory import meta_kernels
 from pplan.profiler.models import from_module
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.passes.modes import Modes
@@ -293,7 +293,7 @@ def test_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = nn.Sequential(nn.Linear(16, 16), Last()), ("meta", torch.float32, Modes(), "block")
     recurrent = "1: on a real device recurrent layers save other bytes than are counted here"
     assert count_structure(subject_of(model, torch.randn(2, 5, 16), *settings), [SIZE])[1] == [recurrent]
-    monkeypatch.setattr(meta_attention, "_missing", lambda: "such_a_name")
+    monkeypatch.setattr(meta_kernels, "_missing", lambda: "such_a_name")
     _, notes = count_structure(subject_of(Attends(), torch.randn(2, 10, 16), *settings), [SIZE])
     missing = f"torch {torch.__version__} has no such_a_name"
-    assert notes == [f"attention is counted with its whole matrix, more than the CPU saves: {missing}"]
+    assert notes == [f"attention is counted with its whole matrix, which is more: {missing}"]
