@@ -21,7 +21,7 @@ from ..cost_models.machines.roofline_file import load_roofline
 from ..cost_models.machines.rooflines import ROOFLINES, Roofline, find_roofline
 from .build_profile import build_profile
 from .counting_operations import LayerOperations, Operation, count_operations
-from .efficiency import Curves, Efficiency, Vector, Work, fit_efficiency
+from .efficiency import Curves, Efficiency, OperationWork, Vector, fit_efficiency
 from .measurement_target import MeasurementTarget
 from .passes.layer_stamps import LayerTimes, LossTimes
 from .passes.timed_passes import TimedPasses
@@ -35,7 +35,7 @@ _BACKWARD = 0.5
 
 
 @dataclass(frozen=True)
-class Target:
+class AnalyticTarget:
     """The GPU to estimate for, and a measured profile of the same model to take the efficiencies from."""
 
     roofline: Roofline
@@ -47,7 +47,9 @@ class Target:
         return partial(as_on_a_gpu, flash=self.roofline.has_flash_attention)
 
 
-def parse_analytic_device(device: str | None, calibrate: str | Path | Profile | None = None) -> Target | None:
+def parse_analytic_device(
+    device: str | None, calibrate: str | Path | Profile | None = None
+) -> AnalyticTarget | None:
     """Of `analytic:NAME` or `analytic:FILE.toml`; None for another device.
 
     Raises UsageError, FileError.
@@ -68,11 +70,11 @@ def parse_analytic_device(device: str | None, calibrate: str | Path | Profile | 
             f"`calibrate`: the profile of {measured.model} is {kind}",
             "Give one that was measured on a GPU, without `compile`.",
         )
-    return Target(roofline, measured)
+    return AnalyticTarget(roofline, measured)
 
 
 def estimate(
-    subject: MeasurementTarget, results: Sequence[SizeResult], notes: Sequence[str], target: Target
+    subject: MeasurementTarget, results: Sequence[SizeResult], notes: Sequence[str], target: AnalyticTarget
 ) -> Profile:
     """The profile of `subject`, whose bytes are counted already on the meta device, with estimated seconds.
 
@@ -105,7 +107,7 @@ def _told(curve: Efficiency) -> str:
     return f"at most {curve.highest:.0%}, half of that in {curve.half_seconds * 1e6:.3g} µs"
 
 
-def _times(subject: MeasurementTarget, size: int, target: Target, curves: Curves) -> LayerTimes:
+def _times(subject: MeasurementTarget, size: int, target: AnalyticTarget, curves: Curves) -> LayerTimes:
     launch, host_launch = target.roofline.launch.value, target.roofline.host_launch.value
     rows = [
         [_work(part, target.roofline, tf32=subject.modes.tf32) for part in (layer.forward, layer.backward)]
@@ -119,7 +121,7 @@ def _times(subject: MeasurementTarget, size: int, target: Target, curves: Curves
     return LayerTimes(forward, backward, forward_host, backward_host, loss)
 
 
-def _work(operations: Sequence[Operation], roofline: Roofline, *, tf32: bool) -> Work:
+def _work(operations: Sequence[Operation], roofline: Roofline, *, tf32: bool) -> OperationWork:
     """Convolutions in float32 are in TF32 by torch's default, where the GPU has it."""
     compute, moved = [], []
     for operation in operations:
@@ -131,7 +133,9 @@ def _work(operations: Sequence[Operation], roofline: Roofline, *, tf32: bool) ->
         if operation.conversion_bytes and dtype in _OF_TENSOR_CORES:
             compute.append(0.0)
             moved.append(operation.conversion_bytes)
-    return Work(np.array(compute, np.float64), np.array(moved, np.float64) / roofline.bandwidth.value)
+    return OperationWork(
+        np.array(compute, np.float64), np.array(moved, np.float64) / roofline.bandwidth.value
+    )
 
 
 _OF_TENSOR_CORES = ("float16", "bfloat16", "tf32")
@@ -141,10 +145,10 @@ def _calibrated(subject: MeasurementTarget, measured: Profile, roofline: Rooflin
     """The curves by which the measured layers take their seconds, and on what they were measured."""
     _check_same(subject, measured)
     own = _roofline_of(measured, roofline)
-    works: list[Work] = []
+    works: list[OperationWork] = []
     seconds: list[float] = []
     for position, size in enumerate(measured.micro_batch_sizes):
-        layers = count_operations(subject, size, Target(own).kernels)[: len(subject.chain)]
+        layers = count_operations(subject, size, AnalyticTarget(own).kernels)[: len(subject.chain)]
         costs = [layer.costs[position] for layer in measured.layers]
         for layer, cost in zip(layers, costs, strict=True):
             works += _works(layer, own, tf32=measured.tf32)
@@ -153,7 +157,7 @@ def _calibrated(subject: MeasurementTarget, measured: Profile, roofline: Rooflin
     return fit_efficiency(works, told, own.launch.value), measured.device_name
 
 
-def _works(layer: LayerOperations, roofline: Roofline, *, tf32: bool) -> list[Work]:
+def _works(layer: LayerOperations, roofline: Roofline, *, tf32: bool) -> list[OperationWork]:
     return [_work(part, roofline, tf32=tf32) for part in (layer.forward, layer.backward)]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..cost_models.errors import MachineError
 from .chain.layers import LayerChain, find_tensor_users
-from .machine import device_memory_bytes, device_name, versions
+from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
 from .profile_file import (
     InputTensor,
@@ -87,6 +87,7 @@ def build_profile(
             *(note for each in whole for note in closing_warning(each)),
             *_dominating_note(chain, layers),
             *_checkpoint_note(chain),
+            *(chain.comparison.notes if chain.comparison else ()),
         ],
         made_by=versions(),
     )

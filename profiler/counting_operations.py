@@ -10,14 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .measurement_target import MeasurementTarget
 from .passes.timing import OutputGradients, run_layers
 from .structure import Kernels
+from .torch_internals import (
+    BATCH_NORMS,
+    CPU_FLASH_BACKWARDS,
+    CPU_FLASH_FORWARDS,
+    FREE_OPERATORS,
+    OpOverload,
+    TorchDispatchMode,
+    schema_arguments,
+    suggest_memory_format,
+    tree_leaves,
+)
 from .user_model.loaded_model import ModelInput
 
 _aten: Any = torch.ops.aten
@@ -92,13 +100,13 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._now is not None and isinstance(func, torch._ops.OpOverload):
+        if self._now is not None and isinstance(func, OpOverload):
             self._now += _operations(func, args, kwargs, result)
         return result
 
 
 def _operations(
-    func: torch._ops.OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> list[Operation]:
     """None for what runs no kernel: views, memory that is not written, numbers."""
     packet, written = func.overloadpacket, _tensors(result)
@@ -157,7 +165,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Fused attention leaves out what a causal mask hides: half."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_arguments(func)]
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal"))
 
 
@@ -181,17 +189,17 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 _FLOPS: dict[Any, Any] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **dict.fromkeys(CPU_FLASH_FORWARDS, _attention),
+    **dict.fromkeys(CPU_FLASH_BACKWARDS, _attention_backward),
 }
 """What earlier torches do not count."""
 _FREE = {
     *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
-    *(_aten._unsafe_view, _aten._reshape_alias, _aten.lift_fresh, _aten.detach),
+    *(*FREE_OPERATORS, _aten.lift_fresh, _aten.detach),
 }
 _LOOK_UP = {_aten.embedding, _aten.index_select, _aten.index, _aten.gather}
 _READ_TWICE = {
-    **dict.fromkeys((_aten.native_batch_norm, _aten._native_batch_norm_legit), (0,)),
+    **dict.fromkeys(BATCH_NORMS, (0,)),
     _aten.native_batch_norm_backward: (0, 1),
 }
 """Of what was read, by position: once for the statistics of the batch, once to use them."""

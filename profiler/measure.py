@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ..cost_models.errors import ModelError, UsageError
 from ..cost_models.quantities import format_bytes
-from .analytic import Target, estimate
+from .analytic import AnalyticTarget, estimate
 from .build_profile import build_profile
 from .journal import Journal
-from .machine import device_named
+from .local_machine import device_named
 from .measurement_target import MeasurementTarget, Setup, build_target
 from .micro_batch_sizes import check_micro_batch_sizes
 from .models import from_module
@@ -26,17 +26,17 @@ from .passes.modes import Modes
 from .profile_cache import ProfileCache, Request
 from .profile_file import Interrupted, Profile
 from .segmented_sweep import SegmentedSweep
-from .size_result import SizeResult
-from .size_run import host_note, release
+from .size_run import release
+from .size_sweep import Progress, SizeSweep, host_note
 from .structure import count_structure
-from .sweep import Progress, Sweep
 from .user_model.failures import DoesNotFit
 from .user_model.loaded_model import LoadedModel
-from .user_model.seeding import check_seed, seeded
+from .user_model.seeding import check_seed, fixed_seed
+from .whole_sweep import WholeSweep
 
 
 @dataclass(frozen=True)
-class Effort:
+class MeasurementLimits:
     """What is measured of it, and how long."""
 
     sizes: tuple[int, ...] | None
@@ -45,8 +45,8 @@ class Effort:
     parts: bool
     memory_bytes: int | None
     progress: Callable[[Progress], None] | None
-    estimate_for: Target | None = None
-    keeper: ProfileCache = field(default_factory=lambda: ProfileCache(None))
+    estimate_for: AnalyticTarget | None = None
+    profile_cache: ProfileCache = field(default_factory=lambda: ProfileCache(None))
 
     @property
     def request(self) -> Request:
@@ -85,7 +85,7 @@ def profile_model(
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
     clock: Clock | None = None,
-    estimate_for: Target | None = None,
+    estimate_for: AnalyticTarget | None = None,
     cache: bool = False,
     resume: bool = False,
     remark: Callable[[str], None] | None = None,
@@ -112,7 +112,7 @@ def profile_model(
     """
     seed = check_seed(seed)
     loaded = model if isinstance(model, LoadedModel) else from_module(*model)
-    check_effort(budget_seconds, rounds, memory_bytes)
+    check_limits(budget_seconds, rounds, memory_bytes)
     sizes = check_micro_batch_sizes(micro_batch_sizes)
     place = device_named(device)
     modes = Modes(compile=compile, channels_last=channels_last, amp=amp, tf32=tf32)
@@ -128,14 +128,16 @@ def profile_model(
         clock=clock or (CudaClock(place) if place.type == "cuda" else CpuClock()),
     )
     kept = place.type != "meta"
-    keeper = ProfileCache.of_user(cache=cache and kept, resume=resume and kept, remark=remark)
-    effort = Effort(sizes, budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, keeper)
+    profile_cache = ProfileCache.of_user(cache=cache and kept, resume=resume and kept, remark=remark)
+    limits = MeasurementLimits(
+        sizes, budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, profile_cache
+    )
     # The device first: CUDA has no random numbers to seed before it is initialised.
-    with _on(place), seeded(seed), torch.enable_grad():
-        return _measured(loaded, setup, effort)
+    with _on(place), fixed_seed(seed), torch.enable_grad():
+        return _measured(loaded, setup, limits)
 
 
-def check_effort(budget_seconds: float, rounds: int | None, memory_bytes: int | None) -> None:
+def check_limits(budget_seconds: float, rounds: int | None, memory_bytes: int | None) -> None:
     """Raises UsageError."""
     if not budget_seconds > 0 or budget_seconds == float("inf"):
         raise UsageError(f"budget_seconds={budget_seconds:g}: must be above 0", "As in budget_seconds=60.")
@@ -147,66 +149,54 @@ def check_effort(budget_seconds: float, rounds: int | None, memory_bytes: int | 
         )
 
 
-def _measured(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
+def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """As a whole where it fits, else in segments."""
     if setup.device.type == "meta":
-        return _structure(loaded, setup, effort)
+        return _structure(loaded, setup, limits)
     try:
-        return _in_one(loaded, setup, effort)
+        return _in_one(loaded, setup, limits)
     except DoesNotFit:
-        if setup.device.type != "cuda" and effort.memory_bytes is None:
+        if setup.device.type != "cuda" and limits.memory_bytes is None:
             raise
     # Only here, behind the except block, is nothing held by the traceback any more.
     release(setup.device)
-    return _in_segments(loaded, setup, effort)
+    return _in_segments(loaded, setup, limits)
 
 
-def _in_one(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
+def _in_one(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """With the whole model on the device. Raises DoesNotFit."""
-    subject = build_target(loaded, setup, effort.smallest)
-    _check_fits(subject, effort.smallest, effort.memory_bytes)
+    subject = build_target(loaded, setup, limits.smallest)
+    _check_fits(subject, limits.smallest, limits.memory_bytes)
+
+    sweep = partial(WholeSweep, parts=limits.parts, memory_bytes=limits.memory_bytes)
+    return _sweep_profile(subject, limits, sweep)
+
+
+def _in_segments(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
+    """With only a part of the weights on the device at a time. There is no journal of it."""
+    subject = build_target(loaded, setup, limits.smallest, host=True)
+    free = partial(_free_bytes, setup.device, limits.memory_bytes)
+    return _sweep_profile(subject, limits, partial(SegmentedSweep, free_bytes=free), way="-segments")
+
+
+def _sweep_profile(
+    subject: MeasurementTarget, limits: MeasurementLimits, kind: Callable[..., SizeSweep[Any]], way: str = ""
+) -> Profile:
+    """From the cache, or measured. Raises Interrupted."""
 
     def measure(journal: Journal | None) -> Profile:
-        sweep = Sweep(
-            subject,
-            effort.sizes,
-            effort.budget_seconds,
-            effort.rounds,
-            effort.progress,
-            parts=effort.parts,
-            memory_bytes=effort.memory_bytes,
-            journal=journal,
-        )
+        sweep_limits = (limits.sizes, limits.budget_seconds, limits.rounds, limits.progress)
+        sweep = kind(subject, *sweep_limits, journal)
         sweep.measure()
-        results = [SizeResult.of_run(run) for run in sweep.runs]
-        profile = build_profile(subject, results, sweep.unmeasured, [*_notes(sweep), *_continued(journal)])
+        results = sweep.results
+        host = [note for note in map(host_note, results) if note]
+        notes = [*sweep.notes, *host, *_left_notes(sweep), *_continued(journal)]
+        profile = build_profile(subject, results, sweep.unmeasured, notes)
         if sweep.interrupted:
             raise Interrupted(profile)
         return profile
 
-    return effort.keeper.profile(subject, effort.request, measure)
-
-
-def _in_segments(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
-    """With only a part of the weights on the device at a time. There is no journal of it."""
-    subject = build_target(loaded, setup, effort.smallest, host=True)
-    free = partial(_free_bytes, setup.device, effort.memory_bytes)
-    sweep = SegmentedSweep(subject, effort.sizes, effort.budget_seconds, free, effort.rounds, effort.progress)
-
-    def finished(more: Sequence[str] = ()) -> Profile:
-        notes = [*sweep.notes, *_left_notes(sweep), *more]
-        return build_profile(subject, sweep.results, sweep.unmeasured, notes)
-
-    def measure(_: Journal | None) -> Profile:
-        try:
-            sweep.measure()
-        except KeyboardInterrupt:
-            if not sweep.results:
-                raise
-            raise Interrupted(finished(["interrupted: larger micro-batch sizes were not measured"])) from None
-        return finished()
-
-    return effort.keeper.profile(subject, effort.request, measure, way="-segments")
+    return limits.profile_cache.profile(subject, limits.request, measure, way=way)
 
 
 def _check_fits(subject: MeasurementTarget, size: int, memory_bytes: int | None) -> None:
@@ -214,7 +204,7 @@ def _check_fits(subject: MeasurementTarget, size: int, memory_bytes: int | None)
     if memory_bytes is None:
         return
     try:
-        segments = SegmentedSweep(subject, (size,), 0.0, lambda: memory_bytes).segments(size)
+        segments = SegmentedSweep(subject, (size,), 0.0, free_bytes=lambda: memory_bytes).segments(size)
     except ModelError:
         # The sweep says of it what there is to say.
         return
@@ -233,13 +223,13 @@ def _free_bytes(device: torch.device, memory_bytes: int | None) -> int:
     return min(known)
 
 
-def _structure(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
+def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """On the meta device."""
-    subject = build_target(loaded, setup, effort.smallest)
-    if effort.estimate_for is not None:
-        kernels = effort.estimate_for.kernels
-        return estimate(subject, *count_structure(subject, effort.sizes, kernels), effort.estimate_for)
-    results, notes = count_structure(subject, effort.sizes)
+    subject = build_target(loaded, setup, limits.smallest)
+    if limits.estimate_for is not None:
+        kernels = limits.estimate_for.kernels
+        return estimate(subject, *count_structure(subject, limits.sizes, kernels), limits.estimate_for)
+    results, notes = count_structure(subject, limits.sizes)
     return build_profile(subject, results, (), notes)
 
 
@@ -255,11 +245,6 @@ def _on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _notes(sweep: Sweep) -> list[str]:
-    notes = [*sweep.notes, *(note for note in map(host_note, sweep.runs) if note)]
-    return [*notes, *_left_notes(sweep)]
-
-
 def _continued(journal: Journal | None) -> list[str]:
     """What to say of a profile in several sittings."""
     if journal is None or not journal.passes:
@@ -267,7 +252,7 @@ def _continued(journal: Journal | None) -> list[str]:
     return [f"continued: {journal.passes} of its passes are those of an interrupted run"]
 
 
-def _left_notes(sweep: Sweep | SegmentedSweep) -> list[str]:
+def _left_notes(sweep: SizeSweep[Any]) -> list[str]:
     was = "was not" if sweep.sizes is None else "was asked for and not"
     return [
         f"micro-batch size {left.micro_batch_size} {was} measured ({left.reason}): {left.detail}"

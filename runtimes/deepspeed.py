@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..cost_models.errors import ExportError, MachineError
 from ..planner.plan_file import Plan
@@ -52,6 +52,7 @@ def build(
     from ..profiler.user_model.loaded_model import ModelInput
     from .pipelining.cut_hooks import guard_cuts
     from .pipelining.plan_layers import check_sharing, match_layers
+    from .pipelining.runtime_internals import partitioned
 
     document = resolve_document(source, DeepspeedExport, export)
     example = None if example_input is None else ModelInput.of(example_input)
@@ -60,6 +61,7 @@ def build(
     _check_parameters(document, layers)
     check_sharing(layers, document.parts)
     try:
+        import deepspeed
         import torch.distributed
         from deepspeed.pipe import PipelineModule
     except ImportError as error:
@@ -78,19 +80,8 @@ def build(
 
     of_one = document.micro_batch_size // document.replicas
     safe = guard_cuts(layers, document.parts, example, of_one, packs_all=True)
-    return _partitioned(PipelineModule, document)(safe, num_stages=document.num_stages, loss_fn=loss_fn)
-
-
-def _partitioned(kind: Any, document: DeepspeedExport) -> Any:
-    """DeepSpeed's class with the plan's partition: its own knows only its rules."""
-
-    def partition_layers(module: Any, method: str = "") -> None:
-        del method
-        stage = module._topo.get_coord(module.global_rank).pipe
-        module.parts = document.parts
-        module._set_bounds(document.parts[stage], document.parts[stage + 1])
-
-    return type("PlannedPipelineModule", (kind,), {"_partition_layers": partition_layers})
+    kind = partitioned(PipelineModule, document.parts, deepspeed.__version__)
+    return kind(safe, num_stages=document.num_stages, loss_fn=loss_fn)
 
 
 def _check_parameters(document: DeepspeedExport, model: nn.Sequential) -> None:

@@ -11,6 +11,7 @@ from ...cost_models.errors import UsageError
 from ...cost_models.quantities import counted
 from ...cost_models.simulator.costs import Array
 from ...cost_models.simulator.result import Timeline
+from ..build_plan import list_warnings
 from ..candidate import ScoredPlan
 from ..fixed_partition import FixedPartition, plan_partition
 from ..pipeline_config import SEARCHED
@@ -19,16 +20,15 @@ from ..plan_stages import bubble, plan_stages
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.subproblem import Family
-from ..solve import list_warnings
 from .explain_context import ExplainContext, score_plan, simulate_candidate
-from .limits import Busiest, find_busiest
 from .plan_summary import PlanSummary, summarize
 from .resolve import SECONDS, search_near
+from .step_limits import Busiest, find_busiest
 
 
 @dataclass(frozen=True)
 class CurrentSplit:
-    """The split in use: layers of each stage; None: the best for it, as far as the plan's wishes leave it."""
+    """The split in use: layers of each stage; None: the best for it, as far as the plan's options allow."""
 
     balance: tuple[int, ...]
     replicas: int = 1
@@ -106,10 +106,10 @@ def compare_split(question: ExplainContext, current: CurrentSplit) -> SplitCompa
 
 
 def _freed(problem: Problem, current: CurrentSplit, *, given: bool) -> Problem:
-    """The problem without the wishes that are about the plan's own shape; with `given`, the schedule and
+    """The problem without the options that are about the plan's own shape; with `given`, the schedule and
     micro-batches are those of the split."""
-    wishes = replace(
-        problem.wishes,
+    options = replace(
+        problem.options,
         use_all=False,
         max_stages=None,
         cut_after=(),
@@ -117,10 +117,10 @@ def _freed(problem: Problem, current: CurrentSplit, *, given: bool) -> Problem:
         pins=(),
     )
     if given and current.schedule is not None:
-        wishes = replace(wishes, schedule=current.schedule)
+        options = replace(options, schedule=current.schedule)
     if given and current.micro_batches is not None:
-        wishes = replace(wishes, micro_batches=current.micro_batches)
-    return replace(problem, wishes=wishes)
+        options = replace(options, micro_batches=current.micro_batches)
+    return replace(problem, options=options)
 
 
 def _given(problem: Problem, current: CurrentSplit) -> FixedPartition:

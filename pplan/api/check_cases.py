@@ -15,11 +15,11 @@ from ..cost_models.layer import Chain
 from ..cost_models.simulator.costs import Costs
 from ..cost_models.topology import Topology
 from ..planner.balance import balance
+from ..planner.build_plan import build_problem
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
-from ..planner.simulated import SimulatedPlan, simulate_plan
-from ..planner.solve import build_problem
+from ..planner.plan_simulation import SimulatedPlan, simulate_plan
 from ..runtimes.checking.check_report import PLAN, CheckedCase, CheckedDevice, CheckedStage
 from ..runtimes.checking.job import Case, CaseResult, CutLink, RuntimeCase, StageSeconds, StageWaits
 from ..runtimes.formats.torch_export import TorchExport
@@ -91,7 +91,7 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
     """The same with layers shared out evenly by their number; or why there is none."""
     try:
         counts = balance(np.ones(len(chain)), len(plan.stages), cut_after=chain.cut_after)
-        wishes = PlanOptions(
+        plan_options = PlanOptions(
             mini_batch=plan.mini_batch,
             micro_batches=plan.micro_batches,
             schedule=plan.schedule,
@@ -103,7 +103,7 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
             runtime=plan.runtime,
         )
         given = FixedPartition(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
-        problem = build_problem(chain, topology, wishes, plan.profile, profiles)
+        problem = build_problem(chain, topology, plan_options, plan.profile, profiles)
         made = plan_partition(problem, given, model=plan.model, profile=plan.profile)
     except PplanError as error:
         return error.what

@@ -12,11 +12,11 @@ from ..cost_models.errors import ExportError, MachineError, UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.runtime import runtime_named
 from ..cost_models.topology import Topology
+from ..planner.build_plan import build_problem
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
-from ..planner.simulated import simulate_plan
-from ..planner.solve import build_problem
+from ..planner.plan_simulation import simulate_plan
 from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument
 from ..runtimes.checking.prediction import is_serial
 from ..runtimes.formats import deepspeed_export, pipe_export
@@ -53,7 +53,7 @@ class Placed:
         return self._plan_of(choice, plan, runtime), said
 
     def _plan_of(self, choice: Choice, plan: Plan, runtime: str) -> Plan:
-        wishes = PlanOptions(
+        plan_options = PlanOptions(
             mini_batch=choice.micro_batches * choice.micro_batch_size,
             micro_batches=choice.micro_batches,
             schedule=choice.schedule,
@@ -64,7 +64,7 @@ class Placed:
             zero=plan.zero,
             runtime=runtime,
         )
-        problem = build_problem(self.chain, self.topology, wishes, plan.profile, self.profiles)
+        problem = build_problem(self.chain, self.topology, plan_options, plan.profile, self.profiles)
         given = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
         return plan_partition(problem, given, model=plan.model, profile=plan.profile)
 

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from ..cost_models import arguments
 from ..cost_models.document import read_text
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.measured_on import check_processor_seconds
+from ..cost_models.machines.processor_seconds import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
+from ..planner.build_plan import build_problem
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan, ProfileReference
 from ..planner.plan_options import PlanOptions
-from ..planner.solve import build_problem
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
 from ..runtimes.reading.partition import Partition
@@ -65,7 +65,7 @@ def import_plan(
     the topology).
     """
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
-    options = ImportOptions(
+    options = PlanImportOptions(
         gpus=arguments.optional_whole("gpus", gpus),
         machine={
             "gpu": arguments.optional_word("gpu", gpu),
@@ -96,7 +96,7 @@ def import_plan(
 
 
 @dataclass(frozen=True)
-class ImportOptions:
+class PlanImportOptions:
     """What is asked beside the partition; None: as it says, else the best. `machine`: of `make_topology`."""
 
     gpus: int | None
@@ -116,7 +116,7 @@ class ImportOptions:
 
 
 def imported_plan(
-    source: str | Path, profile: Profile, reference: ProfileReference, options: ImportOptions
+    source: str | Path, profile: Profile, reference: ProfileReference, options: PlanImportOptions
 ) -> Plan:
     """The plan of `source`, a file or the partition itself. Raises FileError, UsageError."""
     text, where = _content(source)
@@ -128,7 +128,7 @@ def imported_plan(
     check_processor_seconds(profiled_device(profile), topology, options.seconds_of)
     file = options.machine["file"]
     profiles = own_profiles(topology, Path() if file is None else file.parent, options.seconds_of)
-    problem = build_problem(chain, topology, _wishes(read, given, options), reference, profiles)
+    problem = build_problem(chain, topology, _plan_options(read, given, options), reference, profiles)
     return plan_partition(
         problem,
         given,
@@ -154,7 +154,7 @@ def _is_file(source: str) -> bool:
         return False
 
 
-def _wishes(read: Partition, given: FixedPartition, options: ImportOptions) -> PlanOptions:
+def _plan_options(read: Partition, given: FixedPartition, options: PlanImportOptions) -> PlanOptions:
     several = given.virtual_stages > 1
     mini_batch = options.mini_batch or read.mini_batch
     return PlanOptions(

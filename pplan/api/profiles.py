@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from ..cost_models import arguments
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import MachineError, UsageError
-from ..profiler.importing.importer import ImportOptions
+from ..profiler.importing.importer import ProfileImportOptions
 from ..profiler.importing.importer import import_profile as import_file
 from ..profiler.profile_file import Profile
 from .provenance import made_by
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ..profiler.sweep import Progress
+    from ..profiler.size_sweep import Progress
     from ..profiler.user_model.loaded_model import LoadedModel
 
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
@@ -75,7 +75,7 @@ def profile(
     """
     _require_torch()
     from ..profiler.analytic import parse_analytic_device
-    from ..profiler.machine import device_named, dtype_named
+    from ..profiler.local_machine import device_named, dtype_named
     from ..profiler.measure import profile_model
 
     # A model can take long to build: what is refused anyway is refused before.
@@ -151,7 +151,7 @@ def import_profile(
 
     Raises UsageError, FileError (the file, with the line or index).
     """
-    options = ImportOptions(
+    options = ProfileImportOptions(
         format=arguments.optional_word("format", format),
         model=arguments.optional_word("model", model),
         micro_batch_size=arguments.optional_whole("micro_batch_size", micro_batch_size),
@@ -168,6 +168,7 @@ def sequential(
     *,
     granularity: str = "block",
     keep_together: Sequence[str] = (),
+    verify: bool = True,
 ) -> nn.Sequential:
     """`model` as an nn.Sequential of its layers, one element a layer of the profile, sharing its parameters.
 
@@ -175,7 +176,11 @@ def sequential(
     the layers hand each other a tuple; the nn.Sequential itself takes the tensor, or the tuple of all tensors
     of the input in their order, and returns what the model returns.
 
-    Raises ModelError where the model cannot be taken apart, MachineError without torch.
+    `verify`: both are run on copies, forward and backward, and must leave the same outputs, gradients,
+    buffers and random state.
+
+    Raises ModelError where the model cannot be taken apart, or its layers compute something else;
+    MachineError without torch.
     """
     _require_torch()
     from torch import nn
@@ -190,6 +195,7 @@ def sequential(
         example_input,
         granularity=granularity,
         keep_together=keep_together,
+        verify=arguments.flag("verify", verify),
     )
 
 

@@ -10,17 +10,16 @@ from typing import Any, Literal, Unpack
 from ..cost_models import arguments
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.measured_on import check_processor_seconds
+from ..cost_models.machines.processor_seconds import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
+from ..planner.build_plan import build_problem
 from ..planner.joint_search import BEST
-from ..planner.objectives.frontier import build_frontier
-from ..planner.objectives.frontier_file import Frontier
-from ..planner.objectives.solved import solve_for
+from ..planner.objectives.frontier import Frontier, build_frontier
+from ..planner.objectives.solve_objective import solve_for
 from ..planner.plan_file import Plan, ProfileReference
 from ..planner.planners import planner_named
 from ..planner.problem import Problem
-from ..planner.solve import build_problem
-from ..planner.sweep import Sweep, list_points, solve_points
+from ..planner.problem_grid import SweepResult, list_points, solve_points
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
 from .load import profile_and_reference
@@ -70,9 +69,9 @@ def _solved(
     *,
     compared: bool = True,
 ) -> Plan:
-    machine, wishes, objective = options_from(options, *MODELS)
+    machine, plan_options, objective = options_from(options, *MODELS)
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
-    problem = make_problem(measured, reference, machine, wishes)
+    problem = make_problem(measured, reference, machine, plan_options)
     plan = solve_for(
         objective.aim,
         problem,
@@ -86,15 +85,15 @@ def _solved(
 
 
 def make_problem(
-    measured: Profile, reference: ProfileReference, machine: MachineOptions, wishes: PlanOptions
+    measured: Profile, reference: ProfileReference, machine: MachineOptions, plan_options: PlanOptions
 ) -> Problem:
     """The problem of a profile on a machine. Raises UsageError, FileError."""
     profiled = profiled_device(measured)
     gpus = arguments.whole("gpus", machine.gpus)
     topology = make_topology(gpus=gpus, **machine.parts, file=machine.topology, profiled=profiled)
-    check_processor_seconds(profiled, topology, wishes.seconds_of)
-    own = own_profiles(topology, machine.folder, wishes.seconds_of)
-    return build_problem(measured.chain(), topology, wishes, reference, own)
+    check_processor_seconds(profiled, topology, plan_options.seconds_of)
+    own = own_profiles(topology, machine.folder, plan_options.seconds_of)
+    return build_problem(measured.chain(), topology, plan_options, reference, own)
 
 
 def frontier(
@@ -121,8 +120,8 @@ def frontier(
                 f"Omit {name}.",
             )
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
-    machine, wishes = options_from(options, MachineOptions, PlanOptions)
-    problem = make_problem(measured, reference, machine, wishes)
+    machine, plan_options = options_from(options, MachineOptions, PlanOptions)
+    problem = make_problem(measured, reference, machine, plan_options)
     found = build_frontier(
         problem,
         model=measured.model,
@@ -143,7 +142,7 @@ def sweep(
     profile_file: str = "",
     profile_sha256: str = "",
     **options: Unpack[PointKeywords],
-) -> Sweep:
+) -> SweepResult:
     """A grid of problems, each solved by itself: `pplan.sweep(profile, {"gpus": [2, 4]}, mini_batch=64)`.
 
     `grid`: values for some options of `solve`, by name; every combination is a point, the last name changing
@@ -163,7 +162,7 @@ def sweep(
         backend=arguments.word("backend", backend),
         jobs=arguments.optional_whole("jobs", jobs),
     )
-    return Sweep(
+    return SweepResult(
         model=measured.model,
         rows=rows,
         warnings=list(dict.fromkeys(text for row in rows for text in row.warnings)),
@@ -210,5 +209,5 @@ def _check_word(key: str, value: Any) -> None:
         return
     if key == "planner" and text != BEST:
         planner_named(text)
-    wished: dict[str, Any] = {key: text}
-    PlanOptions(**wished)
+    requested: dict[str, Any] = {key: text}
+    PlanOptions(**requested)

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..torch_internals import storage_key
+
 
 class Again(nn.Module):
     """Runs a module that an earlier layer holds."""
@@ -69,7 +71,7 @@ class Borrows:
 
     def add(self, user: nn.Module, field: str, owner: nn.Module, owners_field: str) -> None:
         """`user.field` is to be `owner.owners_field` from now on, and no parameter of `user`."""
-        del user._parameters[field]
+        delattr(user, field)
         self._fields.append((user, field, owner, owners_field))
         user.__dict__[field] = getattr(owner, owners_field)
 
@@ -149,4 +151,4 @@ def _place(tensor: Tensor) -> tuple[int, int, int] | None:
     spans = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((int(length) - 1) * int(stride) for length, stride in spans)
     first = int(tensor.storage_offset()) * size
-    return storage._cdata, first, first + (last + 1) * size
+    return storage_key(storage), first, first + (last + 1) * size

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from torch import fx, nn
 
+from ..torch_internals import CONVERSION
 from .granularity import Granularity
 from .graph import TracedGraph
 from .node_order import fed_by_inputs, operations
@@ -16,7 +17,7 @@ from .size_recovery import TensorSeen, recover_sizes
 from .trial import Trial
 
 _MOVES = frozenset({
-    "reshape", "flatten", "contiguous", "unflatten", "ravel", "clone", "to", "type_as", "_to_copy",
+    "reshape", "flatten", "contiguous", "unflatten", "ravel", "clone", "to", "type_as", CONVERSION,
 })  # fmt: skip
 """Operations that compute nothing, even where they copy."""
 _MOVING_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten)

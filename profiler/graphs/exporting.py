@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
-from torch.utils._pytree import tree_flatten
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import tree_flatten
 from ..user_model.copies import copy_model, copy_to_meta
 from ..user_model.failures import first_line, is_out_of_memory, user_line
 from ..user_model.loaded_model import ModelInput

@@ -16,7 +16,8 @@ from unittest import mock
 from torch import fx, nn
 from torch.autograd import Function
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
+
+from ..torch_internals import checkpoint_functions, tree_leaves
 
 
 class CustomFunction(nn.Module):
@@ -70,10 +71,6 @@ def _instead_of_apply(applied: Callable[..., Any]) -> Any:
     return mock.patch.object(Function, "apply", classmethod(instead))
 
 
-_INNER = ("_checkpoint_impl", "_checkpoint_without_reentrant_generator")
-"""What torch.utils.checkpoint.checkpoint looks up when it is called, by torch's version."""
-
-
 @contextlib.contextmanager
 def notice_checkpoints() -> Iterator[list[bool]]:
     """Inside, every call of torch.utils.checkpoint adds to the list."""
@@ -88,7 +85,7 @@ def notice_checkpoints() -> Iterator[list[bool]]:
 
     with contextlib.ExitStack() as stack:
         for owner, name in (
-            *((checkpoint, name) for name in _INNER),
+            *((checkpoint, name) for name in checkpoint_functions()),
             (checkpoint.CheckpointFunction, "apply"),
         ):
             plain = getattr(owner, name, None)

@@ -12,9 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..torch_internals import (
+    choose_attention,
+    efficient_attention_on_gpu,
+    flash_attention_on_cpu,
+    flash_attention_on_gpu,
+    missing_for_attention,
+    remove_library,
+)
+
 _KEY = "AutogradMeta"
 _FLASH = 1
-"""torch.nn.attention.SDPBackend.FLASH_ATTENTION, as `_fused_sdp_choice` tells it."""
+"""torch.nn.attention.SDPBackend.FLASH_ATTENTION, as `choose_attention` tells it."""
 _HALF = (torch.float16, torch.bfloat16)
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, dict[str, Any]], Tensor]
@@ -53,9 +62,9 @@ def kernels_as_on_a_gpu(*, flash: bool) -> AbstractContextManager[str | None]:
 
 @contextmanager
 def _kernels(attend: Attend, *, fused_dropout: bool) -> Iterator[str | None]:
-    missing = _missing()
+    missing = missing_for_attention()
     if missing is not None:
-        yield f"torch {torch.__version__} has no {missing}"
+        yield f"torch {torch.__version__} has no {missing.name}"
         return
     entry = (attend, fused_dropout)
     _enter(entry)
@@ -63,20 +72,6 @@ def _kernels(attend: Attend, *, fused_dropout: bool) -> Iterator[str | None]:
         yield None
     finally:
         _leave(entry)
-
-
-def _missing() -> str | None:
-    """The first name, no public one, that this torch lacks."""
-    aten = torch.ops.aten
-    needed: tuple[tuple[Any, str], ...] = (
-        (torch, "_fused_sdp_choice"),
-        (aten, "_scaled_dot_product_flash_attention_for_cpu"),
-        (aten, "_scaled_dot_product_flash_attention"),
-        (aten, "_scaled_dot_product_efficient_attention"),
-        (aten.scaled_dot_product_attention.default, "decompose"),
-        (torch.library.Library, "_destroy"),
-    )
-    return next((name for owner, name in needed if not hasattr(owner, name)), None)
 
 
 def _enter(entry: tuple[Attend, bool]) -> None:
@@ -102,7 +97,7 @@ def _put_kernels() -> None:
             _libraries[name] = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
             _libraries[name].impl(name, kernel, _KEY)
         elif not is_needed and name in _libraries:
-            _libraries.pop(name)._destroy()
+            remove_library(_libraries.pop(name))
 
 
 def _attention(
@@ -162,8 +157,7 @@ def _with_flash(
         return _without_flash(query, key, value, mask, dropout_p, settings)
     scale = width**-0.5 if settings["scale"] is None else settings["scale"]
     padded = [F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value)]
-    flash: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention.default
-    attended: Tensor = flash(*padded, dropout_p, settings["is_causal"], False, scale=scale)[0]
+    attended = flash_attention_on_gpu(*padded, dropout_p, settings["is_causal"], False, scale=scale)
     return attended[..., :width]
 
 
@@ -179,10 +173,8 @@ def _without_flash(
         bias = _additive(mask, query.dtype).expand(*query.shape[:3], key.shape[2])
     trained = any(tensor.requires_grad for tensor in (query, key, value, *([] if bias is None else [bias])))
     keeps = torch.is_grad_enabled() and trained
-    efficient: Callable[..., Any] = torch.ops.aten._scaled_dot_product_efficient_attention.default
     causal, scale = settings["is_causal"], settings["scale"]
-    attended: Tensor = efficient(query, key, value, bias, keeps, dropout_p, causal, scale=scale)[0]
-    return attended
+    return efficient_attention_on_gpu(query, key, value, bias, keeps, dropout_p, causal, scale=scale)
 
 
 _WIDEST = 256
@@ -197,10 +189,7 @@ def _is_batched(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _flash(
     tensors: list[Tensor], mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
 ) -> Tensor:
-    flash: Callable[..., tuple[Tensor, Tensor]]
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    attended: Tensor = flash(*tensors, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
-    return attended
+    return flash_attention_on_cpu(*tensors, dropout_p, is_causal, attn_mask=mask, scale=scale)
 
 
 def _choice_of_the_cpu(
@@ -213,8 +202,7 @@ def _choice_of_the_cpu(
 ) -> int:
     """The number of the path. What cannot be computed raises in the plain path, with torch's own words."""
     twins = [_on_the_cpu(tensor) for tensor in (query, key, value)]
-    choose: Callable[..., int] = torch._fused_sdp_choice
-    return choose(*twins, None if mask is None else _on_the_cpu(mask), dropout_p, **settings)
+    return choose_attention(*twins, None if mask is None else _on_the_cpu(mask), dropout_p, **settings)
 
 
 def _on_the_cpu(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import copy_as
 from .failures import at_user_line, first_line, is_out_of_memory
 
 
@@ -44,15 +45,8 @@ def _copy(model: nn.Module, name: str, memo: dict[int, object]) -> nn.Module:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    return _twin(tensor, torch.empty_like(tensor.detach(), device="meta"))
+    return copy_as(tensor, torch.empty_like(tensor.detach(), device="meta"))
 
 
 def _on_the_host(tensor: Tensor) -> Tensor:
-    return _twin(tensor, tensor.detach().to("cpu", copy=True))
-
-
-def _twin(tensor: Tensor, values: Tensor) -> Tensor:
-    """`values`, of the class of `tensor`, for what asks whether it is a parameter, or of which kind."""
-    twin = torch.Tensor._make_subclass(type(tensor), values, tensor.requires_grad)
-    twin.__dict__.update(tensor.__dict__)
-    return twin
+    return copy_as(tensor, tensor.detach().to("cpu", copy=True))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from ...cost_models.errors import ModelError, UsageError
+from ..torch_internals import tree_leaves
 from .failures import at_user_line, first_line, is_out_of_memory
 from .seeding import normal_like, whole_numbers
 

@@ -22,8 +22,11 @@ from ..formats.torch_export import TorchExport
 from .input_form import InputForm, check_samples
 from .plan_layers import check_sharing, match_layers
 from .rank_coordinates import RankCoordinates, Replicate, average_gradients, find_coordinates, replicate_stage
+from .runtime_internals import Stage, load_order
 from .stage_module import StageModule, stage_loss
 from .stage_shapes import StageShapes, trace_shapes
+
+_SCHEDULES = (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +46,8 @@ class PipelineProcess:
     form: InputForm
     averages: bool
     """Whether `step` averages the gradients over the replicas, and not the wrapped modules."""
+    stages: list[PipelineStage]
+    """PyTorch's, which `schedule` runs."""
 
     @property
     def seat(self) -> RankCoordinates:
@@ -140,7 +145,9 @@ def build_process(
     loss = loss_fn if last is None else stage_loss(last, loss_fn)
     schedule = _schedule(document, pipeline_stages, loss, scale_grads=not sum_losses)
     modules = {stage: module.layers for stage, module in stages.items()}
-    return PipelineProcess(document, place, coordinates, modules, wrapped, schedule, form, averages)
+    return PipelineProcess(
+        document, place, coordinates, modules, wrapped, schedule, form, averages, pipeline_stages
+    )
 
 
 def _device(document: TorchExport) -> torch.device:
@@ -181,15 +188,7 @@ def _pipeline_stage(
     if shapes is not None:
         told = {"input_args": shapes.inputs, "output_args": shapes.outputs}
     count = len(document.parts) - 1
-    return _Stage(module, stage, count, device, group=coordinates.pipeline, **told)
-
-
-class _Stage(PipelineStage):
-    """PyTorch 2.11 lets every stage greet its neighbours first; gloo cannot when both are one process."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        greetings = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc,unused-ignore]
-        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
+    return Stage(module, stage, count, device, group=coordinates.pipeline, **told)
 
 
 def _schedule(
@@ -197,7 +196,7 @@ def _schedule(
 ) -> Any:
     """PyTorch's schedule of the class that the document names, with its order where it has none."""
     kind = getattr(schedules, document.schedule, None)
-    if not (isinstance(kind, type) and issubclass(kind, schedules._PipelineSchedule)):
+    if not (isinstance(kind, type) and issubclass(kind, _SCHEDULES)):
         raise ExportError(
             f"schedule {document.schedule!r} is no class of torch.distributed.pipelining.schedules",
             f"This PyTorch is {torch.__version__}; make the file again with pplan export torch.",
@@ -209,5 +208,5 @@ def _schedule(
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "schedule.csv"
             path.write_text(document.csv)
-            schedule._load_csv(str(path), format="compute_only")
+            load_order(schedule, path)
     return schedule

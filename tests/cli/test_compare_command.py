@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.cli.compare_command import share
-from pplan.cli.compare_tables import print_comparison
+from pplan.cli.compare_command import print_comparison, share
 from pplan.cost_models.errors import UsageError
 from pplan.planner.explanation.compare import Compared, Comparison
 from pplan.planner.plan_file import Plan
@@ -141,6 +140,7 @@ def test_refusals(run: Run, here: Path, files: Plan) -> None:
         pplan.compare()
 
 
+@pytest.mark.slow
 def test_an_imported_plan_has_the_distance_from_what_solve_proved_of_its_problem(
     profile: Profile,
 ) -> None:

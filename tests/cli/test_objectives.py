@@ -13,7 +13,7 @@ import pytest
 import pplan
 from pplan.cli.sweep_options import grid_of
 from pplan.cost_models.errors import UsageError
-from pplan.planner.objectives.frontier_file import Frontier
+from pplan.planner.objectives.frontier import Frontier
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
@@ -169,6 +169,7 @@ def test_cost_is_printed_for_a_million_samples(run: Run, toy: Path) -> None:
     assert f"is the cheapest: ${1e6 * sample:.4g} a million samples" in ran.out.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_memory_is_the_least_within_the_share(run: Run, toy: Path) -> None:
     del toy
     given = ("solve", "--gpus", "3", "--mini-batch", "16", *MACHINE)

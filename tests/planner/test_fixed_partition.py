@@ -11,20 +11,20 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
+from pplan.planner.build_plan import solve
 from pplan.planner.fixed_partition import FixedPartition, plan_partition
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_simulation import simulate_plan
 from pplan.planner.problem import Problem
-from pplan.planner.simulated import simulate_plan
-from pplan.planner.solve import solve
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 PROFILE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
-def plan_of(chain: Chain, topology: Topology, given: FixedPartition, **wishes: object) -> Plan:
-    problem = Problem(chain, topology, PlanOptions(**{"mini_batch": 16, **wishes}))  # type: ignore[arg-type]
+def plan_of(chain: Chain, topology: Topology, given: FixedPartition, **options: object) -> Plan:
+    problem = Problem(chain, topology, PlanOptions(**{"mini_batch": 16, **options}))  # type: ignore[arg-type]
     return plan_partition(problem, given, model="toy", profile=PROFILE)
 
 

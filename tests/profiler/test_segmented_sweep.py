@@ -16,16 +16,16 @@ from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measure import profile_model
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.micro_batch_sizes import sizes_to_try
-from pplan.profiler.offload.segmented import Segmented
+from pplan.profiler.offload.segmented import SegmentedMeasurement
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.segmented_sweep import SegmentedSweep
 from pplan.profiler.sequential import as_sequential
-from pplan.profiler.size_result import SizeResult
-from pplan.profiler.sweep import Progress, Sweep
+from pplan.profiler.size_sweep import Progress
 from pplan.profiler.user_model.failures import DoesNotFit
 from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 from pplan.profiler.user_model.losses import loss_named
+from pplan.profiler.whole_sweep import WholeSweep
 
 MakeModel = Callable[[], nn.Sequential]
 
@@ -51,7 +51,7 @@ def swept(
     progress: Callable[[Progress], None] | None = None,
 ) -> SegmentedSweep:
     asked = free if callable(free) else lambda: free
-    sweep = SegmentedSweep(subject, sizes, budget, asked, rounds, progress)
+    sweep = SegmentedSweep(subject, sizes, budget, rounds, progress, free_bytes=asked)
     sweep.measure()
     return sweep
 
@@ -65,11 +65,9 @@ def sizes_of(sweep: SegmentedSweep) -> list[int]:
 
 
 def whole_profile(subject: MeasurementTarget, sizes: Sequence[int]) -> Profile:
-    sweep = Sweep(subject, sizes, 1e6, 1)
+    sweep = WholeSweep(subject, sizes, 1e6, 1)
     sweep.measure()
-    return build_profile(
-        subject, [SizeResult.of_run(run) for run in sweep.runs], sweep.unmeasured, sweep.notes
-    )
+    return build_profile(subject, sweep.results, sweep.unmeasured, sweep.notes)
 
 
 @pytest.mark.parametrize("loss", ["none", "cross-entropy"])
@@ -173,7 +171,7 @@ class Refusing:
     def __call__(self, layers: Any, segments: Sequence[range], *others: Any, **options: Any) -> Any:
         self.tried.append(len(segments))
         if len(self.tried) > self.times:
-            return Segmented(layers, segments, *others, **options)
+            return SegmentedMeasurement(layers, segments, *others, **options)
         return self
 
     def measure(self, given: Any, rounds: int) -> None:  # noqa: ARG002
@@ -187,7 +185,7 @@ def test_memory_that_runs_out_all_the_same_makes_more_segments(
     monkeypatch: pytest.MonkeyPatch, convolutions: MakeModel
 ) -> None:
     refusing = Refusing(1, OUT)
-    monkeypatch.setattr(segmented_sweep_module, "Segmented", refusing)
+    monkeypatch.setattr(segmented_sweep_module, "SegmentedMeasurement", refusing)
     subject = subject_of(convolutions(), CpuClock(), torch.randn(2, 3, 10, 10))
     sweep = swept(subject, 38_000, [3], rounds=1)
     assert refusing.tried == [1, 3]
@@ -196,7 +194,7 @@ def test_memory_that_runs_out_all_the_same_makes_more_segments(
 
 def test_memory_that_runs_out_always_is_told(monkeypatch: pytest.MonkeyPatch, clock: Any, takes: Any) -> None:
     refusing = Refusing(9, OUT)
-    monkeypatch.setattr(segmented_sweep_module, "Segmented", refusing)
+    monkeypatch.setattr(segmented_sweep_module, "SegmentedMeasurement", refusing)
     subject = subject_of(nn.Sequential(takes(clock, 1, 2)), clock)
     with pytest.raises(DoesNotFit, match="size 2 does not fit even in segments: CUDA out of memory"):
         swept(subject, MUCH, [2])
@@ -211,7 +209,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(
     error: Exception, monkeypatch: pytest.MonkeyPatch, clock: Any, takes: Any
 ) -> None:
     subject = subject_of(nn.Sequential(takes(clock, 1, 2)), clock)
-    monkeypatch.setattr(segmented_sweep_module, "Segmented", Refusing(9, error))
+    monkeypatch.setattr(segmented_sweep_module, "SegmentedMeasurement", Refusing(9, error))
     with pytest.raises(type(error), match=str(error)):
         swept(subject, MUCH, [2, 4])
 

@@ -19,7 +19,6 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
-from pplan.profiler.memory import meta_kernels
 from pplan.profiler.models import from_module
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.passes.modes import Modes
@@ -293,7 +292,7 @@ def test_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = nn.Sequential(nn.Linear(16, 16), Last()), ("meta", torch.float32, Modes(), "block")
     recurrent = "1: on a real device recurrent layers save other bytes than are counted here"
     assert count_structure(subject_of(model, torch.randn(2, 5, 16), *settings), [SIZE])[1] == [recurrent]
-    monkeypatch.setattr(meta_kernels, "_missing", lambda: "such_a_name")
+    monkeypatch.delattr(torch, "_fused_sdp_choice")
     _, notes = count_structure(subject_of(Attends(), torch.randn(2, 10, 16), *settings), [SIZE])
-    missing = f"torch {torch.__version__} has no such_a_name"
+    missing = f"torch {torch.__version__} has no torch._fused_sdp_choice"
     assert notes == [f"attention is counted with its whole matrix, which is more: {missing}"]

@@ -14,13 +14,12 @@ from attack.problems import Case, case_of
 from attack.results import Result
 
 from pplan.cost_models.errors import InfeasibleError
-from pplan.planner.objectives.frontier import build_frontier
-from pplan.planner.objectives.frontier_file import Frontier
+from pplan.planner.build_plan import build_problem
+from pplan.planner.objectives.frontier import Frontier, build_frontier
 from pplan.planner.plan_file import Plan
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS
-from pplan.planner.search import one_f_one_b, subproblem
-from pplan.planner.solve import build_problem
+from pplan.planner.search import bounds_1f1b, subproblem
 
 
 def found(cases: list[Case], solver: Solver = quickly_solved) -> Counter[str]:
@@ -66,10 +65,11 @@ def test_bounds_a_hundredth_too_high() -> None:
     assert found(PLAIN, changed(too_high))["bound"] == len(PLAIN)
 
 
+@pytest.mark.slow
 def test_plans_that_are_called_exact() -> None:
     def even(case: Case, problem: Problem) -> Plan:
-        own = replace(case, wishes=replace(case.wishes, planner="even"))
-        plan = quickly_solved(own, replace(problem, wishes=own.wishes))
+        own = replace(case, options=replace(case.options, planner="even"))
+        plan = quickly_solved(own, replace(problem, options=own.options))
         return predicting(exact=lambda _: True)(plan)
 
     assert found([case_of(seed, "levels") for seed in range(4)], even)["exact"] > 0
@@ -91,9 +91,9 @@ def test_objectives(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["stage_term", "whole_bound"])
 def test_terms_of_the_search(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = getattr(one_f_one_b, name)
-    monkeypatch.setattr(one_f_one_b, name, lambda *args: 1.01 * own(*args))
-    monkeypatch.setitem(WHOLE_BOUNDS, "1f1b", one_f_one_b.whole_bound)
+    own = getattr(bounds_1f1b, name)
+    monkeypatch.setattr(bounds_1f1b, name, lambda *args: 1.01 * own(*args))
+    monkeypatch.setitem(WHOLE_BOUNDS, "1f1b", bounds_1f1b.whole_bound)
     assert found(PLAIN)["before searching" if name == "stage_term" else "of whole plans"] > 0
 
 
@@ -111,12 +111,13 @@ class TestFrontier:
         broken: set[str] = set()
         for seed in range(4):
             case = case_of(seed, "frontier")
-            problem = build_problem(case.chain, case.topology, case.wishes, attack.REFERENCE, case.profiles)
+            problem = build_problem(case.chain, case.topology, case.options, attack.REFERENCE, case.profiles)
             result = Result(seed, "frontier")
             frontiers.check(problem, lambda *args, **more: change(build_frontier(*args, **more)), result)
             broken |= {violation.check for violation in result.violations}
         return broken
 
+    @pytest.mark.slow
     def test_as_it_is(self) -> None:
         assert self.result(lambda frontier: frontier) == set()
 

@@ -14,14 +14,13 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.joint_search import find
 from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.objective import Objective
-from pplan.planner.objectives.solved import solve_for
+from pplan.planner.objectives.solve_objective import solve_for
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.robust.choice import Robust, most_robust, variations
-from pplan.planner.robust.draws import make_draws
+from pplan.planner.robust.choice import RobustPlan, most_robust, variations
 from pplan.planner.robust.interval import estimate_interval, percentiles
-from pplan.planner.robust.resampled import Resampled
+from pplan.planner.robust.resampling import StepSampler, make_draws
 from pplan.planner.scoring import fastest
 
 MakeProblem = Callable[..., Problem]
@@ -45,7 +44,7 @@ def every_proposal(problem: Problem) -> Iterator[Proposal]:
 
 def best_of_all(problem: Problem) -> tuple[Proposal, float]:
     """The plan with the best 90th percentile, and that."""
-    resampled, best = Resampled(problem.space, make_draws(len(problem.chain))), None
+    resampled, best = StepSampler(problem.space, make_draws(len(problem.chain))), None
     for proposal in every_proposal(problem):
         plan = fastest(problem.space, [proposal]) if problem.allows(proposal) else None
         if plan is not None:
@@ -56,7 +55,7 @@ def best_of_all(problem: Problem) -> tuple[Proposal, float]:
     return best
 
 
-def chosen_of(problem: Problem) -> Robust:
+def chosen_of(problem: Problem) -> RobustPlan:
     return most_robust(problem, find(problem))
 
 
@@ -135,7 +134,7 @@ def solved(problem: Problem, objective: Objective | None = None) -> Plan:
 
 
 def test_the_plan_says_what_was_chosen(uncertain: Problem) -> None:
-    problem = replace(uncertain, wishes=replace(uncertain.wishes, robust=True))
+    problem = replace(uncertain, options=replace(uncertain.options, robust=True))
     plan, nominal = solved(problem), solved(uncertain)
     assert plan.balance == [1, 3]
     assert nominal.balance == [2, 2]
@@ -159,7 +158,7 @@ def test_the_plan_says_what_was_chosen(uncertain: Problem) -> None:
 
 def test_where_the_fastest_is_the_most_robust_it_stays(make_problem: MakeProblem) -> None:
     problem = make_problem(2, 5, 2, spread=0.0)
-    plan = solved(replace(problem, wishes=replace(problem.wishes, robust=True)))
+    plan = solved(replace(problem, options=replace(problem.options, robust=True)))
     nominal = solved(problem)
     assert plan.balance == nominal.balance
     assert plan.prediction == nominal.prediction
@@ -168,13 +167,13 @@ def test_where_the_fastest_is_the_most_robust_it_stays(make_problem: MakeProblem
 
 def test_refused_where_it_says_nothing(make_problem: MakeProblem) -> None:
     problem = make_problem(2, 5, 2)
-    wished = replace(problem, wishes=replace(problem.wishes, robust=True))
-    unknown = replace(wished, chain=replace(problem.chain, spread=None))
+    requested = replace(problem, options=replace(problem.options, robust=True))
+    unknown = replace(requested, chain=replace(problem.chain, spread=None))
     with pytest.raises(UsageError, match="does not tell how the layers' seconds vary"):
         solved(unknown)
     with pytest.raises(UsageError, match="`robust` with objective='memory'"):
-        solved(wished, Objective("memory"))
+        solved(requested, Objective("memory"))
     with pytest.raises(UsageError, match="`robust` with `frontier`"):
-        build_frontier(wished, model="toy", profile=PROFILE)
+        build_frontier(requested, model="toy", profile=PROFILE)
     with pytest.raises(UsageError, match="`robust` with planner='gpipe'"):
         PlanOptions(planner="gpipe", robust=True)

@@ -35,7 +35,7 @@ SLACK = 1 + 1e-12
 def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
     """The bound before the first stage, with each further one, and of the whole plan."""
     bound = BOUNDS[proposal.config.schedule](options)
-    cut_points, ranks = options.groups[0].team.table.cut_points, options.ranges.placement.ranks
+    cut_points, ranks = options.groups[0].costs.table.cut_points, options.ranges.placement.ranks
     seen, plans = [bound.root(len(proposal.ends))], nothing(bound.start())
     for stage, (end, devices) in enumerate(zip(proposal.ends, proposal.devices, strict=True)):
         position, before = ranks.index(devices[0]), len(seen)
@@ -53,7 +53,9 @@ def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))]
+)
 def test_unfinished_plans(
     seed: int,
     make_chain: MakeChain,

@@ -1,0 +1,170 @@
+"""The memory of a device, term by term, as docs/verify.md states them.
+
+All terms of the weights go by how the model is trained (`StatedTraining`); what comes and goes is counted
+action by action of the device's list: the terms are those of the action during which they are the largest
+together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .layer_costs import Layers
+from .orders import ScheduleOrder
+from .stated_training import StatedTraining
+
+RESERVE = 0.05
+"""Of the sum of the other terms: what the allocator cannot use."""
+SAME = 1e-12
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """Of a part of the layers at a replica's micro-batch size: `waiting` what a micro-batch in flight holds,
+    `input` what it holds instead where it recomputes; `neighbours` the parameters of two layers in a row at
+    most, which ZeRO has whole at a time where it spreads them."""
+
+    parameters: float
+    trainable: float
+    buffers: float
+    waiting: float
+    input: float
+    received: float
+    sent: float
+    workspace: float
+    neighbours: float = 0.0
+
+
+def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
+    """Of the layers `first` to `end` - 1."""
+    costs, own = layers.at(size), slice(first, end)
+    saved, workspace = costs["saved_bytes"][own], costs["workspace_bytes"][own]
+    received = float(costs["output_bytes"][first - 1]) if first else 0.0
+    kept, parameters = saved.cumsum(), layers.parameters[own]
+    pairs = parameters[1:] + parameters[:-1]
+    return PartBytes(
+        parameters=float(parameters.sum()),
+        trainable=float(layers.trainable[own].sum()),
+        buffers=float(layers.buffers[own].sum()),
+        waiting=float(saved.sum() + costs["saved_input_bytes"][first]),
+        input=received if first else layers.input_bytes_per_sample * size,
+        received=received,
+        sent=float(costs["output_bytes"][end - 1]) if end < len(layers) else 0.0,
+        workspace=max(float((kept + workspace).max() - kept[-1]), 0.0),
+        neighbours=float(pairs.max() if len(pairs) else parameters[0]),
+    )
+
+
+Held = tuple[float, float, float]
+"""Bytes of activations, of stage inputs, and of the workspace."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes by term. Where several actions hold equally much, `others` has what else the three terms that
+    come and go may be."""
+
+    terms: dict[str, float]
+    others: list[Held]
+
+    @property
+    def bytes(self) -> float:
+        """All of them."""
+        return sum(self.terms.values())
+
+    @property
+    def rounded(self) -> int:
+        """All of them, each in whole bytes, as plans state them."""
+        return sum(round(amount) for amount in self.terms.values())
+
+
+def ledger(
+    order: ScheduleOrder,
+    device: int,
+    chunks: list[PartBytes],
+    training: StatedTraining,
+    *,
+    recompute: str,
+    replicas: int,
+    weight_versions: float,
+    copies: int,
+    context_bytes: float,
+) -> Ledger:
+    """The ledger of one device. `chunks`: the parts of the layers that it has. `replicas`: devices that sum
+    the same gradients. `copies`: of the weights that the schedule keeps, of which each route trains one."""
+    parameters, trainable = (sum(getattr(own, key) for own in chunks) for key in ("parameters", "trainable"))
+    gradients = trainable * training.gradient / training.weight
+    most = _most_held(order, device, chunks, recompute)
+    routes = len(order.routes)
+    kept = training.spread(parameters, replicas, 3)
+    terms = {
+        "weights": kept + sum(own.buffers for own in chunks),
+        "gradients": training.spread(gradients, replicas, 2),
+        "optimizer": training.spread(trainable * training.state / training.weight, replicas, 1),
+        "weight_versions": kept * (weight_versions - 1) + parameters / routes * max(copies - routes, 0),
+        "activations": most[0][0],
+        "stage_inputs": most[0][1],
+        "communication": _at_cuts(order, device, chunks) + _exchanged(chunks, training, replicas, gradients),
+        "workspace": most[0][2],
+    }
+    if training.master:
+        master = trainable * training.master / training.weight
+        terms["master_weights"] = training.spread(master, replicas, 1)
+    terms["reserve"] = RESERVE * sum(terms.values())
+    if context_bytes:
+        terms["context"] = float(context_bytes)
+    return Ledger(terms, most[1:])
+
+
+def _exchanged(chunks: list[PartBytes], training: StatedTraining, replicas: int, gradients: float) -> float:
+    """What replicas exchange: buckets hold the gradients once more; where ZeRO spreads them, those of two
+    neighbouring layers are whole at a time, and where it spreads the weights, those of two, too."""
+    if replicas == 1 or training.zero < 2:
+        return gradients if replicas > 1 else 0.0
+    whole = max(own.neighbours for own in chunks)
+    return whole * training.gradient / training.weight + (whole if training.zero == 3 else 0.0)
+
+
+def _at_cuts(order: ScheduleOrder, device: int, chunks: list[PartBytes]) -> float:
+    """The largest tensor that comes from another device, and the largest that goes to one."""
+    received = sent = 0.0
+    for route in order.routes:
+        for (before, left), (after, right) in pairwise(route):
+            if before != after == device:
+                received = max(received, chunks[right].received)
+            if after != before == device:
+                sent = max(sent, chunks[left].sent)
+    return received + sent
+
+
+def _most_held(order: ScheduleOrder, device: int, chunks: list[PartBytes], recompute: str) -> list[Held]:
+    """The terms that come and go, at each action during which they are the largest together (without
+    repeats, the first one first).
+
+    A micro-batch is in flight from its F to its W, to its B without one. It holds what its layers save; where
+    they recompute its input, and from its B on what they save besides. `except_last`: the last saves all.
+    """
+    own, last = order.lists[device], len(order.route_of) - 1
+    split = {(batch, chunk) for kind, batch, chunk in own if kind == "W"}
+    waiting, inputs = [0.0] * len(chunks), [0.0] * len(chunks)
+    moments: dict[Held, None] = {}
+    for kind, batch, chunk in own:
+        share = order.shares[batch]
+        saves = recompute == "never" or (recompute == "except_last" and batch == last)
+        if kind == "F":
+            (waiting if saves else inputs)[chunk] += share
+        elif kind == "B" and not saves:
+            waiting[chunk] += share
+        moments[_sum(waiting, chunks, "waiting"), _sum(inputs, chunks, "input"), chunks[chunk].workspace] = (
+            None
+        )
+        if kind == "W" or (kind == "B" and (batch, chunk) not in split):
+            waiting[chunk] -= share
+            inputs[chunk] -= 0.0 if saves else share
+    most = max(sum(moment) for moment in moments)
+    return [moment for moment in moments if sum(moment) >= most * (1 - SAME)]
+
+
+def _sum(counts: list[float], chunks: list[PartBytes], key: str) -> float:
+    return sum(count * float(getattr(own, key)) for count, own in zip(counts, chunks, strict=True))

@@ -1,0 +1,135 @@
+"""How the weights are trained: bytes of a parameter, the optimizer, and what ZeRO spreads over replicas.
+
+A plan that does not say its precision keeps weights, gradients and states in the profile's dtype. `mixed`
+keeps float32 master weights beside 16-bit ones; under autocast (`amp` of the profile) weights are float32 and
+nothing is kept besides. ZeRO spreads over the replicas of a stage the states and master weights from its
+stage 1 on, the gradients from 2 on, the weights in 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cost_models.errors import UsageError
+from .layer_costs import Vector
+from .stated_machine import StatedMachine
+from .stated_plan import StatedPlan
+from .traffic import half_reduce_seconds
+
+BYTES_BY_DTYPE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+GRADIENTS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+PRECISIONS = {
+    "fp64": ("float64",),
+    "fp32": ("float32",),
+    "bf16": ("bfloat16",),
+    "mixed": ("bfloat16", "float16"),
+}
+"""By precision the dtypes of profiles that are trained so; `mixed` is of float32 under autocast, too."""
+STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "adamw-8bit": 0}
+"""Tensors of the size of the weights that an optimizer keeps."""
+OWN_BYTES = {"adamw-8bit": 2 * (1 + 4 / 256)}
+"""Bytes a parameter that do not go by the dtype: two states of a byte, with a float32 scale for every 256."""
+
+
+@dataclass(frozen=True)
+class StatedTraining:
+    """Bytes of a parameter's weight, gradient and master copy (0: there is none), the optimizer, and the
+    stage of ZeRO. Raises UsageError for an optimizer that is not known."""
+
+    optimizer: str
+    weight: float
+    gradient: float
+    master: float = 0.0
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in STATES:
+            raise UsageError(f"optimizer {self.optimizer[:40]!r} is unknown", f"Known: {', '.join(STATES)}.")
+
+    @property
+    def state(self) -> float:
+        """Bytes a parameter of the optimizer's states."""
+        return STATES[self.optimizer] * (self.master or self.weight) + OWN_BYTES.get(self.optimizer, 0.0)
+
+    def spread(self, amount: float, replicas: int, from_stage: int) -> float:
+        """What each replica keeps of what ZeRO spreads from that stage on."""
+        return amount / replicas if self.zero >= from_stage else amount
+
+
+def training_of(plan: StatedPlan) -> StatedTraining:
+    """As the plan says. Raises UsageError for words that are not known, or are not of the profile's dtype."""
+    dtype, amp = plan.profile.text("dtype", "float32"), plan.profile.optional_text("amp")
+    if dtype not in BYTES_BY_DTYPE:
+        raise UsageError(f"dtype {dtype[:40]!r} is unknown", f"Known: {', '.join(BYTES_BY_DTYPE)}.")
+    weight = BYTES_BY_DTYPE[dtype]
+    zero = plan.whole.count("zero", 0, most=3)
+    precision = plan.whole.optional_text("precision")
+    if precision is None:
+        return StatedTraining(plan.optimizer, weight, weight, zero=zero)
+    autocast = amp is not None and dtype == "float32"
+    fits = precision == "mixed" if autocast else dtype in PRECISIONS.get(precision, ())
+    gradient = plan.whole.optional_text("gradient_dtype")
+    if not fits or (gradient is not None and gradient not in GRADIENTS):
+        raise UsageError(
+            f"precision {precision[:40]!r} with gradients in {str(gradient)[:40]!r}, of a profile in {dtype}",
+            "",
+        )
+    master = 4.0 if precision == "mixed" and not autocast else 0.0
+    return StatedTraining(
+        plan.optimizer, weight, weight if gradient is None else GRADIENTS[gradient], master, zero
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """What ZeRO exchanges over replicas, of the layers of one part: while a layer runs the next one's weights
+    come and the last one's gradients go. With fewer than two replicas, or below its stage 2, nothing."""
+
+    machine: StatedMachine
+    ranks: list[int]
+    training: StatedTraining
+    parameters: Vector
+    trainable: Vector
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether forwards and backwards exchange something."""
+        return self.training.zero >= 2 and len(self.ranks) > 1
+
+    def seconds(self, name: str, own: Vector) -> float:
+        """Of all layers with these seconds: `forward_seconds`, `backward_seconds`, or a part of it."""
+        if not self.by_layer:
+            return float(own.sum())
+        gathered, reduced = self._gathered(), self._reduced()
+        if name == "forward_seconds":
+            meanwhile = np.append(gathered[1:], 0.0)
+            return float(gathered[0] + np.maximum(own, meanwhile).sum())
+        if name == "backward_weight_seconds":
+            gathered = gathered * 0.0
+        if name == "backward_input_seconds":
+            reduced = reduced * 0.0
+        meanwhile = np.append(0.0, gathered[:-1]) + np.append(reduced[1:], 0.0)
+        return float(gathered[-1] + np.maximum(own, meanwhile).sum() + reduced[0])
+
+    def at_end(self) -> float:
+        """Seconds after the last backward, with ZeRO: gradients are reduced, updated weights gathered."""
+        if self.training.zero == 3:
+            return 0.0
+        gathered = half_reduce_seconds(self.machine, self.ranks, float(self.trainable.sum()))
+        return gathered + (float(self._all_reduced()) if self.training.zero == 1 else 0.0)
+
+    def _gathered(self) -> Vector:
+        sizes = self.parameters if self.training.zero == 3 else self.parameters * 0.0
+        return np.array([half_reduce_seconds(self.machine, self.ranks, float(size)) for size in sizes])
+
+    def _reduced(self) -> Vector:
+        scale = self.training.gradient / self.training.weight
+        return np.array(
+            [half_reduce_seconds(self.machine, self.ranks, float(size) * scale) for size in self.trainable]
+        )
+
+    def _all_reduced(self) -> float:
+        scale = self.training.gradient / self.training.weight
+        return half_reduce_seconds(self.machine, self.ranks, float(self.trainable.sum()) * scale)

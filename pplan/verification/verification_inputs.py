@@ -1,0 +1,91 @@
+"""What is verified: a plan with its profile and machine as read, and what is worked out of them once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .documents import Table
+from .layer_costs import Layers
+from .orders import ASYNCHRONOUS, ScheduleOrder, order_of
+from .pipeline import Figures
+from .report import LineCheck, NotChecked, NotLegal
+from .runtime_rules import one_process
+from .stated_machine import StatedMachine
+from .stated_plan import StatedPlan
+from .stated_training import training_of
+
+STASHING = ("pipedream", "pipedream-2bw")
+"""Asynchronous schedules whose weight versions are known: 1f1b's lists without an end."""
+
+
+@dataclass(frozen=True, eq=False)
+class VerificationInputs:
+    """A plan, and what its profile and its machine say; None where there is no profile (`no_profile` says
+    why), or no machine in the plan. `is_file`: whether the profile is the very file, whose SHA-256 counts.
+    `profiles`: of the kinds of devices that have their own, as far as they are there."""
+
+    plan: StatedPlan
+    profile: Table | None
+    profile_sha256: str
+    is_file: bool
+    no_profile: str
+    layers: Layers | None
+    machine: StatedMachine | None
+    profiles: dict[str, Layers]
+    shared_ports: bool = True
+
+    def figures(self, check: LineCheck) -> Figures:
+        """What is worked out of the plan; the line is left where the files do not say enough."""
+        if isinstance(self._figures, str):
+            check.leave(self._figures)
+        return self._figures
+
+    @cached_property
+    def _figures(self) -> Figures | str:
+        plan, layers, machine = self.plan, self.layers, self.machine
+        if layers is None or machine is None:
+            return self.no_profile if layers is None else "the plan does not say what machine it was made for"
+        if not _is_sound(plan, layers, machine):
+            return "its layers or devices cannot be: see the lines above"
+        return Figures(
+            schedule=plan.schedule,
+            order=planned_order(plan),
+            size=plan.micro_batch_size,
+            ends=plan.ends,
+            devices=tuple(stage.devices for stage in plan.stages),
+            modes=plan.modes,
+            one_process=one_process(plan.runtime),
+            layers=layers,
+            profiles=self.profiles,
+            machine=machine,
+            training=training_of(plan),
+            shared_ports=self.shared_ports,
+        )
+
+
+def _is_sound(plan: StatedPlan, layers: Layers, machine: StatedMachine) -> bool:
+    """Whether the layers follow one another to the last, on devices that there are."""
+    firsts = [0, *plan.ends[:-1]]
+    chained = [stage.first_layer for stage in plan.stages] == firsts and plan.ends[-1] == len(layers)
+    placed = all(own.devices and max(own.devices) < machine.gpus for own in plan.stages)
+    return (
+        chained
+        and placed
+        and all(own.first_layer <= own.last_layer for own in plan.stages)
+        and "selective" not in plan.modes
+    )
+
+
+def planned_order(plan: StatedPlan) -> ScheduleOrder:
+    """The order of the plan's schedule; of an asynchronous one the start of it, for the memory alone.
+
+    Raises NotLegal, NotChecked."""
+    devices, left = divmod(len(plan.stages), plan.virtual_stages)
+    if left:
+        raise NotLegal(f"{len(plan.stages)} parts do not divide into {plan.virtual_stages} on every device")
+    if plan.schedule in ASYNCHRONOUS and plan.schedule not in STASHING:
+        raise NotChecked(f"{plan.schedule} is asynchronous")
+    if plan.schedule in STASHING:
+        return order_of("1f1b", devices, 2 * devices + 2, plan.virtual_stages)
+    return order_of(plan.schedule, devices, plan.micro_batches, plan.virtual_stages)
