@@ -25,14 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     session = None
     try:
-        from .invocation import GIVEN
+        from .invocation import GIVEN, TYPED
         from .streams import begin
-        from .verbs import Session, app
+        from .verbs import Session, root
 
         begin()
         GIVEN.set(tuple(given))
+        TYPED.set({})
         session = Session()
-        status = app(args=given, prog_name="pplan", standalone_mode=False, obj=session)
+        status = root(args=given, prog_name="pplan", standalone_mode=False, obj=session)
         sys.stdout.flush()
     except SystemExit as end:
         # typer leaves so where the reader of the pipe has gone
@@ -126,9 +127,9 @@ def _usage_error(error: Exception, given: Sequence[str]) -> PplanError | None:
     if "typer" not in sys.modules:
         return None  # it is what could not be imported
     from .usage import explain_usage, is_usage_error
-    from .verbs import app
+    from .verbs import root
 
-    return explain_usage(error, app, given) if is_usage_error(error) else None
+    return explain_usage(error, root, given) if is_usage_error(error) else None
 
 
 def _one_line(text: str) -> str:

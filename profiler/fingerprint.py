@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from ..cost_models.document import sha256
 from .chain.layers import Layer, LayerChain
 from .chain.shared_parameters import modules_used, tensors_used
-from .machine import device_memory_bytes, device_name, versions
+from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
 from .source_files import hash_sources, list_versions
 from .torch_internals import tree_flatten

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..cost_models.errors import ModelError, UsageError
 from ..cost_models.quantities import format_bytes
-from .analytic import Target, estimate
+from .analytic import AnalyticTarget, estimate
 from .build_profile import build_profile
 from .journal import Journal
-from .machine import device_named
+from .local_machine import device_named
 from .measurement_target import MeasurementTarget, Setup, build_target
 from .micro_batch_sizes import check_micro_batch_sizes
 from .models import from_module
@@ -25,18 +25,19 @@ from .passes.clocks import Clock, CpuClock, CudaClock
 from .passes.modes import Modes
 from .profile_cache import ProfileCache, Request
 from .profile_file import Interrupted, Profile
+from .profile_options import ProfileOptions
 from .segmented_sweep import SegmentedSweep
 from .size_run import release
 from .size_sweep import Progress, SizeSweep, host_note
 from .structure import count_structure
 from .user_model.failures import DoesNotFit
 from .user_model.loaded_model import LoadedModel
-from .user_model.seeding import check_seed, seeded
+from .user_model.seeding import fixed_seed
 from .whole_sweep import WholeSweep
 
 
 @dataclass(frozen=True)
-class Effort:
+class MeasurementLimits:
     """What is measured of it, and how long."""
 
     sizes: tuple[int, ...] | None
@@ -45,8 +46,8 @@ class Effort:
     parts: bool
     memory_bytes: int | None
     progress: Callable[[Progress], None] | None
-    estimate_for: Target | None = None
-    keeper: ProfileCache = field(default_factory=lambda: ProfileCache(None))
+    estimate_for: AnalyticTarget | None = None
+    profile_cache: ProfileCache = field(default_factory=lambda: ProfileCache(None))
 
     @property
     def request(self) -> Request:
@@ -67,78 +68,62 @@ class Effort:
 
 def profile_model(
     model: LoadedModel | tuple[nn.Module, object],
+    options: ProfileOptions | None = None,
     *,
-    granularity: str | None = None,
-    keep_together: Sequence[str] = (),
-    micro_batch_sizes: Sequence[int] | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    loss: str | None = None,
-    compile: bool = False,
-    channels_last: bool = False,
-    amp: Literal["bf16", "fp16"] | None = None,
-    tf32: bool = False,
-    budget_seconds: float = 60.0,
     rounds: int | None = None,
     parts: bool = True,
     memory_bytes: int | None = None,
-    seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
     clock: Clock | None = None,
-    estimate_for: Target | None = None,
-    cache: bool = False,
-    resume: bool = False,
+    estimate_for: AnalyticTarget | None = None,
     remark: Callable[[str], None] | None = None,
 ) -> Profile:
     """Measures every layer of `model`, and the whole model, at several micro-batch sizes.
 
     `model`: loaded, or a module and an example input as `ModelInput.of` takes it. It is measured on a copy,
-    in the mode (training or not) it is in. `granularity` and `keep_together`: as `build_chain` takes them.
-    `dtype`: what the copy and floating inputs are converted to; by default the model's own, or float32 where
-    it has several or none. `loss`: as `loss_named` takes it; by default what is usual for the model.
-    `compile`, `channels_last`, `amp`, `tf32`: as in `Modes`. `micro_batch_sizes`: those, or by default 1, 2,
-    4, ..., the smallest first and as far as `budget_seconds` and memory reach; the notes say what was asked
-    for and left out. `rounds`: so many timed passes at each size instead of a budget. `parts`: backward in
-    two parts too. `memory_bytes`: as if the device had no more free than that. `seed`: 0 to 2**63 - 1.
-    `cache`: the profile of an earlier run of the same is taken, and this one kept. `resume`: passes of an
-    interrupted run are not measured again; implies `cache`. `remark` is told of both.
+    in the mode (training or not) it is in, as the `options` say; the notes say which sizes were asked for and
+    left out. `rounds`: so many timed passes at each size instead of a budget. `parts`: backward in two parts
+    too. `memory_bytes`: as if the device had no more free than that. `remark` is told of what earlier runs
+    kept.
 
     On the meta device nothing is timed: the layers and all bytes are counted; with `estimate_for` the seconds
-    are estimated for that GPU (then `device` is meta). A model that does not fit on a CUDA device, or into
+    are estimated for that GPU, whatever `device` says. A model that does not fit on a CUDA device, or into
     `memory_bytes`, is measured segment by segment, without a whole to hold the layers against.
 
     Raises UsageError, ModelError, MachineError; Interrupted, which holds a profile of what there is, at
     Ctrl-C after a micro-batch size was measured.
     """
-    seed = check_seed(seed)
+    asked = options or ProfileOptions()
     loaded = model if isinstance(model, LoadedModel) else from_module(*model)
-    check_effort(budget_seconds, rounds, memory_bytes)
-    sizes = check_micro_batch_sizes(micro_batch_sizes)
-    place = device_named(device)
-    modes = Modes(compile=compile, channels_last=channels_last, amp=amp, tf32=tf32)
+    check_limits(rounds, memory_bytes)
+    sizes = check_micro_batch_sizes(asked.micro_batch_sizes)
+    place = device_named(asked.device if estimate_for is None else "meta")
+    modes = Modes(compile=asked.compile, channels_last=asked.channels_last, amp=asked.amp, tf32=asked.tf32)
     (modes if estimate_for is None else dataclasses.replace(modes, tf32=False)).check(place)
     setup = Setup(
         device=place,
-        dtype=dtype,
-        granularity=loaded.granularity if granularity is None else granularity,
-        keep_together=tuple(keep_together),
-        loss=loaded.loss if loss is None else loss,
+        dtype=asked.dtype,
+        granularity=loaded.granularity if asked.granularity is None else asked.granularity,
+        keep_together=tuple(asked.keep_together),
+        loss=loaded.loss if asked.loss is None else asked.loss,
         modes=modes,
-        seed=seed,
+        seed=asked.seed,
         clock=clock or (CudaClock(place) if place.type == "cuda" else CpuClock()),
     )
     kept = place.type != "meta"
-    keeper = ProfileCache.of_user(cache=cache and kept, resume=resume and kept, remark=remark)
-    effort = Effort(sizes, budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, keeper)
+    profile_cache = ProfileCache.of_user(
+        cache=asked.cache and kept, resume=asked.resume and kept, remark=remark
+    )
+    limits = MeasurementLimits(
+        sizes, asked.budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, profile_cache
+    )
     # The device first: CUDA has no random numbers to seed before it is initialised.
-    with _on(place), seeded(seed), torch.enable_grad():
-        return _measured(loaded, setup, effort)
+    with _on(place), fixed_seed(asked.seed), torch.enable_grad():
+        return _measured(loaded, setup, limits)
 
 
-def check_effort(budget_seconds: float, rounds: int | None, memory_bytes: int | None) -> None:
+def check_limits(rounds: int | None, memory_bytes: int | None) -> None:
     """Raises UsageError."""
-    if not budget_seconds > 0 or budget_seconds == float("inf"):
-        raise UsageError(f"budget_seconds={budget_seconds:g}: must be above 0", "As in budget_seconds=60.")
     if rounds is not None and rounds < 1:
         raise UsageError(f"rounds={rounds}: must be at least 1", "Measure once at least.")
     if memory_bytes is not None and memory_bytes < 1:
@@ -147,44 +132,44 @@ def check_effort(budget_seconds: float, rounds: int | None, memory_bytes: int | 
         )
 
 
-def _measured(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
+def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """As a whole where it fits, else in segments."""
     if setup.device.type == "meta":
-        return _structure(loaded, setup, effort)
+        return _structure(loaded, setup, limits)
     try:
-        return _in_one(loaded, setup, effort)
+        return _in_one(loaded, setup, limits)
     except DoesNotFit:
-        if setup.device.type != "cuda" and effort.memory_bytes is None:
+        if setup.device.type != "cuda" and limits.memory_bytes is None:
             raise
     # Only here, behind the except block, is nothing held by the traceback any more.
     release(setup.device)
-    return _in_segments(loaded, setup, effort)
+    return _in_segments(loaded, setup, limits)
 
 
-def _in_one(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
+def _in_one(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """With the whole model on the device. Raises DoesNotFit."""
-    subject = build_target(loaded, setup, effort.smallest)
-    _check_fits(subject, effort.smallest, effort.memory_bytes)
+    subject = build_target(loaded, setup, limits.smallest)
+    _check_fits(subject, limits.smallest, limits.memory_bytes)
 
-    sweep = partial(WholeSweep, parts=effort.parts, memory_bytes=effort.memory_bytes)
-    return _sweep_profile(subject, effort, sweep)
+    sweep = partial(WholeSweep, parts=limits.parts, memory_bytes=limits.memory_bytes)
+    return _sweep_profile(subject, limits, sweep)
 
 
-def _in_segments(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
+def _in_segments(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """With only a part of the weights on the device at a time. There is no journal of it."""
-    subject = build_target(loaded, setup, effort.smallest, host=True)
-    free = partial(_free_bytes, setup.device, effort.memory_bytes)
-    return _sweep_profile(subject, effort, partial(SegmentedSweep, free_bytes=free), way="-segments")
+    subject = build_target(loaded, setup, limits.smallest, host=True)
+    free = partial(_free_bytes, setup.device, limits.memory_bytes)
+    return _sweep_profile(subject, limits, partial(SegmentedSweep, free_bytes=free), way="-segments")
 
 
 def _sweep_profile(
-    subject: MeasurementTarget, effort: Effort, kind: Callable[..., SizeSweep[Any]], way: str = ""
+    subject: MeasurementTarget, limits: MeasurementLimits, kind: Callable[..., SizeSweep[Any]], way: str = ""
 ) -> Profile:
     """From the cache, or measured. Raises Interrupted."""
 
     def measure(journal: Journal | None) -> Profile:
-        limits = (effort.sizes, effort.budget_seconds, effort.rounds, effort.progress)
-        sweep = kind(subject, *limits, journal)
+        sweep_limits = (limits.sizes, limits.budget_seconds, limits.rounds, limits.progress)
+        sweep = kind(subject, *sweep_limits, journal)
         sweep.measure()
         results = sweep.results
         host = [note for note in map(host_note, results) if note]
@@ -194,7 +179,7 @@ def _sweep_profile(
             raise Interrupted(profile)
         return profile
 
-    return effort.keeper.profile(subject, effort.request, measure, way=way)
+    return limits.profile_cache.profile(subject, limits.request, measure, way=way)
 
 
 def _check_fits(subject: MeasurementTarget, size: int, memory_bytes: int | None) -> None:
@@ -221,12 +206,12 @@ def _free_bytes(device: torch.device, memory_bytes: int | None) -> int:
     return min(known)
 
 
-def _structure(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
+def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """On the meta device."""
-    subject = build_target(loaded, setup, effort.smallest)
-    results, notes = count_structure(subject, effort.sizes)
-    if effort.estimate_for is not None:
-        return estimate(subject, results, notes, effort.estimate_for)
+    subject = build_target(loaded, setup, limits.smallest)
+    results, notes = count_structure(subject, limits.sizes)
+    if limits.estimate_for is not None:
+        return estimate(subject, results, notes, limits.estimate_for)
     return build_profile(subject, results, (), notes)
 
 

@@ -115,7 +115,15 @@ DESTROY = Internal(
     "Keep one Library for the whole process, whose kernel asks whether it is wanted.",
     is_required=False,
 )
+TRANSFORMS = Internal(
+    "torch._C._functorch.peek_interpreter_stack",
+    lambda: (torch._C._functorch.peek_interpreter_stack, torch._C._functorch.pop_dynamic_layer_stack),
+    "leaving torch.vmap where a traced graph failed inside",
+    "Without it torch.randn fails after such a graph: look how torch._functorch.vmap leaves its levels.",
+    is_required=False,
+)
 INTERNALS = (
+    TRANSFORMS,
     SLEEP,
     FUSED_CHOICE,
     CPU_FLASH,
@@ -222,6 +230,18 @@ def sleep_on_gpu(cycles: int) -> None:
     """Keeps the current CUDA stream busy for so many cycles. Raises MachineError."""
     check_internals([SLEEP], torch.__version__)
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def entered_transforms() -> int:
+    """How many of torch.vmap and the like are entered."""
+    top = torch._C._functorch.peek_interpreter_stack() if TRANSFORMS.exists else None
+    return 0 if top is None else int(top.level())
+
+
+def leave_transforms(but: int) -> None:
+    """Leaves the latest, until so many are left."""
+    while entered_transforms() > but:
+        torch._C._functorch.pop_dynamic_layer_stack()
 
 
 def missing_for_attention() -> Internal | None:

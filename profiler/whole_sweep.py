@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from ..cost_models.quantities import format_bytes
-from .machine import free_host_bytes
+from .local_machine import free_host_bytes
 from .micro_batch_sizes import in_words
 from .size_result import SizeResult
 from .size_run import SizeRun, release

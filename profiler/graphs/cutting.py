@@ -137,12 +137,22 @@ class Flow:
 
     def is_offered(self, position: Position) -> bool:
         """Whether tensors can be handed over there, and suffice: computed ones, and no input alone."""
-        if all(node.op == "placeholder" for node in position.handed):
+        if position.index in self._inside_vmap or all(node.op == "placeholder" for node in position.handed):
             return False
         values = [self._run.values[node] for node in position.handed]
         if not all(isinstance(value, TensorSeen) for value in values):
             return len(values) == 1 and not position.rest and _is_tuple_of_tensors(values[0])
         return not position.rest or self._can_be_found(position)
+
+    @cached_property
+    def _inside_vmap(self) -> frozenset[int]:
+        """Positions where torch.vmap is entered and not left: tensors there have one dimension less."""
+        found, depth = set[int](), 0
+        for index, node in enumerate(self.order):
+            name = getattr(node.target, "__name__", "")
+            depth += (name == "_vmap_increment_nesting") - (name == "_vmap_decrement_nesting")
+            found |= {index + 1} if depth else set()
+        return frozenset(found)
 
     def _can_be_found(self, position: Position) -> bool:
         values = self.trial.values

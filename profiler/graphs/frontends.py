@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from torch import nn
 
 from ...cost_models.errors import ModelError
 from ..torch_internals import has_hooks
+from ..user_model.failures import first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from .granularity import Granularity, refuse_unmatched
 from .graph import TracedGraph
 from .sequential_graph import ELEMENTS, is_plain_sequential, sequential_graph
 from .tracing import INSTEAD, called_with, container_paths, trace_symbolically
 from .tracing_patches import notice_checkpoints
-from .trial import NotTheModel, Trial, runs_on_meta
+from .trial import NotTheModel, Trial, refuse_failing, runs_on_meta
 
 _Frontend = Callable[[nn.Module, ModelInput, str], TracedGraph]
 _Made = TypeVar("_Made")
@@ -51,9 +53,7 @@ def trace_model(
         return make(elements, Trial(elements, model, given, name))
     called_with(model, given, name)
     failures: list[ModelError] = []
-    for words, frontend in _frontends(model, granularity):
-        if tool not in (None, words):
-            continue
+    for words, frontend in _frontends(model, granularity, tool):
         try:
             with notice_checkpoints() as noticed:
                 traced = frontend(model, given, name)
@@ -64,20 +64,40 @@ def trace_model(
         try:
             trial = Trial(traced, model, given, name)
             trial.check_against_model(name)
-        except ModelError as error:
-            if not runs_on_meta(model, given, name):
+        except Exception as error:
+            if is_out_of_memory(error):
                 raise
-            failures.append(error)
+            failure = _as_model_error(error, words, name)
+            if not runs_on_meta(model, given, name):
+                raise failure from error
+            failures.append(failure)
             continue
         try:
             return make(traced, trial)
         except NotTheModel as error:
             failures.append(error)
+    refuse_failing(model, given, name)
     raise _combined(failures, name)
 
 
-def _frontends(model: nn.Module, granularity: Granularity) -> Iterator[tuple[str, _Frontend]]:
-    """Each with its name."""
+def _as_model_error(error: Exception, words: str, name: str) -> ModelError:
+    if isinstance(error, ModelError):
+        return error
+    return ModelError(f"{name} cannot be traced by {words}: {first_line(error)}", INSTEAD)
+
+
+def _frontends(
+    model: nn.Module, granularity: Granularity, only: str | None
+) -> Iterator[tuple[str, _Frontend]]:
+    """Each with its name. Where there is none of the name `only`, as on the meta device, it is all."""
+    if only is None:
+        yield from _all_frontends(model, granularity)
+        return
+    every = list(_all_frontends(model, granularity))
+    yield from [pair for pair in every if pair[0] == only] or every
+
+
+def _all_frontends(model: nn.Module, granularity: Granularity) -> Iterator[tuple[str, _Frontend]]:
     yield "torch.fx", trace_symbolically
     matched = [path for path, _ in model.named_modules() if path and granularity.outermost(path) == path]
     if matched:
@@ -89,6 +109,8 @@ def _frontends(model: nn.Module, granularity: Granularity) -> Iterator[tuple[str
     from .exporting import export_graph
 
     yield "torch.export", export_graph
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        yield "torch.export on its device", partial(export_graph, for_real=True)
     containers = container_paths(model)
     if containers:
         yield "torch.fx around modules of torch.nn", _with_leaves([*matched, *containers])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...cost_models.errors import ModelError, PplanError
 from ..torch_internals import tree_leaves, version_of
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory, layer_failure
+from ..user_model.flat_output import flat
 from ..user_model.loaded_model import ModelInput
 from ..user_model.losses import Loss
 from ..user_model.seeding import normal_like
@@ -34,7 +35,8 @@ class OutputGradients:
 
     def of(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors in `output` that need a gradient, and theirs. Raises ModelError where there is none."""
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves, _ = flat(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not tensors:
             raise ModelError(
                 "the model's output needs no gradient: nothing would be trained",

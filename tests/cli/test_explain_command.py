@@ -13,8 +13,8 @@ import pytest
 import pplan
 from pplan.cli.explain_tables import answer_lines, described, print_explanation
 from pplan.planner.explanation.explanation import Explanation
-from pplan.planner.explanation.plan_summary import PlanSummary
 from pplan.planner.plan_file import Plan
+from pplan.planner.plan_stages import PlanSummary
 from pplan.profiler.profile_file import Profile
 
 Golden = Callable[[str, str], None]
@@ -186,10 +186,10 @@ def test_the_answer_says_what_is_better(explanation: Explanation) -> None:
 
 
 @pytest.fixture
-def planned(here: Path, profile: Profile) -> Plan:
+def planned(here: Path, profile: Profile, solve_once: Callable[..., Plan]) -> Plan:
     """The plan of the profile on three GPUs, with both files in the working directory."""
     profile.save(here / "toy.profile.json", force=False)
-    plan = pplan.solve(here / "toy.profile.json", gpus=3, mini_batch=16, schedule="1f1b")
+    plan = solve_once(here / "toy.profile.json", gpus=3, mini_batch=16, schedule="1f1b")
     plan.save(here / "toy.plan.json", force=False)
     return plan
 

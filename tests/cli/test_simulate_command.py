@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.cli.simulate_command import TRANSFERS
 from pplan.cost_models.errors import FileError
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.simulator import costs
+from pplan.planner.overrides import TRANSFERS
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
@@ -252,10 +252,12 @@ def test_an_asynchronous_schedule_printed(run: Run, golden: Golden) -> None:
 
 
 @pytest.fixture
-def planned(here: Path, profile: Profile) -> Plan:
+def planned(here: Path, profile: Profile, solve_once: Callable[..., Plan]) -> Plan:
     """A plan of three stages and its profile, as files."""
     profile.save(here / "toy.profile.json", force=False)
-    plan = pplan.solve("toy.profile.json", gpus=3, mini_batch=32, micro_batches=8, schedule="1f1b", pins=ENDS)
+    plan = solve_once(
+        Path("toy.profile.json"), gpus=3, mini_batch=32, micro_batches=8, schedule="1f1b", pins=ENDS
+    )
     plan.save(here / "toy.plan.json", force=False)
     assert plan.replicas == [1, 1, 1]
     return plan

@@ -179,7 +179,7 @@ def test_language_models(name: str, dtype: torch.dtype) -> None:
     pytest.importorskip("transformers")
     from pplan.profiler.loading.transformers_models import load_transformers
 
-    sizes = {"layers": 2, "hidden": 16, "heads": 2, "vocabulary": 50, "sequence": 12}
+    sizes = {"layers": 1, "hidden": 16, "heads": 2, "vocabulary": 50, "sequence": 12}
     made = load_transformers(name, sizes, seed=0)
     on_meta, on_cpu = both(made.module.train(), made.example, dtype=dtype, granularity=made.granularity)
     assert len(on_cpu) > 2

@@ -20,11 +20,11 @@ from ...formats.export_document import missing_package
 from ...pipelining.runtime_internals import without_compiled_operations, wrap_instructions
 from ..job import CasePrediction, RuntimeCase, StageSeconds
 from ..prediction import predict_seconds
-from .action_stamps import Stamps, clock_for
+from .action_stamps import ActionStamps, clock_for
 from .isolated_stage import measure_isolated, stage_inputs
-from .measurement_target import MeasurementTarget
 from .pipeline_adapter import PipelineAdapter, TensorsApart
 from .plain_model import LEARNING_RATE
+from .training_target import TrainingTarget
 
 
 def prepare_deepspeed(device: torch.device) -> None:
@@ -50,7 +50,7 @@ def join_deepspeed(backend: str, wait: timedelta) -> None:
 class DeepspeedAdapter(PipelineAdapter):
     """One stage of a case. Plain SGD takes the place of the plan's optimizer, as for the plain model."""
 
-    def __init__(self, case: RuntimeCase, target: MeasurementTarget, device: torch.device) -> None:
+    def __init__(self, case: RuntimeCase, target: TrainingTarget, device: torch.device) -> None:
         document = case.document
         if not isinstance(document, DeepspeedExport):
             raise TypeError(f"{case.name} is for {document.runtime}")
@@ -65,7 +65,7 @@ class DeepspeedAdapter(PipelineAdapter):
         optimizer = torch.optim.SGD(stage.parameters(), lr=LEARNING_RATE)
         self.engine: Any
         self.engine, *_ = deepspeed.initialize(model=stage, optimizer=optimizer, config=config)
-        self._stamps = Stamps(clock_for(device))
+        self._stamps = ActionStamps(clock_for(device))
 
     @property
     def model(self) -> nn.Module:
@@ -74,7 +74,7 @@ class DeepspeedAdapter(PipelineAdapter):
         return module
 
     @property
-    def stamps(self) -> Sequence[Stamps]:
+    def stamps(self) -> Sequence[ActionStamps]:
         """Of this process."""
         return [self._stamps]
 

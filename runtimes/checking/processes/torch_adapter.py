@@ -16,22 +16,22 @@ from ...pipelining.stage_module import StageModule, stage_loss
 from ...torch_pipelining import build
 from ..job import Case, CasePrediction, Corrections, StageSeconds
 from ..prediction import predict_step
-from .action_stamps import Stamps, clock_for
+from .action_stamps import ActionStamps, clock_for
 from .isolated_stage import measure_isolated, stage_inputs
-from .measurement_target import MeasurementTarget
 from .pipeline_adapter import PipelineAdapter
+from .training_target import TrainingTarget
 
 
 class TorchAdapter(PipelineAdapter):
     """`corrections`: of its prediction, besides the one without."""
 
     def __init__(
-        self, case: Case, target: MeasurementTarget, device: torch.device, corrections: Corrections | None
+        self, case: Case, target: TrainingTarget, device: torch.device, corrections: Corrections | None
     ) -> None:
         self.case, self.document, self.corrections = case, case.document, corrections
         self.devices, self._loss = [device], target.loss
         self._given = self._stage_inputs(target)  # before the layers are moved to the device
-        self._stamps = Stamps(clock_for(device))
+        self._stamps = ActionStamps(clock_for(device))
         self.process = build(
             self.document,
             target.layers,
@@ -47,11 +47,11 @@ class TorchAdapter(PipelineAdapter):
         return self._model
 
     @property
-    def stamps(self) -> Sequence[Stamps]:
+    def stamps(self) -> Sequence[ActionStamps]:
         """Of this process."""
         return [self._stamps]
 
-    def _stage_inputs(self, target: MeasurementTarget) -> dict[int, tuple[Tensor, ...]]:
+    def _stage_inputs(self, target: TrainingTarget) -> dict[int, tuple[Tensor, ...]]:
         """What each of this process's stages is sent for a micro-batch."""
         size = self.document.micro_batch_size // self.document.replicas
         handed = target.example.repeated(size).handed
