@@ -19,7 +19,7 @@ from pplan.cost_models.option_fields import declared
 from pplan.profiler import profile_cache
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
-from pplan.profiler.passes.layer_stamps import Stamps
+from pplan.profiler.passes.layer_stamps import LayerStamps
 from pplan.profiler.profile_cache import Request, cache_folder
 from pplan.profiler.profile_file import Interrupted, Profile
 from pplan.profiler.profile_options import ProfileOptions
@@ -373,14 +373,14 @@ def test_a_profile_whose_layers_miss_the_model_is_measured_again(
     own_cache: Path, clock: Any, takes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile_cache, "misses_whole", misses_whole)
-    layers, plain = nn.Sequential(takes(clock, 1, 2), takes(clock, 1, 2)), Stamps.times
+    layers, plain = nn.Sequential(takes(clock, 1, 2), takes(clock, 1, 2)), LayerStamps.times
 
-    def missing_half(stamps: Stamps) -> Any:
+    def missing_half(stamps: LayerStamps) -> Any:
         times = plain(stamps)
         return dataclasses.replace(times, forward=times.forward * 0.5, backward=times.backward * 0.5)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Stamps, "times", missing_half)
+        patched.setattr(LayerStamps, "times", missing_half)
         profile, said = kept(layers, clock=clock)
     assert profile.whole[0].closing_ratio == pytest.approx(0.5)
     assert said == ["The profile is not kept for a later run: its layers do not add up to the model"]
