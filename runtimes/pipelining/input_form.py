@@ -1,4 +1,4 @@
-"""A global batch of one process as torch.distributed.pipelining cuts it: along dimension 0 of every tensor."""
+"""A process's global batch as torch.distributed.pipelining cuts it: along dimension 0 of every tensor."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class PipelineProcess:
         return [parameter for parameter in every if parameter.requires_grad]
 
     def share(self, whole: Tensor) -> Tensor:
-        """Of a tensor of the whole global batch, the samples of this replica: its part of each micro-batch."""
+        """Of a tensor of the global batch, the samples of this replica: its part of each micro-batch."""
         check_samples("global batch", whole, self.document.mini_batch)
         of_one = self.samples // self.document.micro_batches
         apart = whole.reshape(self.document.micro_batches, self.document.replicas, of_one, *whole.shape[1:])

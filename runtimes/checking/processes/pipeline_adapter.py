@@ -47,7 +47,7 @@ class PipelineAdapter(ABC):
 
     @abstractmethod
     def step(self, fed: Any) -> list[Tensor]:
-        """Forward and backward of a global batch; the losses that this process knows, of equal parts of it."""
+        """Forward and backward of a global batch; the losses that this process knows, of equal parts."""
 
     def update(self) -> None:
         """A step of plain SGD with the gradients."""
