@@ -1,0 +1,183 @@
+"""Weights that layers of several stages use: each of these stages has a copy, and all copies stay equal.
+
+As Megatron-LM trains the embedding and the head, and DeepSpeed its tied layers: the copies begin alike; after
+the last backward of a step their gradients are added up over all processes that hold one, before any of them
+is updated. Adding up the same numbers, an optimizer that looks at one parameter at a time keeps them equal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...cost_models.errors import ExportError
+from ...profiler.chain.shared_parameters import register_references, tensors_used
+from .rank_coordinates import RankCoordinates
+
+
+@dataclass(frozen=True, eq=False)
+class TiedWeight:
+    """A parameter of the model that the layers of several `stages` use (ascending)."""
+
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+
+
+def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[TiedWeight]:
+    """In the order of the layers that use them first: the same in every process.
+
+    Raises ExportError where stages share a buffer: what one of them writes, no other would see.
+    """
+    users: dict[int, tuple[Tensor, list[int]]] = {}
+    for stage, (first, end) in enumerate(pairwise(parts)):
+        for layer in layers[first:end]:
+            for tensor in tensors_used(layer):
+                _, stages = users.setdefault(id(tensor), (tensor, []))
+                stages.extend([stage] if stage not in stages else [])
+    tied = []
+    for tensor, stages in users.values():
+        if len(stages) > 1 and not isinstance(tensor, nn.Parameter):
+            raise shared_tensor_error(stages[0], stages[1], tensor, "buffer")
+        if len(stages) > 1 and isinstance(tensor, nn.Parameter):
+            tied.append(TiedWeight(tensor, tuple(stages)))
+    return tied
+
+
+def shared_tensor_error(one: int, other: int, tensor: Tensor, kind: str) -> ExportError:
+    """Where two stages use a tensor and must not."""
+    return ExportError(
+        f"stages {one} and {other} share a {kind} of shape {tuple(tensor.shape)}, which cannot be on both",
+        "Make a plan for this model and runtime: pplan solve cuts between no layers that share it.",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class StageLayers:
+    """A stage's layers; `copies`: by tied weight that it uses, the parameter that they have of it. The first
+    of the stages that use one has the model's own."""
+
+    layers: nn.Sequential
+    copies: dict[int, nn.Parameter]
+
+
+def split_stage(
+    layers: nn.Sequential, parts: Sequence[int], stage: int, tied: Sequence[TiedWeight]
+) -> StageLayers:
+    """The layers of one stage, which register copies of the weights that earlier stages register, too. All
+    else is the model's own; modules are new where there are copies."""
+    first, end = parts[stage : stage + 2]
+    own = {index: weight for index, weight in enumerate(tied) if stage in weight.stages}
+    copies = {
+        index: weight.parameter
+        if weight.stages[0] == stage
+        else nn.Parameter(weight.parameter.detach().clone(), weight.parameter.requires_grad)
+        for index, weight in own.items()
+    }
+    if all(weight.stages[0] == stage for weight in own.values()):
+        return StageLayers(layers[first:end], copies)
+    used = [tensor for layer in layers[first:end] for tensor in tensors_used(layer)]
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in used}
+    memo |= {id(weight.parameter): copies[index] for index, weight in own.items()}
+    made = copy.deepcopy(layers[first:end], memo)
+    register_references(made)
+    return StageLayers(made, copies)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A tied weight as this process has it: names of its copies in its stages, and who holds it besides."""
+
+    copies: tuple[tuple[nn.Module, str], ...]
+    group: dist.ProcessGroup | None
+    replicas: int
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [module.get_parameter(name) for module, name in self.copies]
+
+
+class TiedGradients:
+    """Keeps the copies of this process equal to those of all others."""
+
+    def __init__(self, held: Sequence[_Held]) -> None:
+        self._held = held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add_up(self) -> None:
+        """After the last backward of a step: every copy has the gradients of all, averaged over replicas."""
+        for weight in self._held:
+            gradients = [_gradient(parameter) for parameter in weight.parameters]
+            if gradients:
+                whole = gradients[0]
+                for other in gradients[1:]:
+                    whole.add_(other)
+                if weight.group is not None:
+                    dist.all_reduce(whole.div_(weight.replicas), group=weight.group)
+                for other in gradients[1:]:
+                    other.copy_(whole)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Of this process: of a sharded parameter its part."""
+    if parameter.grad is None:
+        parameter.grad = parameter.new_zeros(parameter.shape)
+    gradient: Any = parameter.grad
+    own: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return own
+
+
+def tie_stages(
+    tied: Sequence[TiedWeight],
+    stages: dict[int, nn.Module],
+    own: dict[int, StageLayers],
+    coordinates: RankCoordinates,
+    device_of: Mapping[int, int],
+    *,
+    sharded: bool,
+) -> TiedGradients:
+    """The copies in the `stages` of this process, which are on their device and not yet wrapped, made equal to
+    the first stage's.
+
+    `device_of`: by stage, its device of the pipeline. Where replicas are `sharded`, each adds up its part with
+    its likes of the other stages.
+    """
+    held, ranks = [], coordinates.ranks
+    for index, weight in enumerate(tied):
+        copies = {stage: own[stage].copies[index] for stage in stages if stage in weight.stages}
+        if not copies:
+            continue
+        devices = list(dict.fromkeys(device_of[stage] for stage in weight.stages))
+        every = [rank for device in devices for rank in ranks[device]]
+        if len(every) > 1:
+            whole: Any = dist.new_group(every, use_local_synchronization=True)
+            for parameter in copies.values():
+                dist.broadcast(parameter.detach(), src=every[0], group=whole)
+        if not weight.parameter.requires_grad:
+            continue
+        group: Any = None
+        if sharded and len(devices) > 1:
+            likes = [ranks[device][coordinates.replica] for device in devices]
+            group = dist.new_group(likes, use_local_synchronization=True)
+        elif not sharded and len(every) > 1:
+            group = whole
+        named = tuple((stages[stage], _name(stages[stage], own)) for stage, own in copies.items())
+        held.append(_Held(named, group, 1 if sharded else len(every) // len(devices)))
+    return TiedGradients(held)
+
+
+def _name(module: nn.Module, parameter: nn.Parameter) -> str:
+    return next(name for name, own in module.named_parameters() if own is parameter)
+
+
+def names_of_copies(tied: Sequence[TiedWeight], stage: int, module: nn.Module, own: StageLayers) -> list[str]:
+    """Names of the copies in a stage's module that an earlier stage has, too: their replicas' gradients are
+    added up with that one's."""
+    return [_name(module, own.copies[i]) for i in own.copies if tied[i].stages[0] != stage]
