@@ -26,10 +26,10 @@ from pplan import profile as measure
 from pplan.api.check_cases import prepared
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
+from pplan.planner.build_plan import bare_plan, build_problem
 from pplan.planner.joint_search import find
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.solve import bare_plan, build_problem
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.job import (
     Case,

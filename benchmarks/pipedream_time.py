@@ -11,7 +11,7 @@ from statistics import median
 
 import numpy as np
 
-from pplan.planner.planners.pipedream_programme import Bools, Floats, Instance, Tier
+from pplan.planner.planners.pipedream_instance import Bools, Floats, Instance, Tier
 from pplan.planner.planners.pipedream_search import fastest
 
 REPEATS = 3

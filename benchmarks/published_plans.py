@@ -13,10 +13,10 @@ from pathlib import Path
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.planners.dapple import ANY, DapplePlan, Whole, plan
-from pplan.planner.planners.pipedream import PUBLISHED, plan_asynchronous
-from pplan.planner.planners.pipedream_programme import PAPER
-from pplan.planner.planners.replicated import Trial
+from pplan.planner.planners.dapple_planner import ANY, DapplePlan, StageLimits, plan
+from pplan.planner.planners.pipedream_instance import PAPER
+from pplan.planner.planners.pipedream_planner import PUBLISHED, plan_asynchronous
+from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.search.space import Space
 from pplan.profiler.importing.importer import ImportOptions, import_profile
 
@@ -86,8 +86,11 @@ def two_machines() -> Topology:
 def dapple(folder: Path) -> Iterator[Row]:
     """VGG-19, global batch 2048: with as many stages as DAPPLE's published planner tries, and with any."""
     chain = imported(folder, "dapple-vgg19", PARTS)
-    space, trial = Space(chain, two_machines(), "sgd"), Trial("1f1b", MICRO_BATCHES, PARTS, ("never",))
-    for limit, whole in ((", <= 2 stages", Whole(most_stages=2)), ("", ANY)):
+    space, trial = (
+        Space(chain, two_machines(), "sgd"),
+        MicroBatchChoice("1f1b", MICRO_BATCHES, PARTS, ("never",)),
+    )
+    for limit, whole in ((", <= 2 stages", StageLimits(most_stages=2)), ("", ANY)):
         found = plan(space, trial, space.topology.gpus, whole)
         ours = "none" if found is None else in_words(found, chain)
         yield Row(f"dapple{limit}", "VGG-19", space.topology.gpus, ours, "15:1 after conv5_2")

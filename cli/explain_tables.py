@@ -11,11 +11,11 @@ from rich.table import Table
 
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..planner.explanation.current_split import Side, SplitComparison
-from ..planner.explanation.explain import Explanation
-from ..planner.explanation.limits import Limits, PathShare
+from ..planner.explanation.explanation import Explanation
 from ..planner.explanation.plan_summary import PlanSummary
 from ..planner.explanation.runner_up import RunnerUp
 from ..planner.explanation.sensitivity import WORTH, Sensitivity, Turn
+from ..planner.explanation.step_limits import PathShare, StepLimits
 from ..planner.explanation.what_if import WhatIf
 from ..planner.plan_file import PlannedStage
 from .number_format import SAME, compared_percent, percent, ranges
@@ -94,7 +94,7 @@ def described(plan: PlanSummary) -> str:
     return ", ".join(parts)
 
 
-def _path(limits: Limits, console: Console) -> Table:
+def _path(limits: StepLimits, console: Console) -> Table:
     columns = [word("where"), text("what", folds_at=12), figure("time"), figure("of the step")]
     shown = [share for share in limits.places[:MOST_PLACES] if share.share >= SHOWN]
     rest = limits.places[len(shown) :]

@@ -8,7 +8,7 @@ from itertools import islice
 from rich.console import Console
 
 from ..cost_models.quantities import counted, format_bytes, format_seconds
-from ..planner.objectives.frontier_file import Frontier, Point
+from ..planner.objectives.frontier import Frontier, Point
 from ..planner.plan_file import Plan
 from .number_format import three_digits
 from .table_style import Column, figure, line, table_of, text, titled, word

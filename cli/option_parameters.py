@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from ..cost_models.options import Options, declared
+from ..cost_models.option_fields import Options, declared
 from .options import whole_number, word
 
 

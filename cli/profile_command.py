@@ -15,7 +15,7 @@ from .streams import console, printable, remark, watched
 
 if TYPE_CHECKING:
     from ..profiler.profile_file import Profile
-    from ..profiler.sweep import Progress
+    from ..profiler.size_sweep import Progress
 
 ModelName = Annotated[
     str,

@@ -45,7 +45,7 @@ from .training_options import (
 )
 
 if TYPE_CHECKING:
-    from ..planner.objectives.frontier_file import Frontier
+    from ..planner.objectives.frontier import Frontier
     from ..planner.plan_file import Plan
     from ..profiler.profile_file import Profile
     from .output import Target

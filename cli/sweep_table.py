@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
-from ..planner.sweep import Sweep, SweepRow
+from ..planner.problem_grid import SweepResult, SweepRow
 from .frontier_table import shape
 from .number_format import percent, three_digits
 from .table_style import figure, line, table, text, word
@@ -18,7 +18,7 @@ from .table_style import figure, line, table, text, word
 FIGURES = [name for name in SweepRow.model_fields if name not in ("point", "warnings")]
 
 
-def print_sweep(sweep: Sweep, console: Console) -> None:
+def print_sweep(sweep: SweepResult, console: Console) -> None:
     """Prints a row for every point."""
     for warning in sweep.warnings:
         line(console, f"Warning: {warning}")
@@ -38,7 +38,7 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
     console.print(table(console, columns, rows), crop=False)
 
 
-def keys_of(sweep: Sweep) -> list[str]:
+def keys_of(sweep: SweepResult) -> list[str]:
     """What was swept, in order."""
     return list(sweep.rows[0].point) if sweep.rows else []
 
@@ -71,7 +71,7 @@ def _cells(row: SweepRow, keys: Sequence[str]) -> list[str]:
     ]
 
 
-def as_csv(sweep: Sweep) -> str:
+def as_csv(sweep: SweepResult) -> str:
     """A line for every point, with a head; lists have blanks between their values. A figure of the plan that
     has the name of what is swept is called plan_NAME: `auto` was asked for, `gpipe` found."""
     keys, lines = keys_of(sweep), io.StringIO()

@@ -15,7 +15,7 @@ from rich.table import Table
 from ..cost_models.hardware import Level
 from ..cost_models.machines.catalogue import MACHINES, Machine
 from ..cost_models.machines.presets import PRESETS
-from ..cost_models.machines.transfer_times import SIZES, AllReduce, all_reduces, transfers
+from ..cost_models.machines.transfer_times import SIZES, AllReduceTime, all_reduces, transfers
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..cost_models.topology import Topology
 from .number_format import ranges
@@ -121,13 +121,13 @@ def _transfers(topology: Topology, console: Console) -> Table:
     return table(console, [word("joined by"), *(figure(_size(size)) for size in SIZES)], rows)
 
 
-def _all_reduces(reduced: list[AllReduce], console: Console) -> Table:
+def _all_reduces(reduced: list[AllReduceTime], console: Console) -> Table:
     ways = list(dict.fromkeys(way for made in reduced for way in made.seconds))
     rows = [[made.over, _size(made.bytes), *(_starred(made, way) for way in ways)] for made in reduced]
     return table(console, [text("over"), figure("of"), *(figure(way) for way in ways)], rows)
 
 
-def _starred(made: AllReduce, way: str) -> str:
+def _starred(made: AllReduceTime, way: str) -> str:
     if way not in made.seconds:
         return "-  "
     return f"{format_seconds(made.seconds[way])} {'*' if way == made.best else ' '}"

@@ -10,6 +10,7 @@ from ..cost_models.quantities import counted, format_bytes
 from ..cost_models.schedules import schedule_named
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
+from .build_plan import bare_plan, list_warnings
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import PipelineConfig
 from .plan_file import GIVEN, Plan, ProfileReference
@@ -17,7 +18,6 @@ from .problem import Problem
 from .scoring import assemble, fastest, possible
 from .search.branch_and_bound import SearchResult
 from .search.pipelines import stage_modes
-from .solve import bare_plan, list_warnings
 from .universal_bound import universal_bound
 
 

@@ -295,10 +295,10 @@ def _tightest(space: Space, config: PipelineConfig, stages: int, replicas: int) 
     if replicas > config.micro_batch_size or not space.fits_someone(config.micro_batch_size, replicas):
         return None
     schedule = schedule_named(config.schedule)
-    team = space.team(config.micro_batch_size, range(replicas))
+    group = space.replica_group(config.micro_batch_size, range(replicas))
     mode = stage_modes(config)[-1]
     in_flight = [schedule.in_flight(stage, stages, config.micro_batches) for stage in range(stages)]
-    needs = {count: np.where(space.usable, team.bytes(count, mode), np.inf) for count in set(in_flight)}
+    needs = {count: np.where(space.usable, group.bytes(count, mode), np.inf) for count in set(in_flight)}
     try:
         ends = balance_table(lambda stage: needs[in_flight[stage]], stages)
     except InfeasibleError:
@@ -306,8 +306,8 @@ def _tightest(space: Space, config: PipelineConfig, stages: int, replicas: int) 
     starts = [0, *ends[:-1]]
     excess = [float(needs[in_flight[s]][starts[s], ends[s]]) for s in range(stages)]
     stage = int(np.argmax(excess))
-    ledger = _ledger(team, starts[stage], ends[stage], in_flight[stage], mode)
-    limit = team.limit if np.isfinite(team.limit) else 0
+    ledger = _ledger(group, starts[stage], ends[stage], in_flight[stage], mode)
+    limit = group.limit if np.isfinite(group.limit) else 0
     return Tightest(
         config,
         mode,
@@ -323,6 +323,8 @@ def _tightest(space: Space, config: PipelineConfig, stages: int, replicas: int) 
 
 
 def _ledger(
-    team: ReplicaGroupCosts, start: int, end: int, in_flight: float, mode: Recompute
+    group: ReplicaGroupCosts, start: int, end: int, in_flight: float, mode: Recompute
 ) -> dict[str, int]:
-    return team.table.stage_ledger(start, end, in_flight, mode, team.optimizer, team.replicas, **team.ledger)
+    return group.table.stage_ledger(
+        start, end, in_flight, mode, group.optimizer, group.replicas, **group.ledger
+    )

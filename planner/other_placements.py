@@ -88,7 +88,7 @@ def _assignments(space: Space, proposal: Proposal, limit: float) -> Iterator[Sha
     """Devices for the stages of a plan."""
     topology = space.topology
     if topology.gpus <= FEW:
-        leaves = _Possible(narrow_space(space, proposal.ends), proposal, limit)
+        leaves = _Feasibility(narrow_space(space, proposal.ends), proposal, limit)
         yield from _all_assignments(topology, proposal.replicas, leaves if leaves.is_judged else None)
     else:
         for order in _orders(topology):
@@ -97,7 +97,7 @@ def _assignments(space: Space, proposal: Proposal, limit: float) -> Iterator[Sha
 
 
 @dataclass(frozen=True)
-class _Possible:
+class _Feasibility:
     """Whether the stages of a plan can be on some devices, in a step of less than `limit` seconds."""
 
     space: Space
@@ -115,16 +115,16 @@ class _Possible:
         stage, config = len(shape) - 1, self.proposal.config
         schedule, stages = schedule_named(config.schedule), len(self.proposal.ends)
         in_flight = schedule.in_flight(stage, stages, config.micro_batches)
-        team = self.space.team(config.micro_batch_size, shape[-1])
-        if cheapest_mode(team, config, stage, stage + 1, in_flight) is None:
+        group = self.space.replica_group(config.micro_batch_size, shape[-1])
+        if cheapest_mode(group, config, stage, stage + 1, in_flight) is None:
             return False
         before = sum(self._once(number, own) for number, own in enumerate(shape[:-1]))
         return before + config.micro_batches * self._once(stage, shape[-1]) < self.limit
 
     def _once(self, stage: int, devices: Sequence[int]) -> float:
         """Seconds of one micro-batch, forward and backward."""
-        team = self.space.team(self.proposal.config.micro_batch_size, devices)
-        return float(team.forward[stage, stage + 1] + team.backward[stage, stage + 1])
+        group = self.space.replica_group(self.proposal.config.micro_batch_size, devices)
+        return float(group.forward[stage, stage + 1] + group.backward[stage, stage + 1])
 
 
 def _all_assignments(

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.errors import UsageError
-from ..cost_models.options import declared
+from ..cost_models.option_fields import declared
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from ..cost_models.runtime import RUNTIMES
 from ..cost_models.schedules import SCHEDULES

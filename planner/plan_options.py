@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import OPTIMIZERS
-from ..cost_models.options import Options, option
+from ..cost_models.option_fields import Options, option
 from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, known_word
 from ..cost_models.runtime import RUNTIMES, runtime_named
 from ..cost_models.schedules import SCHEDULES
@@ -221,7 +221,7 @@ class PlanOptions(Options):
 
 
 @dataclass(frozen=True)
-class Limits:
+class CutLimits:
     """`must_cut`: layers after which a stage ends; `pins`: (layer, its stage). All 0-based."""
 
     must_cut: tuple[int, ...] = ()

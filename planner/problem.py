@@ -15,7 +15,7 @@ from ..cost_models.runtime import Runtime, runtime_named
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .candidate import Proposal
-from .constrained import limit_cuts
+from .cut_limits import limit_cuts
 from .pipeline_config import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, PipelineConfig, pipeline_configs, some
 from .plan_options import PlanOptions
 from .search.budget import SearchBudget

@@ -19,15 +19,15 @@ from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import SEARCHED
-from .search import gpipe, one_f_one_b
+from .search import bounds_1f1b, bounds_gpipe
 from .search.budget import SearchBudget
 from .search.pipelines import Pipelines, build_pipelines, choose_modes, stage_modes
 from .search.space import Space, divide_batch, narrow_space
 from .stage_table import Floats
 
 WHOLE_BOUNDS: dict[str, Callable[[Pipelines], Floats]] = {
-    "1f1b": one_f_one_b.whole_bound,
-    "gpipe": gpipe.whole_bound,
+    "1f1b": bounds_1f1b.whole_bound,
+    "gpipe": bounds_gpipe.whole_bound,
 }
 MOST_SCORED, MOST_TRIED = 6, 60
 """Of the pipelines of a long chain that one planner proposes: those that fit, and those that may not."""

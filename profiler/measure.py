@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,13 +26,13 @@ from .passes.modes import Modes
 from .profile_cache import ProfileCache, Request
 from .profile_file import Interrupted, Profile
 from .segmented_sweep import SegmentedSweep
-from .size_result import SizeResult
-from .size_run import host_note, release
+from .size_run import release
+from .size_sweep import Progress, SizeSweep, host_note
 from .structure import count_structure
-from .sweep import Progress, Sweep
 from .user_model.failures import DoesNotFit
 from .user_model.loaded_model import LoadedModel
 from .user_model.seeding import check_seed, seeded
+from .whole_sweep import WholeSweep
 
 
 @dataclass(frozen=True)
@@ -166,47 +166,35 @@ def _in_one(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
     subject = build_target(loaded, setup, effort.smallest)
     _check_fits(subject, effort.smallest, effort.memory_bytes)
 
-    def measure(journal: Journal | None) -> Profile:
-        sweep = Sweep(
-            subject,
-            effort.sizes,
-            effort.budget_seconds,
-            effort.rounds,
-            effort.progress,
-            parts=effort.parts,
-            memory_bytes=effort.memory_bytes,
-            journal=journal,
-        )
-        sweep.measure()
-        results = [SizeResult.of_run(run) for run in sweep.runs]
-        profile = build_profile(subject, results, sweep.unmeasured, [*_notes(sweep), *_continued(journal)])
-        if sweep.interrupted:
-            raise Interrupted(profile)
-        return profile
-
-    return effort.keeper.profile(subject, effort.request, measure)
+    sweep = partial(WholeSweep, parts=effort.parts, memory_bytes=effort.memory_bytes)
+    return _sweep_profile(subject, effort, sweep)
 
 
 def _in_segments(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
     """With only a part of the weights on the device at a time. There is no journal of it."""
     subject = build_target(loaded, setup, effort.smallest, host=True)
     free = partial(_free_bytes, setup.device, effort.memory_bytes)
-    sweep = SegmentedSweep(subject, effort.sizes, effort.budget_seconds, free, effort.rounds, effort.progress)
+    return _sweep_profile(subject, effort, partial(SegmentedSweep, free_bytes=free), way="-segments")
 
-    def finished(more: Sequence[str] = ()) -> Profile:
-        notes = [*sweep.notes, *_left_notes(sweep), *more]
-        return build_profile(subject, sweep.results, sweep.unmeasured, notes)
 
-    def measure(_: Journal | None) -> Profile:
-        try:
-            sweep.measure()
-        except KeyboardInterrupt:
-            if not sweep.results:
-                raise
-            raise Interrupted(finished(["interrupted: larger micro-batch sizes were not measured"])) from None
-        return finished()
+def _sweep_profile(
+    subject: MeasurementTarget, effort: Effort, kind: Callable[..., SizeSweep[Any]], way: str = ""
+) -> Profile:
+    """From the cache, or measured. Raises Interrupted."""
 
-    return effort.keeper.profile(subject, effort.request, measure, way="-segments")
+    def measure(journal: Journal | None) -> Profile:
+        limits = (effort.sizes, effort.budget_seconds, effort.rounds, effort.progress)
+        sweep = kind(subject, *limits, journal)
+        sweep.measure()
+        results = sweep.results
+        host = [note for note in map(host_note, results) if note]
+        notes = [*sweep.notes, *host, *_left_notes(sweep), *_continued(journal)]
+        profile = build_profile(subject, results, sweep.unmeasured, notes)
+        if sweep.interrupted:
+            raise Interrupted(profile)
+        return profile
+
+    return effort.keeper.profile(subject, effort.request, measure, way=way)
 
 
 def _check_fits(subject: MeasurementTarget, size: int, memory_bytes: int | None) -> None:
@@ -214,7 +202,7 @@ def _check_fits(subject: MeasurementTarget, size: int, memory_bytes: int | None)
     if memory_bytes is None:
         return
     try:
-        segments = SegmentedSweep(subject, (size,), 0.0, lambda: memory_bytes).segments(size)
+        segments = SegmentedSweep(subject, (size,), 0.0, free_bytes=lambda: memory_bytes).segments(size)
     except ModelError:
         # The sweep says of it what there is to say.
         return
@@ -254,11 +242,6 @@ def _on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _notes(sweep: Sweep) -> list[str]:
-    notes = [*sweep.notes, *(note for note in map(host_note, sweep.runs) if note)]
-    return [*notes, *_left_notes(sweep)]
-
-
 def _continued(journal: Journal | None) -> list[str]:
     """What to say of a profile in several sittings."""
     if journal is None or not journal.passes:
@@ -266,7 +249,7 @@ def _continued(journal: Journal | None) -> list[str]:
     return [f"continued: {journal.passes} of its passes are those of an interrupted run"]
 
 
-def _left_notes(sweep: Sweep | SegmentedSweep) -> list[str]:
+def _left_notes(sweep: SizeSweep[Any]) -> list[str]:
     was = "was not" if sweep.sizes is None else "was asked for and not"
     return [
         f"micro-batch size {left.micro_batch_size} {was} measured ({left.reason}): {left.detail}"

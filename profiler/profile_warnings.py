@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..cost_models.machines.measured_on import gpus_with_the_seconds
 from ..cost_models.machines.presets import is_gpu, same_device
+from ..cost_models.machines.processor_seconds import gpus_with_the_seconds
 from ..cost_models.machines.topology_options import ProfiledDevice
 from ..cost_models.topology import Topology
 from .profile_file import Profile, WholeMeasurement

@@ -327,17 +327,6 @@ class SizeRun:
         return workspace.loss(self.saved.saved_bytes, self.saved.loss_saved_bytes)
 
 
-def host_note(run: SizeRun) -> str | None:
-    """What to say of a size at which the device waits for the host."""
-    bound = run.rounds.host_bound()
-    if bound is None:
-        return None
-    host, device = (
-        f"{seconds * 1e3:.2g} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms" for seconds in bound
-    )
-    return f"micro-batch size {run.size} is bound by the host: {host} to launch, {device} on the device"
-
-
 class _Announcing:
     """Passes everything on to another watcher, and says before each layer which it is."""
 

@@ -181,7 +181,7 @@ def test_planner_and_cost_models_need_no_torch(without_torch: dict[str, str]) ->
     ran = subprocess.run(imports, env=without_torch, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-1000:]
     assert int(ran.stdout) > 100
-    chosen = ["-m", "not slow", "tests/planner/test_solve.py", "tests/planner/test_simulated.py"]
+    chosen = ["-m", "not slow", "tests/planner/test_build_plan.py", "tests/planner/test_plan_simulation.py"]
     ran = subprocess.run(
         [
             sys.executable,

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
+from pplan.planner.build_plan import build_problem, solve
 from pplan.planner.candidate import ScoredPlan
 from pplan.planner.joint_search import plan_with
 from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.objective import COST, MEMORY, THROUGHPUT
-from pplan.planner.objectives.solved import solve_for
+from pplan.planner.objectives.solve_objective import solve_for
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
-from pplan.planner.solve import build_problem, solve
 
 from . import aims, explained, frontiers, terms
 from .alone import made_up_runtimes, port_seconds

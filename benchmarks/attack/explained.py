@@ -8,7 +8,7 @@ from math import inf
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.topology import Topology
-from pplan.planner.explanation.explain import Explanation, explain
+from pplan.planner.explanation.explanation import Explanation, explain
 from pplan.planner.plan_file import Plan
 from pplan.planner.problem import Problem
 

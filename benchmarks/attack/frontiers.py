@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
-from pplan.planner.objectives.frontier_file import Frontier
+from pplan.planner.objectives.frontier import Frontier
 from pplan.planner.plan_file import ProfileReference
 from pplan.planner.problem import Problem
 

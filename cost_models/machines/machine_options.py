@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from .. import arguments
-from ..options import Options, option
+from ..option_fields import Options, option
 from .catalogue import MACHINES
 from .presets import PRESETS
 

@@ -34,7 +34,7 @@ _EXAMPLE = 'Write lines such as: name = "My GPU", memory = "48GiB", bandwidth = 
 Peak = Annotated[float, Field(ge=1e6, le=1e20)]
 
 
-class _Keys(BaseModel):
+class _RooflineKeys(BaseModel):
     """What may stand in the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -84,13 +84,13 @@ def _finite(rate: float, given: str, source: str) -> Figure:
     return Figure(rate, source)
 
 
-def _read_keys(path: Path) -> _Keys:
+def _read_keys(path: Path) -> _RooflineKeys:
     try:
         content = tomllib.loads(read_text(path, "roofline"))
     except (ValueError, RecursionError) as error:  # ValueError: not TOML, or a number that is too long
         raise FileError(f"{path}: not a TOML file: {error}", _EXAMPLE) from error
     try:
-        return _Keys.model_validate(content)
+        return _RooflineKeys.model_validate(content)
     except ValidationError as error:
         raise _refusal(path, content, error) from error
 
@@ -101,7 +101,8 @@ def _refusal(path: Path, content: dict[str, Any], error: ValidationError) -> Fil
     if first["type"] == "missing":
         return FileError(f"{path}: the key {key!r} is missing", _EXAMPLE)
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, _Keys.model_fields, n=1)
+        near = difflib.get_close_matches(key, _RooflineKeys.model_fields, n=1)
         guess = f"Did you mean {near[0]}? " if near else ""
-        return FileError(f"{path}: unknown key {key!r}", f"{guess}Keys: {', '.join(_Keys.model_fields)}.")
+        known = ", ".join(_RooflineKeys.model_fields)
+        return FileError(f"{path}: unknown key {key!r}", f"{guess}Keys: {known}.")
     return FileError(f"{path}: {key}: {first['msg']}, the value is {content[key]!r}", _EXAMPLE)

@@ -53,13 +53,13 @@ Count = Annotated[int, Field(ge=1)]
 PerLevel = Annotated[list[str], Field(min_length=1, max_length=2)]
 
 
-class _Keys(BaseModel):
+class _StrictKeys(BaseModel):
     """What may stand in a table of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class _DeviceKeys(_Keys):
+class _DeviceKeys(_StrictKeys):
     """A [[device]]."""
 
     gpu: str | None = None
@@ -70,7 +70,7 @@ class _DeviceKeys(_Keys):
     profile: str | None = None
 
 
-class _LevelKeys(_Keys):
+class _LevelKeys(_StrictKeys):
     """A [[level]]."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -82,7 +82,7 @@ class _LevelKeys(_Keys):
     devices_per_port: Count | None = None
 
 
-class _FileKeys(_Keys):
+class _FileKeys(_StrictKeys):
     """The file."""
 
     gpu: str | None = None
@@ -262,7 +262,7 @@ def _read_keys(text: str, path: Path) -> _FileKeys:
 
 
 _EXAMPLE = 'Write lines such as: gpu = "a100-40gb", or bandwidth = ["300GB/s", "25GB/s"].'
-_TABLES: dict[str, tuple[type[_Keys], str]] = {
+_TABLES: dict[str, tuple[type[_StrictKeys], str]] = {
     "device": (_DeviceKeys, 'Write lines such as: [[device]], gpu = "a100-40gb", count = 8, speed = 1.0.'),
     "level": (_LevelKeys, 'Write lines such as: [[level]], name = "node", size = 8, bandwidth = "300GB/s".'),
 }

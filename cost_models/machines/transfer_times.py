@@ -12,7 +12,7 @@ SIZES = (10**6, 10**9)
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TransferTime:
     """One transfer between two devices that only `level` joins."""
 
     level: str
@@ -21,7 +21,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduceTime:
     """An all-reduce over the first `gpus` devices by every algorithm that can, and the `best` of them."""
 
     over: str
@@ -31,16 +31,16 @@ class AllReduce:
     seconds: dict[str, float]
 
 
-def transfers(topology: Topology) -> list[Transfer]:
+def transfers(topology: Topology) -> list[TransferTime]:
     """Of both sizes, at every level from the inside, also where the devices do not reach it."""
     return [
-        Transfer(level.name, size, float(level.link.seconds(float(size))))
+        TransferTime(level.name, size, float(level.link.seconds(float(size))))
         for level in topology.levels
         for size in SIZES
     ]
 
 
-def all_reduces(topology: Topology) -> list[AllReduce]:
+def all_reduces(topology: Topology) -> list[AllReduceTime]:
     """Of both sizes, over a node and over all devices where these are more; none for one device."""
     node = min(topology.gpus_per_node, topology.gpus)
     groups = {f"a node ({node} GPUs)": node, f"all {topology.gpus} GPUs": topology.gpus}
@@ -51,11 +51,11 @@ def all_reduces(topology: Topology) -> list[AllReduce]:
     ]
 
 
-def _all_reduce(topology: Topology, over: str, gpus: int, size: int) -> AllReduce:
+def _all_reduce(topology: Topology, over: str, gpus: int, size: int) -> AllReduceTime:
     ways: list[Algorithm] = ["ring", "tree"]
     if is_even(topology, range(gpus)):
         ways.append("hierarchical")
     seconds: dict[str, float] = {
         way: float(all_reduce_seconds(topology, range(gpus), float(size), way)) for way in ways
     }
-    return AllReduce(over, gpus, size, best_algorithm(topology, range(gpus), float(size)), seconds)
+    return AllReduceTime(over, gpus, size, best_algorithm(topology, range(gpus), float(size)), seconds)

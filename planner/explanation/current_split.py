@@ -11,6 +11,7 @@ from ...cost_models.errors import UsageError
 from ...cost_models.quantities import counted
 from ...cost_models.simulator.costs import Array
 from ...cost_models.simulator.result import Timeline
+from ..build_plan import list_warnings
 from ..candidate import ScoredPlan
 from ..fixed_partition import FixedPartition, plan_partition
 from ..pipeline_config import SEARCHED
@@ -19,11 +20,10 @@ from ..plan_stages import bubble, plan_stages
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.subproblem import Family
-from ..solve import list_warnings
 from .explain_context import ExplainContext, score_plan, simulate_candidate
-from .limits import Busiest, find_busiest
 from .plan_summary import PlanSummary, summarize
 from .resolve import SECONDS, search_near
+from .step_limits import Busiest, find_busiest
 
 
 @dataclass(frozen=True)

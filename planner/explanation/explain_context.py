@@ -18,9 +18,9 @@ from ..layout import Layout, Overrides
 from ..pipeline_config import Mode, PipelineConfig
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
+from ..plan_simulation import of_same_layers
 from ..problem import Problem
 from ..scoring import assemble, fastest
-from ..simulated import of_same_layers
 
 
 @dataclass(frozen=True)

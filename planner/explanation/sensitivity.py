@@ -58,7 +58,7 @@ Varied = Callable[[float], Problem]
 
 
 @dataclass(frozen=True)
-class _Range:
+class _Variation:
     """What is varied, how far, and whether all plans become faster with a larger factor."""
 
     what: str
@@ -72,7 +72,7 @@ def sensitivities(question: ExplainContext, seeds: Sequence[ScoredPlan], busiest
     that stage."""
     first, end = _heaviest(question, busiest)
     name = f"seconds of the layers of stage {busiest}"
-    layers = _Range(
+    layers = _Variation(
         name, WIDEST_SECONDS, False, lambda f: with_slower_layers(question.problem, first, end, f)
     )
     own = _reach(question, seeds, layers)
@@ -82,17 +82,17 @@ def sensitivities(question: ExplainContext, seeds: Sequence[ScoredPlan], busiest
     ]
 
 
-def _links(problem: Problem) -> Iterator[_Range]:
+def _links(problem: Problem) -> Iterator[_Variation]:
     topology, widest = problem.topology, WIDEST_BANDWIDTH
     if problem.gpus > 1:
-        yield _Range(
+        yield _Variation(
             "bandwidth of all links",
             widest,
             True,
             lambda f: with_topology(problem, with_bandwidth(topology, f)),
         )
     if problem.gpus > topology.gpus_per_node > 1:
-        yield _Range(
+        yield _Variation(
             "bandwidth between nodes",
             widest,
             True,
@@ -107,8 +107,8 @@ def _heaviest(question: ExplainContext, stage: int) -> tuple[int, int]:
     return question.present.proposal.bounds[part]
 
 
-def _reach(question: ExplainContext, seeds: Sequence[ScoredPlan], range: _Range) -> Sensitivity:
-    contest = _Contest(question.present, range.varied, range.faster_above, list(seeds))
+def _reach(question: ExplainContext, seeds: Sequence[ScoredPlan], range: _Variation) -> Sensitivity:
+    contest = _Rivalry(question.present, range.varied, range.faster_above, list(seeds))
     widest = range.widest
     return Sensitivity(
         what=range.what,
@@ -120,7 +120,7 @@ def _reach(question: ExplainContext, seeds: Sequence[ScoredPlan], range: _Range)
 
 
 @dataclass
-class _Contest:
+class _Rivalry:
     """The plan against its rivals, as something varies: all plans become faster with a larger factor
     (`faster_above`), or slower. Problems are kept, with their tables of stages."""
 

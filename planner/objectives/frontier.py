@@ -1,4 +1,5 @@
-"""The Pareto frontier of step time against peak memory, by epsilon-constraint.
+"""The Pareto frontier of step time against peak memory, by epsilon-constraint, and its file
+(`NAME.frontier.json`).
 
 The fastest plan comes first; then again and again the fastest one that needs less memory than the last, until
 nothing fits (Haimes, Lasdon and Wismer, "On a bicriterion formulation of the problems of integrated system
@@ -9,19 +10,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
+from pydantic import Field
+
+from ...cost_models.document import Document, MadeBy, Record
 from ...cost_models.errors import UsageError
+from ..build_plan import list_warnings
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
 from ..joint_search import BEST, find
-from ..plan_file import TIE, ProfileReference
+from ..plan_file import TIE, Bytes, Plan, ProfileReference, StepSeconds
 from ..problem import Problem
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
-from ..solve import list_warnings
-from .frontier_file import Frontier, Point
 from .objective_result import peak_bytes, search_again, within
-from .solved import plan_alone
+from .solve_objective import plan_alone
+
+
+class Point(Record):
+    """A plan of the frontier. `memory_bytes`: of the device that needs most. `exact`: no plan that needs no
+    more is faster."""
+
+    step_seconds: StepSeconds
+    memory_bytes: Bytes
+    exact: bool
+    plan: Plan
+
+
+class Frontier(Document):
+    """The frontier of step time against memory, the fastest plan first. `complete`: the last point is the
+    smallest plan there is, as far as the searches were exact; `memory_step` the share by which the memory of
+    one point lies below that of the point before, at least."""
+
+    kind: ClassVar[str] = "frontier"
+
+    model: str
+    points: Annotated[list[Point], Field(min_length=1)]
+    complete: bool
+    memory_step: Annotated[float, Field(ge=0, lt=1)]
+    warnings: list[str] = []
+    """What may make the figures wrong, of all points."""
+    made_by: MadeBy = MadeBy()
+
 
 POINTS = 24
 MEMORY_STEP = 0.02

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 
 from ...cost_models import arguments
 from ...cost_models.errors import UsageError
-from ...cost_models.options import Options, option
+from ...cost_models.option_fields import Options, option
 from ...cost_models.topology import Topology
 
 STEP_TIME, THROUGHPUT, MEMORY, COST = "step-time", "throughput", "memory", "cost"

@@ -51,13 +51,13 @@ Bools = npt.NDArray[np.bool_]
 class _Group:
     """Runs of devices whose stages cost the same, and where in the order they begin."""
 
-    team: ReplicaGroupCosts
+    costs: ReplicaGroupCosts
     positions: Indices
 
     @property
     def replicas(self) -> int:
         """Devices of a run."""
-        return self.team.replicas
+        return self.costs.replicas
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +122,9 @@ class SteadySearch:
             if count > min(self.devices, size) or not self.space.fits_someone(size, count):
                 continue
             for position in range(self.devices - count + 1):
-                team = self.space.team(size, self._run(position, count))
-                made.setdefault(id(team), (team, []))[1].append(position)
-        return tuple(_Group(team, np.array(where)) for team, where in made.values())
+                costs = self.space.replica_group(size, self._run(position, count))
+                made.setdefault(id(costs), (costs, []))[1].append(position)
+        return tuple(_Group(costs, np.array(where)) for costs, where in made.values())
 
     def _run(self, position: int, count: int) -> tuple[int, ...]:
         return self.placement.ranks[position : position + count]
@@ -161,9 +161,9 @@ class SteadySearch:
     @cached_property
     def _endless(self) -> float:
         """Seconds that any pipeline reaches."""
-        work = sum(float(np.max(2 * group.team.forward + group.team.backward)) for group in self.groups)
+        work = sum(float(np.max(2 * group.costs.forward + group.costs.backward)) for group in self.groups)
         reduced = max(float(own.max()) for own in self._reduced)
-        sent = max(float(group.team.table.crossing.max()) for group in self.groups)
+        sent = max(float(group.costs.table.crossing.max()) for group in self.groups)
         routes = np.concatenate([latency + sent * each for latency, each in self._routes.values()])
         return 2 * (work + reduced + float(routes[np.isfinite(routes)].max(initial=0.0))) * self.devices + 1.0
 
@@ -219,7 +219,7 @@ class SteadySearch:
     @cached_property
     def _crossing(self) -> dict[int, Floats]:
         """By replicas, (cut points,): bytes of each replica's share that cross a cut."""
-        return {group.replicas: group.team.table.crossing for group in self.groups}
+        return {group.replicas: group.costs.table.crossing for group in self.groups}
 
     @cached_property
     def _group_at(self) -> dict[tuple[int, int], int]:
@@ -285,14 +285,14 @@ class SteadySearch:
     def _work(self, index: int, k: int) -> tuple[Floats, Bools]:
         """(cut points, cut points): f + b of the k-th stage from the end, and whether it recomputes."""
         if (index, k) not in self._works:
-            group, team = self.groups[index], self.groups[index].team
+            group, costs = self.groups[index], self.groups[index].costs
             seconds, recompute = (
-                np.full(team.forward.shape, inf),
-                np.zeros(team.forward.shape, dtype=np.bool_),
+                np.full(costs.forward.shape, inf),
+                np.zeros(costs.forward.shape, dtype=np.bool_),
             )
             for mode in reversed(stage_modes(self.config)):
-                fits = self.space.usable & (self._bytes(group, k, mode) <= team.limit * (1 + 1e-12))
-                own = team.forward * (1 + (mode != "never")) + team.backward
+                fits = self.space.usable & (self._bytes(group, k, mode) <= costs.limit * (1 + 1e-12))
+                own = costs.forward * (1 + (mode != "never")) + costs.backward
                 seconds, recompute = np.where(fits, own, seconds), np.where(fits, mode != "never", recompute)
             self._works[index, k] = seconds, recompute
         return self._works[index, k]
@@ -306,11 +306,11 @@ class SteadySearch:
 
     def _bytes(self, group: _Group, k: int, mode: Recompute) -> Floats:
         """What every stage needs as the k-th from the end, whose pipeline is as long."""
-        if group.team.limit == inf:
-            return np.zeros(group.team.forward.shape)
+        if group.costs.limit == inf:
+            return np.zeros(group.costs.forward.shape)
         schedule = schedule_named(self.config.schedule)
-        options: LedgerOptions = {**group.team.ledger, "weight_versions": schedule.weight_versions(0, k, k)}
-        return group.team.table.memory(
+        options: LedgerOptions = {**group.costs.ledger, "weight_versions": schedule.weight_versions(0, k, k)}
+        return group.costs.table.memory(
             schedule.in_flight(0, k, k), mode, self.space.optimizer, group.replicas, **options
         )
 
@@ -320,7 +320,7 @@ class SteadySearch:
         made = []
         for group in self.groups:
             ranks = self._run(int(group.positions[0]), group.replicas)
-            whole = reduced_seconds(self.space, ranks, np.asarray(group.team.table.stage_bytes.trainable))
+            whole = reduced_seconds(self.space, ranks, np.asarray(group.costs.table.stage_bytes.trainable))
             made.append(whole / self.config.micro_batches)
         return made
 
@@ -338,17 +338,17 @@ def pace(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> float:
 
 def _terms(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Iterator[float]:
     config, cut_points = proposal.config, list(space.table(space.chain.sizes[0]).cut_points)
-    teams = [space.team(config.micro_batch_size, own) for own in proposal.devices]
+    groups = [space.replica_group(config.micro_batch_size, own) for own in proposal.devices]
     work, cuts = [], []
-    for stage, (team, (first, end)) in enumerate(zip(teams, proposal.bounds, strict=True)):
+    for stage, (costs, (first, end)) in enumerate(zip(groups, proposal.bounds, strict=True)):
         at = cut_points.index(first), cut_points.index(end)
-        recompute = team.forward[at] if modes[stage] != "never" else 0.0
-        work.append(float(team.forward[at] + team.backward[at] + recompute))
-        trainable = np.asarray(np.asarray(team.table.stage_bytes.trainable)[at], dtype=np.float64)
+        recompute = costs.forward[at] if modes[stage] != "never" else 0.0
+        work.append(float(costs.forward[at] + costs.backward[at] + recompute))
+        trainable = np.asarray(np.asarray(costs.table.stage_bytes.trainable)[at], dtype=np.float64)
         yield float(reduced_seconds(space, proposal.devices[stage], trainable)) / config.micro_batches
-        if stage + 1 < len(teams):
+        if stage + 1 < len(groups):
             latency, each = space.pace(*proposal.devices[stage : stage + 2])
-            occupancy = each * max(float(own.table.crossing[at[1]]) for own in teams[stage : stage + 2])
+            occupancy = each * max(float(own.table.crossing[at[1]]) for own in groups[stage : stage + 2])
             yield occupancy
             cuts.append(occupancy + latency)
     for s in range(len(work)):

@@ -18,8 +18,8 @@ from ..candidate import Proposal, ScoredPlan
 from ..joint_search import BEST, find
 from ..pipeline_config import Mode, PipelineConfig
 from ..plan_file import TIE
-from ..planners.pipedream import plan_asynchronous
-from ..planners.replicated import thin
+from ..planners.pipedream_planner import plan_asynchronous
+from ..planners.replica_groups import thin
 from ..problem import Problem
 from ..search.branch_and_bound import SearchResult
 from ..search.budget import OutOfTime

@@ -7,13 +7,13 @@ import difflib
 from ...cost_models.errors import UsageError
 from . import (
     alpa,
-    dapple,
+    dapple_planner,
     deepspeed_partition,
-    interleaved,
-    pipedream,
+    interleaved_planner,
+    megatron,
+    pipedream_planner,
     rules,
     torchgpipe_balance,
-    transformer_blocks,
 )
 from .base import Planner
 
@@ -26,11 +26,11 @@ _ALL: tuple[Planner, ...] = (
     torchgpipe_balance.BY_TIME,
     torchgpipe_balance.BY_SIZE,
     rules.GPIPE,
-    transformer_blocks.MEGATRON,
-    interleaved.PLANNER,
-    pipedream.PLANNER,
-    pipedream.PUBLISHED_PLANNER,
-    dapple.PLANNER,
+    megatron.MEGATRON,
+    interleaved_planner.PLANNER,
+    pipedream_planner.PLANNER,
+    pipedream_planner.PUBLISHED_PLANNER,
+    dapple_planner.PLANNER,
     alpa.PLANNER,
 )
 

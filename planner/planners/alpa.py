@@ -23,7 +23,15 @@ from ...cost_models.collectives import all_reduce_seconds
 from ..candidate import Proposal
 from ..search.space import Space
 from ..stage_table import Floats
-from .replicated import TeamCosts, Trial, cost_replicas, count_replicas, group_devices, thin, trials
+from .replica_groups import (
+    MicroBatchChoice,
+    ReplicaWork,
+    cost_replicas,
+    count_replicas,
+    group_devices,
+    micro_batch_choices,
+    thin,
+)
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -58,16 +66,16 @@ class Alpa:
         space, gpus = thin(problem.space, BLOCKS), problem.reached
         coarse, most = thin(space, GLANCE), problem.stage_counts[-1]
         glances = [
-            (glance.cost_seconds, trial)
-            for trial in trials(problem.configs)
-            if (glance := plan(coarse, trial, gpus, most)) is not None
+            (glance.cost_seconds, choice)
+            for choice in micro_batch_choices(problem.configs)
+            if (glance := plan(coarse, choice, gpus, most)) is not None
         ]
         cut_points = space.table(space.chain.sizes[0]).cut_points
-        for _, trial in sorted(glances, key=lambda glance: glance[0])[:PROMISING]:
-            found = plan(space, trial, gpus, most)
+        for _, choice in sorted(glances, key=lambda glance: glance[0])[:PROMISING]:
+            found = plan(space, choice, gpus, most)
             if found is not None:
                 ends = tuple(cut_points[end] for end in found.ends)
-                yield Proposal(trial.config(found.recomputes), ends, place_submeshes(found.replicas))
+                yield Proposal(choice.config(found.recomputes), ends, place_submeshes(found.replicas))
 
 
 PLANNER = Alpa()
@@ -96,7 +104,12 @@ def place_submeshes(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def plan(
-    space: Space, trial: Trial, gpus: int, most_stages: int | None = None, *, steps: int | None = STEPS
+    space: Space,
+    choice: MicroBatchChoice,
+    gpus: int,
+    most_stages: int | None = None,
+    *,
+    steps: int | None = STEPS,
 ) -> AlpaPlan | None:
     """The cheapest plan for one micro-batch size on the first `gpus` devices, of so many stages at most; None
     where none fits. More devices than `MOST_GROUPS` stay together in groups, which need replicas.
@@ -109,7 +122,7 @@ def plan(
     rule = count_replicas(space)
     choices = {"any": [sizes], "none": [[1]], "equal": [[size] for size in sizes]}[rule]
     most = min(gpus // each, most_stages or gpus)
-    found = [_Enumeration(space, trial, gpus // each, each, own, most).best(steps) for own in choices]
+    found = [_Enumeration(space, choice, gpus // each, each, own, most).best(steps) for own in choices]
     return min((p for p in found if p is not None), key=lambda p: p.cost_seconds, default=None)
 
 
@@ -118,27 +131,27 @@ class _Enumeration:
     """The plans of at most so many stages on `groups` groups of `each` devices, on submeshes of `sizes`."""
 
     space: Space
-    trial: Trial
+    choice: MicroBatchChoice
     groups: int
     each: int
     sizes: Sequence[int]
     most_stages: int
 
     @cached_property
-    def teams(self) -> dict[int, TeamCosts]:
+    def stage_work(self) -> dict[int, ReplicaWork]:
         """What stages cost, by size in groups; none has more devices than there are samples."""
         made = {}
         for size in self.sizes:
             if (
                 size % self.each == 0
-                and size <= self.trial.size
-                and self.space.fits_someone(self.trial.size, size)
+                and size <= self.choice.size
+                and self.space.fits_someone(self.choice.size, size)
             ):
                 self.space.budget.check()
-                team = self.space.team(self.trial.size, range(size))
-                gradients = self.space.gradients(np.asarray(team.table.stage_bytes.trainable))
+                group = self.space.replica_group(self.choice.size, range(size))
+                gradients = self.space.gradients(np.asarray(group.table.stage_bytes.trainable))
                 reduced = all_reduce_seconds(self.space.topology, range(size), gradients, "best")
-                made[size // self.each] = cost_replicas(self.space, team, self.trial.modes, reduced)
+                made[size // self.each] = cost_replicas(self.space, group, self.choice.modes, reduced)
         return made
 
     @cached_property
@@ -147,12 +160,12 @@ class _Enumeration:
         inf for what does not fit. They are the same from where no more micro-batches are in flight."""
         most = min(self.most_stages, self.cut_points - 1)
         made: dict[int, dict[int, Floats]] = {}
-        for in_flight in {self.trial.in_flight(to_last) for to_last in range(1, most + 1)}:
+        for in_flight in {self.choice.in_flight(to_last) for to_last in range(1, most + 1)}:
             made[in_flight] = {
-                size: team.work(in_flight) + team.all_reduce / self.trial.micro_batches
-                for size, team in self.teams.items()
+                size: work.work(in_flight) + work.all_reduce / self.choice.micro_batches
+                for size, work in self.stage_work.items()
             }
-        return [made[self.trial.in_flight(to_last)] for to_last in range(1, most + 1)]
+        return [made[self.choice.in_flight(to_last)] for to_last in range(1, most + 1)]
 
     @property
     def cut_points(self) -> int:
@@ -161,7 +174,7 @@ class _Enumeration:
 
     def best(self, steps: int | None) -> AlpaPlan | None:
         """The cheapest plan, over t_max ascending."""
-        if not self.teams:
+        if not self.stage_work:
             return None
         limits = self._limits()
         loosest = self._least_sum(np.inf)
@@ -173,7 +186,7 @@ class _Enumeration:
         for limit in _spaced(limits[first:], width):
             # With this slowest stage a plan costs at least the least sum of any, and at least M such stages.
             rest = max(least_sum, limit)
-            if (self.trial.micro_batches - 1) * limit + rest >= best.cost_seconds:
+            if (self.choice.micro_batches - 1) * limit + rest >= best.cost_seconds:
                 break
             found = self._least_sum(limit)
             if found is not None and found.plan.cost_seconds < best.cost_seconds:
@@ -185,7 +198,7 @@ class _Enumeration:
         limit."""
         found = self._least_sum(limit)
         other = best if found is None else found.plan
-        return min(best.cost_seconds, other.cost_seconds) / self.trial.micro_batches
+        return min(best.cost_seconds, other.cost_seconds) / self.choice.micro_batches
 
     def _limits(self) -> Floats:
         """Every t_max, ascending."""
@@ -242,12 +255,12 @@ class _Enumeration:
                     end = int(through.argmin())
                     best = min(best, (float(through[end]), size, end))
             _, size, end = best
-            recomputes |= bool(self.teams[size].never[place, end] < self.trial.in_flight(to_last))
+            recomputes |= bool(self.stage_work[size].never[place, end] < self.choice.in_flight(to_last))
             times.append(float(tables[size][place, end]))
             ends.append(end)
             replicas.append(size * self.each)
             place, groups = end, groups - size
-        cost = sum(times) + (self.trial.micro_batches - 1) * max(times)
+        cost = sum(times) + (self.choice.micro_batches - 1) * max(times)
         return _Found(AlpaPlan(tuple(ends), tuple(replicas), cost, recomputes), sum(times))
 
 

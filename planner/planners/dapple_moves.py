@@ -19,7 +19,14 @@ from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.routes import Routes
 from ..search.space import Space
 from ..stage_table import Floats
-from .replicated import MOST_GROUPS, TeamCosts, Trial, cost_replicas, count_replicas, group_devices
+from .replica_groups import (
+    MOST_GROUPS,
+    MicroBatchChoice,
+    ReplicaWork,
+    cost_replicas,
+    count_replicas,
+    group_devices,
+)
 
 Counts = tuple[int, ...]
 """By machine, a number of its devices."""
@@ -105,11 +112,11 @@ def split_machines(gpus: int, gpus_per_node: int, most_groups: int = MOST_GROUPS
 
 @dataclass(frozen=True)
 class _Move:
-    """The devices of a stage: the state after it, its ranks, and its team."""
+    """The devices of a stage: the state after it, its ranks, and the index of its costs."""
 
     state: int
     ranks: tuple[int, ...]
-    team: int
+    costs_index: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +128,7 @@ class Moves:
     """
 
     space: Space
-    trial: Trial
+    choice: MicroBatchChoice
     machines: Machines
     routes: Routes
     counts: tuple[int, ...] | None = None
@@ -130,12 +137,12 @@ class Moves:
     _from: dict[int, list[int]] = field(default_factory=dict)
     _rest: dict[int, int] = field(default_factory=dict)
     _made: list[_Move] = field(default_factory=list)
-    _teams: dict[int, int] = field(default_factory=dict)
+    _indices: dict[int, int] = field(default_factory=dict)
     _joints: dict[tuple[int, int], int] = field(default_factory=dict)
     _routes: list[tuple[float, float]] = field(default_factory=list)
     """By joint, seconds: its latency, and of each byte of the largest part of a replica."""
     _arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    costs: list[TeamCosts] = field(default_factory=list)
+    costs: list[ReplicaWork] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._state((0,) * len(self.machines.rooms))
@@ -160,9 +167,9 @@ class Moves:
         """The states after moves."""
         return self._column("state")[moves]
 
-    def teams(self, moves: Ints) -> Ints:
+    def costs_indices(self, moves: Ints) -> Ints:
         """The cut points of their costs in `costs`."""
-        return self._column("team")[moves]
+        return self._column("costs_index")[moves]
 
     def left(self, states: Ints) -> Ints:
         """Devices that are not taken, by state."""
@@ -179,7 +186,8 @@ class Moves:
         """Seconds of a micro-batch from a stage to the next, cut at a place. Arrays of one length."""
         crossing = self.table("crossing")
         bytes = np.maximum(
-            crossing[self.teams(senders), cut_points], crossing[self.teams(receivers), cut_points]
+            crossing[self.costs_indices(senders), cut_points],
+            crossing[self.costs_indices(receivers), cut_points],
         )
         if "routes" not in self._arrays or len(self._arrays["routes"]) < len(self._routes):
             self._arrays["routes"] = np.array(self._routes).reshape(-1, 2)
@@ -188,14 +196,15 @@ class Moves:
         return made
 
     def table(self, name: str) -> Floats:
-        """(teams, cut points, cut points): a table of every team met so far; `crossing` (teams, cut
+        """(groups, cut points, cut points): a table of every replica group so far; `crossing` (groups, cut
         points)."""
         if len(self._arrays.get(name, ())) < len(self.costs):
             self._arrays[name] = np.array([getattr(costs, name) for costs in self.costs])
         return self._arrays[name]
 
     def work(self, in_flight: int) -> Floats:
-        """(teams, cut points, cut points): forward and backward of stages with so many micro-batches held."""
+        """(groups, cut points, cut points): forward and backward of stages with so many micro-batches in
+        flight."""
         if len(self._arrays.get(f"work {in_flight}", ())) < len(self.costs):
             self._arrays[f"work {in_flight}"] = np.array([costs.work(in_flight) for costs in self.costs])
         return self._arrays[f"work {in_flight}"]
@@ -203,12 +212,12 @@ class Moves:
     @cached_property
     def least_work(self) -> Floats:
         """(cut points,): device seconds of a micro-batch from each place to the end, however it is shared."""
-        shared = range(1, min(self.trial.size, self.space.topology.gpus) + 1)
+        shared = range(1, min(self.choice.size, self.space.topology.gpus) + 1)
         least = np.full(self.cut_points - 1, np.inf)
         scale = min(device.seconds_scale for device in self.space.topology.kinds)
         for replicas in shared:
-            if self.space.fits_someone(self.trial.size, replicas):
-                table = self.space.table(-(-self.trial.size // replicas))
+            if self.space.fits_someone(self.choice.size, replicas):
+                table = self.space.table(-(-self.choice.size // replicas))
                 blocks = np.diagonal(table.forward + table.backward, 1)
                 least = np.minimum(least, replicas * blocks * scale)
         if any(device.profile is not None for device in self.space.topology.kinds):
@@ -235,12 +244,12 @@ class Moves:
 
     def _counts(self, left: int) -> list[int]:
         """How many groups the next stage may have, the most first: no more devices than samples."""
-        most = min(left, self.trial.size // self.machines.each)
+        most = min(left, self.choice.size // self.machines.each)
         own = range(1, most + 1) if self.counts is None else [c for c in self.counts if c <= most]
         return sorted((count for count in own if self._costed(count)), reverse=True)
 
     def _costed(self, count: int) -> bool:
-        return self.space.fits_someone(self.trial.size, count * self.machines.each)
+        return self.space.fits_someone(self.choice.size, count * self.machines.each)
 
     def _move(self, used: Counts, given: Counts) -> int:
         self.space.budget.check()
@@ -262,13 +271,13 @@ class Moves:
         return self._states[used]
 
     def _team(self, ranks: tuple[int, ...]) -> int:
-        team = self.space.team(self.trial.size, ranks)
-        if id(team) not in self._teams:
-            self._teams[id(team)] = len(self.costs)
-            gradients = self.space.gradients(np.asarray(team.table.stage_bytes.trainable))
+        group = self.space.replica_group(self.choice.size, ranks)
+        if id(group) not in self._indices:
+            self._indices[id(group)] = len(self.costs)
+            gradients = self.space.gradients(np.asarray(group.table.stage_bytes.trainable))
             reduced = all_reduce_seconds(self.space.topology, ranks, gradients, "best")
-            self.costs.append(cost_replicas(self.space, team, self.trial.modes, reduced))
-        return self._teams[id(team)]
+            self.costs.append(cost_replicas(self.space, group, self.choice.modes, reduced))
+        return self._indices[id(group)]
 
     def _column(self, name: str) -> Ints:
         """A figure of every move made so far."""

@@ -25,8 +25,8 @@ from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain
 from ..candidate import Proposal
 from .base import Ends, all_pipelines, allows, linear_configs, nearest_cuts
+from .megatron import repeated_blocks
 from .pattern import compiled, matching
-from .transformer_blocks import repeated_blocks
 
 if TYPE_CHECKING:
     from ..problem import Problem

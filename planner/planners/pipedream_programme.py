@@ -1,4 +1,4 @@
-"""PipeDream's recurrence, what it is asked and what it answers, and the tables that are filled of it.
+"""PipeDream's recurrence, and the tables that are filled of it.
 
 Narayanan et al., "PipeDream", SOSP 2019, section 3.1. Level k joins m_k components by links of bandwidth B_k;
 a component of the innermost level is a device, one of level k is all of level k-1. With C the seconds and W
@@ -17,115 +17,16 @@ known, which its memory depends on: tables are kept apart by that number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
-
-
-class Tier(NamedTuple):
-    """A level of bandwidth: so many components, joined by links of so many bytes per second."""
-
-    machines: int
-    bandwidth: float
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """What a stage and a cut cost.
-
-    `stage(seconds, weight_bytes, machines, bandwidth)`: of a stage on so many components, by the seconds of
-    one of them; at least their part of these. `cut(bytes, machines, bandwidth)`: of what crosses the cut
-    before a stage on so many.
-    """
-
-    stage: Callable[[Floats, Floats, int, float], Floats]
-    cut: Callable[[Floats, int, float], Floats]
-
-
-def _paper_stage(seconds: Floats, weights: Floats, machines: int, bandwidth: float) -> Floats:
-    shared: Floats = np.maximum(seconds, 2 * (machines - 1) * weights / bandwidth) / machines
-    return shared
-
-
-def _paper_cut(crossing: Floats, machines: int, bandwidth: float) -> Floats:  # noqa: ARG001 - as of others
-    return 2 * crossing / bandwidth
-
-
-PAPER = Recurrence(_paper_stage, _paper_cut)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A stage of one level: cut points `start` to `end` on `replicas` components, in each of them the stages
-    `inner` of the level inside (none on the innermost)."""
-
-    start: int
-    end: int
-    replicas: int
-    inner: tuple[Part, ...] = ()
-
-    def flat(self, copies: int = 1) -> Iterator[tuple[int, int, int]]:
-        """(start, end, devices) of the stages of devices in it, where there are so many copies of it."""
-        if not self.inner:
-            yield self.start, self.end, copies * self.replicas
-        for part in self.inner:
-            yield from part.flat(copies * self.replicas)
-
-
-@dataclass(frozen=True, eq=False)
-class Instance:
-    """What is to be planned, over n + 1 cut points; see `StageTable` for cut points and matrices.
-
-    seconds, weights: (n + 1, n + 1), of one mini-batch on one device (inf where no stage may be), and bytes
-    whose gradients replicas exchange. crossing: (n + 1,) bytes of a mini-batch. tiers: from the innermost
-    level. `fits(replicas, behind)`: the stages, (n + 1, n + 1), that so many devices can hold with so many
-    stages behind; more behind never makes a stage fit. None: all. `most_replicas` of a stage of devices;
-    None: any number.
-    """
-
-    seconds: Floats
-    weights: Floats
-    crossing: Floats
-    tiers: tuple[Tier, ...]
-    recurrence: Recurrence = PAPER
-    fits: Callable[[int, int], Bools] | None = None
-    most_replicas: int | None = None
-    use_all: bool = False
-    check: Callable[[], None] = lambda: None
-    """Called now and then; what it raises ends the planning."""
-
-    @property
-    def last(self) -> int:
-        """The place after the last layer."""
-        return len(self.crossing) - 1
-
-    @property
-    def running(self) -> Floats:
-        """(n + 1,): seconds of the layers before each place."""
-        last = self.last
-        blocks = self.seconds[np.arange(last), np.arange(1, last + 1)]
-        return np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(blocks), blocks, 0.0))])
-
-    def thinned(self, kept: npt.NDArray[np.int64]) -> Instance:
-        """The same with these cut points alone."""
-        own, among = self.fits, np.ix_(kept, kept)
-        return replace(
-            self,
-            seconds=self.seconds[among],
-            weights=self.weights[among],
-            crossing=self.crossing[kept],
-            fits=None if own is None else lambda replicas, behind: own(replicas, behind)[among],
-        )
-
+from .pipedream_instance import Bottleneck, Floats, Instance, NestedStage
 
 CALL = 5_000
 """What a call of numpy counts for in `work`, a comparison for one: a nanosecond or two."""
@@ -134,7 +35,7 @@ BLOCK = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Seconds:
+class SecondsTable:
     """(n + 1, n + 1), or (n + 1,) where all end at one place; inf where there is no plan."""
 
     table: Floats
@@ -172,14 +73,7 @@ def _bands(lows: list[int], highs: list[int]) -> Iterator[tuple[int, int, int, i
         start = stop
 
 
-class Step(NamedTuple):
-    """The shortest bottleneck, and the stages of the outermost level."""
-
-    seconds: float
-    parts: tuple[Part, ...]
-
-
-States = dict[int, Seconds]
+States = dict[int, SecondsTable]
 """Seconds by the number of stages behind the one that comes next, counted up to the depth."""
 
 
@@ -197,9 +91,9 @@ class Programme:
         self._known: dict[tuple[int, int, int, tuple[int, ...]], States] = {}
         self._masks: dict[tuple[int, int], int] = {}
         self._kinds: dict[bytes, int] = {}
-        self._seconds: dict[int, Seconds] = {}
+        self._seconds: dict[int, SecondsTable] = {}
 
-    def solution(self) -> Step | None:
+    def solution(self) -> Bottleneck | None:
         """The shortest bottleneck of the whole chain and its stages; None where no plan fits the limits."""
         top, last = len(self.at.tiers) - 1, self.at.last
         machines = self.at.tiers[top].machines
@@ -211,7 +105,7 @@ class Programme:
         if not np.isfinite(ends[then]):
             return None
         stand = _Stand(0, then, machines, 0, last)
-        return Step(ends[then], tuple(self._behind_a_cut(tables, stand)))
+        return Bottleneck(ends[then], tuple(self._behind_a_cut(tables, stand)))
 
     def tables(self, level: int, copies: int, behind: int, column: int | None, scale: int = 0) -> Tables:
         """Of a level, of which `copies` stand side by side with so many stages behind; `scale`: of more."""
@@ -237,26 +131,26 @@ class Programme:
         if kind not in self._seconds:
             fits = self.at.fits
             held = True if kind == 0 or fits is None else fits(replicas, behind)
-            self._seconds[kind] = Seconds(np.where(held, self.at.seconds, np.inf))
+            self._seconds[kind] = SecondsTable(np.where(held, self.at.seconds, np.inf))
         return {min(behind + 1, self.depth): self._seconds[kind]}
 
     def of_use(self, states: dict[int, Floats], scale: int) -> States:
         """Without what is slower than the limit, or no faster than with fewer stages behind."""
         if np.isinf(self.limit) and len(states) < 2:
-            return {then: Seconds(own) for then, own in states.items()}
+            return {then: SecondsTable(own) for then, own in states.items()}
         best: float | Floats = self.limit * scale
         left: States = {}
         for then in sorted(states):
             self.work += 4 * states[then].size
             own = np.where(states[then] <= best, states[then], np.inf)
             if np.isfinite(own).any():
-                left[then] = Seconds(own)
+                left[then] = SecondsTable(own)
                 best = np.minimum(best, np.nextafter(own, -np.inf))
         return left
 
     # The plan that has the values
 
-    def _behind_a_cut(self, tables: Tables, at: _Stand) -> list[Part]:
+    def _behind_a_cut(self, tables: Tables, at: _Stand) -> list[NestedStage]:
         """The stages of the value of `tables.led` there."""
         value = tables.led(at.machines)[at.then].table[at.start]
         machines = at.machines
@@ -268,7 +162,7 @@ class Programme:
             return [self._part(tables, at)]
         return self._divided(tables, at, value, charged=True)
 
-    def _inside(self, level: int, copies: int, at: _Stand) -> list[Part]:
+    def _inside(self, level: int, copies: int, at: _Stand) -> list[NestedStage]:
         """The stages of the value of `whole` there."""
         tables, most = self.tables(level, copies, at.after, at.end), self.at.tiers[level].machines
         value = self.whole(level, copies, at.after)[at.then].table[at.start, at.end]
@@ -278,7 +172,7 @@ class Programme:
                 return [self._part(tables, at._replace(machines=machines))]
         return self._divided(tables, at._replace(machines=most), value, charged=False)
 
-    def _divided(self, tables: Tables, at: _Stand, value: float, *, charged: bool) -> list[Part]:
+    def _divided(self, tables: Tables, at: _Stand, value: float, *, charged: bool) -> list[NestedStage]:
         """The first stage, the cut before it `charged` or not, and the stages behind it."""
         for first in range(at.machines - 1, 0, -1):
             left = at.machines - first
@@ -294,10 +188,10 @@ class Programme:
                     return [part, *self._behind_a_cut(tables, behind)]
         raise AssertionError("a value that no plan has")
 
-    def _part(self, tables: Tables, at: _Stand) -> Part:
+    def _part(self, tables: Tables, at: _Stand) -> NestedStage:
         level, copies = tables.level - 1, tables.copies * at.machines
         inner = self._inside(level, copies, at) if tables.level else []
-        return Part(at.start, at.end, at.machines, tuple(inner))
+        return NestedStage(at.start, at.end, at.machines, tuple(inner))
 
     # Which memory limits are the same
 
@@ -411,7 +305,7 @@ class Tables:
                     _lower(best, then, self._joined(stage, rest))
         return self.programme.of_use(best, self.scale)
 
-    def _joined(self, first: Seconds, rest: Seconds) -> Floats:
+    def _joined(self, first: SecondsTable, rest: SecondsTable) -> Floats:
         """Of a stage and what stands behind it, the slower; by the best place between."""
         programme, behind = self.programme, rest.table
         self.at.check()

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.topology import Topology
-from .pipedream_programme import Instance, Part, Programme, Step, Tier
+from .pipedream_instance import Bottleneck, Instance, NestedStage, Tier
+from .pipedream_programme import Programme
 
 
 def list_tiers(topology: Topology) -> tuple[tuple[Tier, ...], str]:
@@ -46,7 +47,7 @@ def _shape(tiers: Sequence[Tier]) -> str:
     return " x ".join(str(tier.machines) for tier in reversed(tiers))
 
 
-def place_parts(parts: Sequence[Part], tiers: Sequence[Tier]) -> list[tuple[int, ...]]:
+def place_parts(parts: Sequence[NestedStage], tiers: Sequence[Tier]) -> list[tuple[int, ...]]:
     """The ranks of every stage of devices, in order: components are taken in turn.
 
     A stage of an outer level on several components has its inner stages on each of them: their replicas are
@@ -56,7 +57,7 @@ def place_parts(parts: Sequence[Part], tiers: Sequence[Tier]) -> list[tuple[int,
 
 
 def _devices(
-    parts: Sequence[Part], machines: Sequence[int], bases: Sequence[int]
+    parts: Sequence[NestedStage], machines: Sequence[int], bases: Sequence[int]
 ) -> Iterator[tuple[int, ...]]:
     size, first = prod(machines[:-1]), 0
     for part in parts:
@@ -83,7 +84,7 @@ class Solution(NamedTuple):
     """The shortest bottleneck, the stages of the outermost level, and how many cut points were looked at."""
 
     seconds: float
-    parts: tuple[Part, ...]
+    parts: tuple[NestedStage, ...]
     places: int
 
     def flat(self) -> list[tuple[int, int, int]]:
@@ -114,7 +115,7 @@ def fastest(instance: Instance, work: float = WORK) -> Solution | None:
     return best
 
 
-def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Step | None, int, float]:
+def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Bottleneck | None, int, float]:
     """The plan, with the depth that it took and what was compared.
 
     Memory is looked at only as deep as it bites: with the stages behind counted up to a depth (-1: memory is
@@ -140,7 +141,7 @@ def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Step | N
             return found, depth, spent
 
 
-def _too_large(parts: tuple[Part, ...], instance: Instance) -> list[int]:
+def _too_large(parts: tuple[NestedStage, ...], instance: Instance) -> list[int]:
     """The numbers of stages behind those that do not fit."""
     fits, flat = instance.fits, [stage for part in parts for stage in part.flat()]
     if fits is None:
@@ -160,9 +161,9 @@ def _counts(instance: Instance) -> list[int]:
     return counts
 
 
-def _renumbered(part: Part, kept: npt.NDArray[np.int64]) -> Part:
+def _renumbered(part: NestedStage, kept: npt.NDArray[np.int64]) -> NestedStage:
     inner = tuple(_renumbered(own, kept) for own in part.inner)
-    return Part(int(kept[part.start]), int(kept[part.end]), part.replicas, inner)
+    return NestedStage(int(kept[part.start]), int(kept[part.end]), part.replicas, inner)
 
 
 def _kept(instance: Instance, count: int) -> npt.NDArray[np.int64]:

@@ -23,9 +23,8 @@ from ..search.branch_and_bound import search
 from ..search.budget import WORK_A_SECOND
 from ..search.coarse import is_large
 from ..search.subproblem import Family
-from .draws import Draws, make_draws
 from .interval import percentiles
-from .resampled import Resampled, has_spread
+from .resampling import Draws, StepSampler, has_spread, make_draws
 
 NEAR = 0.2
 """Share by which the step of a plan that is compared may be longer than the fastest one's."""
@@ -37,7 +36,7 @@ ROUNDS = 12
 
 
 @dataclass(frozen=True)
-class Robust:
+class RobustPlan:
     """The plan that was chosen, its 90th percentile and that of the fastest plan, and how many plans were
     compared. `is_fastest`: whether it is that plan."""
 
@@ -57,7 +56,7 @@ def check_known(problem: Problem) -> None:
         )
 
 
-def most_robust(problem: Problem, answer: JointSearchResult, draws: Draws | None = None) -> Robust:
+def most_robust(problem: Problem, answer: JointSearchResult, draws: Draws | None = None) -> RobustPlan:
     """The choice among plans near the fastest, which the answer holds.
 
     That one itself, unless another is better by more than `TIE`. Raises UsageError as `check_known`.
@@ -66,7 +65,7 @@ def most_robust(problem: Problem, answer: JointSearchResult, draws: Draws | None
     best = answer.best
     if best is None:
         raise no_plan_fits(problem)
-    contest = _Contest(problem, best, draws or make_draws(len(problem.chain)))
+    contest = _Comparison(problem, best, draws or make_draws(len(problem.chain)))
     contest.enter([best])
     contest.enter(plan for plan in answer.by_planner.values() if isinstance(plan, ScoredPlan))
     contest.enter(_bests(problem, best))
@@ -75,7 +74,7 @@ def most_robust(problem: Problem, answer: JointSearchResult, draws: Draws | None
 
 
 @dataclass
-class _Contest:
+class _Comparison:
     """The plans that were compared, with the 90th percentile of each."""
 
     problem: Problem
@@ -86,7 +85,7 @@ class _Contest:
     _varied: set[Proposal] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._resampled = Resampled(self.problem.space, self.draws)
+        self._resampled = StepSampler(self.problem.space, self.draws)
 
     def enter(self, plans: Iterable[ScoredPlan]) -> None:
         """Scores those that are new and near the fastest."""
@@ -122,12 +121,12 @@ class _Contest:
         """The best first, among equals the fastest, then the one that was entered first."""
         return sorted(self.scores.values(), key=lambda row: (row[1], row[0].step_seconds))
 
-    def decided(self) -> Robust:
+    def decided(self) -> RobustPlan:
         """The best plan."""
         own = self.scores[self.fastest.proposal]
         ranked = self._ranked()[0]
         plan, high = ranked if ranked[1] < own[1] * (1 - TIE) else own
-        return Robust(plan, high, own[1], len(self.scores), plan == own[0])
+        return RobustPlan(plan, high, own[1], len(self.scores), plan == own[0])
 
 
 def variations(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:

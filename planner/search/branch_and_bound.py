@@ -67,10 +67,10 @@ def search(
     Among plans within `TIE` of each other: one of few stages, of a family that stands early.
     """
     budget = space.budget.part(WORK if work is None else work)
-    return _Search(space, families, sorted(set(stage_counts)), budget, limit).run(seeds)
+    return _BranchAndBound(space, families, sorted(set(stage_counts)), budget, limit).run(seeds)
 
 
-class _Search:
+class _BranchAndBound:
     """A search under way: the best plan so far, and the subproblems."""
 
     def __init__(

@@ -200,11 +200,11 @@ def stage_modes(config: PipelineConfig) -> tuple[Recompute, ...]:
 
 
 def cheapest_mode(
-    team: ReplicaGroupCosts, config: PipelineConfig, i: int, j: int, in_flight: float
+    group: ReplicaGroupCosts, config: PipelineConfig, i: int, j: int, in_flight: float
 ) -> Recompute | None:
     """How a stage between two cut points recomputes so that it fits; None where it does not."""
     for mode in stage_modes(config):
-        if in_flight <= team.most_in_flight(mode)[i, j]:
+        if in_flight <= group.most_in_flight(mode)[i, j]:
             return mode
     return None
 
@@ -218,15 +218,15 @@ def choose_modes(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | No
             return None
         if len(devices) > config.micro_batch_size or first not in cut_points or end not in cut_points:
             return None
-        team, i, j = (
-            space.team(config.micro_batch_size, devices),
+        group, i, j = (
+            space.replica_group(config.micro_batch_size, devices),
             cut_points.index(first),
             cut_points.index(end),
         )
         if not space.usable[i, j]:
             return None
         in_flight = schedule.in_flight(stage, stages, config.micro_batches)
-        mode = cheapest_mode(team, config, i, j, in_flight)
+        mode = cheapest_mode(group, config, i, j, in_flight)
         if mode is None:
             return None
         modes.append(mode)
@@ -260,19 +260,20 @@ def build_pipelines(
     occupancy, latency = (np.zeros((shape[0], shape[1] - 1)) for _ in range(2))
     places_of = np.zeros((2, *shape), dtype=np.int64)
     for row, proposal in enumerate(proposals):
-        teams = [space.team(config.micro_batch_size, devices) for devices in proposal.devices]
-        for stage, (team, (first, end)) in enumerate(zip(teams, proposal.bounds, strict=True)):
+        groups = [space.replica_group(config.micro_batch_size, devices) for devices in proposal.devices]
+        for stage, (group, (first, end)) in enumerate(zip(groups, proposal.bounds, strict=True)):
             at = cut_points.index(first), cut_points.index(end)
-            recompute = team.forward[at] if modes[row][stage] != "never" else 0.0
-            columns["forward"][row, stage], columns["plain"][row, stage] = team.forward[at], team.backward[at]
-            columns["backward"][row, stage] = team.backward[at] + recompute
-            columns["exposed_allreduce"][row, stage] = team.exposed_allreduce[at]
+            recompute = group.forward[at] if modes[row][stage] != "never" else 0.0
+            columns["forward"][row, stage] = group.forward[at]
+            columns["plain"][row, stage] = group.backward[at]
+            columns["backward"][row, stage] = group.backward[at] + recompute
+            columns["exposed_allreduce"][row, stage] = group.exposed_allreduce[at]
             places_of[:, row, stage] = at
             for name, values in launches.items():
-                values[row, stage] = getattr(team.table, name)[at]
+                values[row, stage] = getattr(group.table, name)[at]
         for cut, (here, there) in enumerate(pairwise(proposal.devices)):
             place = cut_points.index(proposal.ends[cut])
-            sent = max(teams[cut].table.crossing[place], teams[cut + 1].table.crossing[place])
+            sent = max(groups[cut].table.crossing[place], groups[cut + 1].table.crossing[place])
             latency[row, cut], pace = space.pace(here, there)
             occupancy[row, cut] = sent * pace
     runtime = space.runtime

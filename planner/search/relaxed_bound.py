@@ -17,9 +17,9 @@ import numpy as np
 from ..candidate import Proposal
 from ..stage_table import Floats
 from .budget import OutOfTime, SearchBudget
-from .relaxed import Chosen, Priced, RelaxedProblem, Weights
+from .relaxed_problem import CheapestStage, PricedSums, RelaxedProblem, Weights
 from .relaxed_stages import RelaxedStages, relaxed_stages
-from .rounded import round_stages
+from .rounding import round_stages
 from .space import Space
 from .subproblem import Family, quick_bound
 
@@ -35,7 +35,7 @@ Score = Callable[[Sequence[Proposal]], float]
 
 
 @dataclass(frozen=True, eq=False)
-class _Range:
+class _StageRange:
     """Pipelines of a family whose longest stage takes from `low` to `high` seconds a micro-batch: bounds by
     number of stages, and the prices to begin with."""
 
@@ -65,7 +65,7 @@ class RelaxedBound:
     score: Score | None = None
     step: float = inf
     _pushed: int = 0
-    _heap: list[tuple[float, int, _Range | Family]] = field(default_factory=list)
+    _heap: list[tuple[float, int, _StageRange | Family]] = field(default_factory=list)
     _closed: float = inf
     """The least bound of what is not looked at any more."""
 
@@ -89,12 +89,12 @@ class RelaxedBound:
                 return min(lowest, self._closed)
         return min(self.step, self._closed)
 
-    def _push(self, bound: float, range_: _Range | Family) -> None:
+    def _push(self, bound: float, range_: _StageRange | Family) -> None:
         if bound < self.step:
             heappush(self._heap, (bound, self._pushed, range_))
             self._pushed += 1
 
-    def _look(self, bound: float, range_: _Range | Family) -> None:
+    def _look(self, bound: float, range_: _StageRange | Family) -> None:
         if isinstance(range_, Family):
             for made in self._opened(range_, bound):
                 self._push(made.bound, made)
@@ -108,7 +108,7 @@ class RelaxedBound:
         for half in _halves(priced):
             self._push(half.bound, half)
 
-    def _opened(self, family: Family, bound: float) -> Iterator[_Range]:
+    def _opened(self, family: Family, bound: float) -> Iterator[_StageRange]:
         """The whole range of a family; what has one stage is known at once."""
         stages = relaxed_stages(self.space, family)
         self.budget.spend(1e7)
@@ -134,7 +134,7 @@ class RelaxedBound:
             ]
             allowed[-1] = allowed[-1] or most > problem.depth
             bounds[~np.array(allowed)] = inf
-            yield _Range(problem, family, low, high, bounds, _first_prices(problem, bound))
+            yield _StageRange(problem, family, low, high, bounds, _first_prices(problem, bound))
 
     def _longest(self, problem: RelaxedProblem) -> float:
         """Seconds of a micro-batch on the longest stage of a plan that is faster than the best one known."""
@@ -144,11 +144,11 @@ class RelaxedBound:
         longest = float(x[np.isfinite(x)].max(initial=0.0))
         return min(self.step / count, longest)
 
-    def _priced(self, range_: _Range) -> _Range:
+    def _priced(self, range_: _StageRange) -> _StageRange:
         """The range with better bounds and prices."""
         problem, bounds, prices = range_.problem, range_.bounds.copy(), range_.prices
         for look in range(LOOKS):
-            best: tuple[float, Priced, int] | None = None
+            best: tuple[float, PricedSums, int] | None = None
             for weights in problem.weights:
                 self.budget.check()
                 priced = self._of(range_, weights, prices)
@@ -164,9 +164,9 @@ class RelaxedBound:
                 break
             self._propose(range_, chosen)
             prices = _moved(problem, prices, chosen, 0.7**look)
-        return _Range(problem, range_.family, range_.low, range_.high, bounds, prices)
+        return _StageRange(problem, range_.family, range_.low, range_.high, bounds, prices)
 
-    def _of(self, range_: _Range, weights: Weights, prices: Floats) -> Priced:
+    def _of(self, range_: _StageRange, weights: Weights, prices: Floats) -> PricedSums:
         problem = range_.problem
         made = problem.priced(weights, range_.low, range_.high, prices)
         self.budget.spend(
@@ -174,16 +174,16 @@ class RelaxedBound:
         )
         return made
 
-    def _propose(self, range_: _Range, chosen: Sequence[Chosen]) -> None:
+    def _propose(self, range_: _StageRange, chosen: Sequence[CheapestStage]) -> None:
         if self.score is not None:
             proposals = round_stages(self.space, range_.family, range_.problem, chosen, self.families)
             self.step = min(self.step, self.score(proposals))
 
 
-def _halves(range_: _Range) -> Iterator[_Range]:
+def _halves(range_: _StageRange) -> Iterator[_StageRange]:
     middle = sqrt(range_.low * range_.high)
     for low, high in ((range_.low, middle), (middle, range_.high)):
-        yield _Range(range_.problem, range_.family, low, high, range_.bounds, range_.prices)
+        yield _StageRange(range_.problem, range_.family, low, high, range_.bounds, range_.prices)
 
 
 def _first_prices(problem: RelaxedProblem, bound: float) -> Floats:
@@ -201,7 +201,7 @@ def _longest_stage(stages: RelaxedStages, kind: int) -> float:
     return float(work[np.isfinite(work)].max(initial=0.0)) or 1.0
 
 
-def _moved(problem: RelaxedProblem, prices: Floats, chosen: Iterable[Chosen], size: float) -> Floats:
+def _moved(problem: RelaxedProblem, prices: Floats, chosen: Iterable[CheapestStage], size: float) -> Floats:
     """Dearer where the pipeline takes more devices than there are, cheaper where fewer."""
     used = np.zeros(len(prices))
     for stage in chosen:

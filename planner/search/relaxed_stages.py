@@ -125,7 +125,7 @@ def _grouped(own: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
 def _choice(
     space: Space, kind: Device, kinds: Sequence[Device], counts: Replicas, size: int
 ) -> ReplicaGroupCosts:
-    """As a team of that kind; its replicas are the most, of which each needs the least memory."""
+    """As a replica group of that kind; its replicas are the most, of which each needs the least memory."""
     timed = [
         _least(space.timed(kind, per_replica_batch).costs for per_replica_batch in counts.per_replica_batches)
     ]

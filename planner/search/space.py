@@ -22,7 +22,7 @@ from ...cost_models.precision import training_precision
 from ...cost_models.routes import Routes
 from ...cost_models.runtime import Runtime
 from ...cost_models.topology import Topology
-from ..plan_options import Limits
+from ..plan_options import CutLimits
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
 from ..stage_table import Floats, StageTable, ledger_options
 from .allreduce_overlap import Buckets, make_buckets
@@ -61,17 +61,17 @@ class Space:
     """Bytes of a parameter; None: as usual for the dtype."""
     zero: int = 0
     profiles: Mapping[str, Chain] = field(default_factory=dict)
-    limits: Limits = field(default_factory=Limits)
+    limits: CutLimits = field(default_factory=CutLimits)
     budget: SearchBudget = field(default_factory=SearchBudget)
     """What everything that is done with the space may take."""
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
-    _teams: dict[object, ReplicaGroupCosts] = field(default_factory=dict, init=False)
+    _group_costs: dict[object, ReplicaGroupCosts] = field(default_factory=dict, init=False)
     _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
 
     def within(self, budget: SearchBudget) -> Space:
         """The same, with its tables, under another budget."""
         made = replace(self, budget=budget)
-        for name in ("_tables", "_teams", "_joined"):
+        for name in ("_tables", "_group_costs", "_joined"):
             object.__setattr__(made, name, getattr(self, name))
         vars(made).update({name: own for name, own in vars(self).items() if name in _KEPT})
         return made
@@ -190,16 +190,16 @@ class Space:
         works = [n * self.least_work(divide_batch(size, n), recompute=recompute) for n in fitting]
         return np.minimum.reduce(works) if works else None
 
-    def team(self, size: int, devices: Sequence[int]) -> ReplicaGroupCosts:
+    def replica_group(self, size: int, devices: Sequence[int]) -> ReplicaGroupCosts:
         """What stages cost on these devices, which share micro-batches of `size` samples."""
         devices = tuple(devices)
         run = self._run(devices)
         if run not in self._joined:
             self._joined[run] = (self._kinds(devices), alike(self.topology, devices))
         key = (size, self._joined[run])
-        if key not in self._teams:
-            self._teams[key] = self._team(size, devices)
-        return self._teams[key]
+        if key not in self._group_costs:
+            self._group_costs[key] = self._cost_group(size, devices)
+        return self._group_costs[key]
 
     def _run(self, devices: tuple[int, ...]) -> tuple[object, ...]:
         """What tells devices apart: runs of one length that begin at the same place of a node are the same
@@ -218,7 +218,7 @@ class Space:
             return self.topology.kinds
         return tuple(dict.fromkeys(self.topology.device(rank) for rank in devices))
 
-    def _team(self, size: int, devices: tuple[int, ...]) -> ReplicaGroupCosts:
+    def _cost_group(self, size: int, devices: tuple[int, ...]) -> ReplicaGroupCosts:
         kinds = self._kinds(devices)
         per_replica_batch = divide_batch(size, len(devices))
         timed = [(self.timed(kind, per_replica_batch), kind.seconds_scale) for kind in kinds]

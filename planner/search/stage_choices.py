@@ -46,10 +46,10 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupChoices:
-    """The stages of one team: `start`, `end` (pairs,) are cut points; `at` (positions + 1,) says where in the
-    order of devices its runs may begin. Seconds (pairs,) are those of the team."""
+    """The stages of one replica group: `start`, `end` (pairs,) are cut points; `at` (positions + 1,) says
+    where in the order of devices its runs may begin. Seconds (pairs,) are those of that group."""
 
-    team: ReplicaGroupCosts
+    costs: ReplicaGroupCosts
     at: npt.NDArray[np.bool_]
     start: Indices
     end: Indices
@@ -60,7 +60,7 @@ class GroupChoices:
     @property
     def replicas(self) -> int:
         """Devices of a run."""
-        return self.team.replicas
+        return self.costs.replicas
 
     @cached_property
     def positions(self) -> Indices:
@@ -69,32 +69,32 @@ class GroupChoices:
 
     @cached_property
     def forward(self) -> Floats:
-        return self.team.forward[self.start, self.end]
+        return self.costs.forward[self.start, self.end]
 
     @cached_property
     def plain(self) -> Floats:
         """Backward, without what is run again."""
-        return self.team.backward[self.start, self.end]
+        return self.costs.backward[self.start, self.end]
 
     @cached_property
     def exposed_allreduce(self) -> Floats:
-        return self.team.exposed_allreduce[self.start, self.end]
+        return self.costs.exposed_allreduce[self.start, self.end]
 
     @cached_property
     def sent(self) -> Floats:
         """Bytes that a replica sends at the end of the stage."""
-        return self.team.table.crossing[self.end]
+        return self.costs.table.crossing[self.end]
 
     @cached_property
     def inner(self) -> npt.NDArray[np.bool_]:
         """Whether a stage follows."""
-        inner: npt.NDArray[np.bool_] = self.end < self.team.table.blocks
+        inner: npt.NDArray[np.bool_] = self.end < self.costs.table.blocks
         return inner
 
     @cached_property
     def segments(self) -> Indices:
         """(cut points + 1,): where the pairs of each start begin."""
-        return np.searchsorted(self.start, np.arange(self.team.table.blocks + 2))
+        return np.searchsorted(self.start, np.arange(self.costs.table.blocks + 2))
 
     def before(self, reachable: npt.NDArray[np.bool_]) -> Entries | None:
         """Its stages that end where others may follow: `reachable` (positions + 1, cut points)."""
@@ -108,7 +108,7 @@ class GroupChoices:
 
     def _room(self, mode: Recompute) -> Floats:
         if mode not in self._most:
-            self._most[mode] = self.team.room(mode, self.start, self.end)
+            self._most[mode] = self.costs.room(mode, self.start, self.end)
         return self._most[mode]
 
     def backward(self, in_flight: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
@@ -149,7 +149,7 @@ class StageChoices:
     @property
     def last_place(self) -> int:
         """Where the last stage ends."""
-        return self.groups[0].team.table.blocks if self.groups else 0
+        return self.groups[0].costs.table.blocks if self.groups else 0
 
     @property
     def devices(self) -> int:
@@ -177,7 +177,7 @@ class StageChoices:
         """Host seconds of all launches of a step, where one process makes them all; else 0."""
         if not self.space.one_process or not self.groups:
             return 0.0
-        table, config = self.groups[0].team.table, self.config
+        table, config = self.groups[0].costs.table, self.config
         forward, backward = float(table.forward_launch[0, -1]), float(table.backward_launch[0, -1])
         recompute = {"always": config.micro_batches, "except_last": config.micro_batches - 1}
         return config.micro_batches * (forward + backward) + recompute.get(config.recompute, 0) * forward
@@ -207,7 +207,7 @@ class StageChoices:
         """(2, cut points): seconds of each block on so many replicas, forward, and forward and backward; 0
         before the first block."""
         per_replica_batch = divide_batch(self.config.micro_batch_size, replicas)
-        starts = self.groups[0].team.table.cut_points[:-1]
+        starts = self.groups[0].costs.table.cut_points[:-1]
         layers = self.space.least_work(per_replica_batch, recompute=self.config.recompute == "always")
         seconds = np.array([self.space.least_forward(per_replica_batch), layers])
         return np.pad(np.add.reduceat(seconds, starts, axis=1), ((0, 0), (1, 0)))
@@ -232,11 +232,11 @@ def _groups(
         at: dict[int, tuple[ReplicaGroupCosts, npt.NDArray[np.bool_]]] = {}
         for position in range(0, len(ranks) - count + 1, ranges.unit):
             space.budget.check()
-            team = space.team(config.micro_batch_size, ranks[position : position + count])
-            own = at.setdefault(id(team), (team, np.zeros(len(ranks) + 1, dtype=np.bool_)))
+            costs = space.replica_group(config.micro_batch_size, ranks[position : position + count])
+            own = at.setdefault(id(costs), (costs, np.zeros(len(ranks) + 1, dtype=np.bool_)))
             own[1][position] = True
-        for team, where in at.values():
-            work = config.micro_batches * (team.forward + team.backward) + team.exposed_allreduce
+        for costs, where in at.values():
+            work = config.micro_batches * (costs.forward + costs.backward) + costs.exposed_allreduce
             start, end = np.nonzero(space.usable & (work <= limit))
             if len(start):
-                yield GroupChoices(team, where, start, end, config)
+                yield GroupChoices(costs, where, start, end, config)

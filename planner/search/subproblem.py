@@ -13,10 +13,10 @@ from ..candidate import Proposal, ScoredPlan
 from ..pipeline_config import PipelineConfig
 from ..plan_file import TIE
 from ..stage_table import Floats
+from .bounds_1f1b import RoundTripBound
+from .bounds_gpipe import GPipeBound
 from .budget import SearchBudget
 from .device_ranges import DeviceRanges
-from .gpipe import GPipeBound
-from .one_f_one_b import RoundTripBound
 from .partial import Expansion, Known, Partial, extend_plans, join, nothing
 from .pipelines import Pipelines, find_routes
 from .placements import Placement
@@ -175,7 +175,7 @@ class Subproblem:
 
     def _pipelines(self, choices: StageChoices, plans: Partial) -> Pipelines:
         runtime, columns = self.space.runtime, dict(plans.columns)
-        table = choices.groups[0].team.table
+        table = choices.groups[0].costs.table
         starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
         for name in ("occupancy", "latency"):
             columns[name] = columns[name][:, 1:]
@@ -194,7 +194,7 @@ class Subproblem:
         return tuple(ranks[begin : begin + groups[group].replicas] for begin, group in ranges)
 
     def _candidate(self, choices: StageChoices, plans: Partial, row: int, step: float) -> ScoredPlan:
-        cut_points, mode = choices.groups[0].team.table.cut_points, self.family.config.recompute
+        cut_points, mode = choices.groups[0].costs.table.cut_points, self.family.config.recompute
         modes: list[Recompute] = [
             ("always" if recompute else "never") if mode == "by_stage" else mode
             for recompute in plans.recompute[row]
@@ -252,9 +252,9 @@ def _cut(
     part of both sides."""
     latency, slowness = choices.ranges.routes(group.replicas)
     counts = np.array([choices.ranges.counts.index(own.replicas) for own in choices.groups])
-    tables = np.array([own.team.table.crossing for own in choices.groups])
+    tables = np.array([own.costs.table.crossing for own in choices.groups])
     before, place = plans.groups[parent, -1], plans.place[parent]
-    sent = np.maximum(tables[before, place], group.team.table.crossing[place])
+    sent = np.maximum(tables[before, place], group.costs.table.crossing[place])
     at = counts[before], plans.position[parent] // choices.ranges.unit, position // choices.ranges.unit
     return latency[at], sent * slowness[at]
 

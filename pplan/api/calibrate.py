@@ -10,9 +10,9 @@ from ..cost_models.errors import PplanError
 from ..cost_models.layer import Chain
 from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.topology import Device, Group, Topology
+from ..planner.build_plan import bare_plan, build_problem
 from ..planner.joint_search import find
 from ..planner.plan_file import Plan
-from ..planner.solve import bare_plan, build_problem
 from ..runtimes.checking.calibration import Calibration
 from ..runtimes.checking.check_report import Check
 from ..runtimes.checking.job import Corrections

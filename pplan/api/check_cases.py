@@ -15,11 +15,11 @@ from ..cost_models.layer import Chain
 from ..cost_models.simulator.costs import Costs
 from ..cost_models.topology import Topology
 from ..planner.balance import balance
+from ..planner.build_plan import build_problem
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
-from ..planner.simulated import SimulatedPlan, simulate_plan
-from ..planner.solve import build_problem
+from ..planner.plan_simulation import SimulatedPlan, simulate_plan
 from ..runtimes.checking.check_report import PLAN, CheckedCase, CheckedDevice, CheckedStage
 from ..runtimes.checking.job import Case, CaseResult, CutLink, RuntimeCase, StageSeconds, StageWaits
 from ..runtimes.formats.torch_export import TorchExport

@@ -12,11 +12,11 @@ from ..cost_models.errors import ExportError, MachineError, UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.runtime import runtime_named
 from ..cost_models.topology import Topology
+from ..planner.build_plan import build_problem
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
-from ..planner.simulated import simulate_plan
-from ..planner.solve import build_problem
+from ..planner.plan_simulation import simulate_plan
 from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument
 from ..runtimes.checking.prediction import is_serial
 from ..runtimes.formats import deepspeed_export, pipe_export

@@ -10,9 +10,9 @@ from ..cost_models.errors import UsageError
 from ..planner.explanation.compare import Comparison
 from ..planner.explanation.compare import compare as compare_plans
 from ..planner.explanation.current_split import CurrentSplit
-from ..planner.explanation.explain import Explanation
-from ..planner.explanation.explain import explain as explain_plan
 from ..planner.explanation.explain_context import make_context
+from ..planner.explanation.explanation import Explanation
+from ..planner.explanation.explanation import explain as explain_plan
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from .load import as_plan, check_layers, profile_and_reference

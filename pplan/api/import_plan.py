@@ -11,12 +11,12 @@ from typing import Any, Literal
 from ..cost_models import arguments
 from ..cost_models.document import read_text
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.measured_on import check_processor_seconds
+from ..cost_models.machines.processor_seconds import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
+from ..planner.build_plan import build_problem
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan, ProfileReference
 from ..planner.plan_options import PlanOptions
-from ..planner.solve import build_problem
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
 from ..runtimes.reading.partition import Partition

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..cost_models import arguments
 from ..cost_models.errors import FileError
 from ..cost_models.layer import Chain
-from ..cost_models.machines.measured_on import PROCESSOR, check_processor_seconds_of
+from ..cost_models.machines.processor_seconds import PROCESSOR, check_processor_seconds_of
 from ..cost_models.machines.topology_options import described_topology, make_topology
 from ..cost_models.topology import Topology
 from ..planner.layout import Overrides, devices_needed, read_machine

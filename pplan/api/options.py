@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Required
 
 from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
-from ..cost_models.options import Option, Options, declared, options_from, unknown_option
+from ..cost_models.option_fields import Option, Options, declared, options_from, unknown_option
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from ..planner.plan_options import PlanKeywords, PlanOptions
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ..profiler.sweep import Progress
+    from ..profiler.size_sweep import Progress
     from ..profiler.user_model.loaded_model import LoadedModel
 
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.measured_on import check_processor_seconds
+from ..cost_models.machines.processor_seconds import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
 from ..cost_models.quantities import format_seconds
 from ..cost_models.schedules import SCHEDULES, Program
@@ -19,7 +19,7 @@ from ..cost_models.timeline import simulate as simulate_program
 from ..cost_models.topology import Topology
 from ..planner.layout import Overrides, devices_needed, read_machine
 from ..planner.plan_file import TIE, Plan
-from ..planner.simulated import simulate_plan
+from ..planner.plan_simulation import simulate_plan
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import profiled_device
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference

@@ -10,17 +10,16 @@ from typing import Any, Literal, Unpack
 from ..cost_models import arguments
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.measured_on import check_processor_seconds
+from ..cost_models.machines.processor_seconds import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
+from ..planner.build_plan import build_problem
 from ..planner.joint_search import BEST
-from ..planner.objectives.frontier import build_frontier
-from ..planner.objectives.frontier_file import Frontier
-from ..planner.objectives.solved import solve_for
+from ..planner.objectives.frontier import Frontier, build_frontier
+from ..planner.objectives.solve_objective import solve_for
 from ..planner.plan_file import Plan, ProfileReference
 from ..planner.planners import planner_named
 from ..planner.problem import Problem
-from ..planner.solve import build_problem
-from ..planner.sweep import Sweep, list_points, solve_points
+from ..planner.problem_grid import SweepResult, list_points, solve_points
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
 from .load import profile_and_reference
@@ -143,7 +142,7 @@ def sweep(
     profile_file: str = "",
     profile_sha256: str = "",
     **options: Unpack[PointKeywords],
-) -> Sweep:
+) -> SweepResult:
     """A grid of problems, each solved by itself: `pplan.sweep(profile, {"gpus": [2, 4]}, mini_batch=64)`.
 
     `grid`: values for some options of `solve`, by name; every combination is a point, the last name changing
@@ -163,7 +162,7 @@ def sweep(
         backend=arguments.word("backend", backend),
         jobs=arguments.optional_whole("jobs", jobs),
     )
-    return Sweep(
+    return SweepResult(
         model=measured.model,
         rows=rows,
         warnings=list(dict.fromkeys(text for row in rows for text in row.warnings)),

@@ -13,7 +13,7 @@ import pytest
 import pplan
 from pplan.cli.sweep_options import grid_of
 from pplan.cost_models.errors import UsageError
-from pplan.planner.objectives.frontier_file import Frontier
+from pplan.planner.objectives.frontier import Frontier
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 

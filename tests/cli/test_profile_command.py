@@ -178,7 +178,7 @@ def test_what_torch_must_know_is_refused_before_the_model_is_built(
 def test_the_bar_shows_the_layer_in_hand_on_a_terminal(
     run: Run, asked: dict[str, Any], profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pplan.profiler.sweep import Progress
+    from pplan.profiler.size_sweep import Progress
 
     def measure(model: str, *, progress: Any, **_: Any) -> Profile:
         del model

@@ -16,11 +16,12 @@ from pplan.cost_models.hardware import Level
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner import joint_search as finding
+from pplan.planner.build_plan import solve
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.coverage import as_searched, is_searched
 from pplan.planner.joint_search import find, joint_search, plan_with, run_search, with_bound
 from pplan.planner.objectives.objective import Objective
-from pplan.planner.objectives.solved import solve_for
+from pplan.planner.objectives.solve_objective import solve_for
 from pplan.planner.pipeline_config import SEARCHED
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
@@ -28,7 +29,6 @@ from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 from pplan.planner.search.branch_and_bound import SearchResult
-from pplan.planner.solve import solve
 
 MakeChain = Callable[..., Chain]
 REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64)

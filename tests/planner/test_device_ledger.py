@@ -13,10 +13,10 @@ from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.presets import context_of
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
+from pplan.planner.build_plan import solve
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.simulated import simulate_plan
-from pplan.planner.solve import solve
+from pplan.planner.plan_simulation import simulate_plan
 
 MakeChain = Callable[..., Chain]
 CONTEXT = 426 * 2**20

@@ -11,12 +11,12 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
+from pplan.planner.build_plan import solve
 from pplan.planner.fixed_partition import FixedPartition, plan_partition
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_simulation import simulate_plan
 from pplan.planner.problem import Problem
-from pplan.planner.simulated import simulate_plan
-from pplan.planner.solve import solve
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]

@@ -11,18 +11,18 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.schedules import SCHEDULES, schedule_named
 from pplan.cost_models.topology import Topology
+from pplan.planner.build_plan import bare_plan
 from pplan.planner.candidate import Proposal, ScoredPlan, replicated_pipeline
 from pplan.planner.joint_search import find
 from pplan.planner.pipeline_config import SEARCHED, PipelineConfig
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import ASYNCHRONOUS, PlanOptions
+from pplan.planner.plan_simulation import simulate_plan
 from pplan.planner.plan_stages import plan_stages
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import busiest_seconds, fastest
 from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.search.space import Space
-from pplan.planner.simulated import simulate_plan
-from pplan.planner.solve import bare_plan
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -106,7 +106,7 @@ def any_plans(problem: Problem, rng: np.random.Generator) -> Iterator[ScoredPlan
 def test_ledgers_are_those_that_the_search_takes(
     optimizer: str, make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
-    """What a planned stage needs is what its team's table says, at the micro-batches that it holds."""
+    """What a planned stage needs is what its group's table says, at the micro-batches that it holds."""
     space = Space(make_chain(4, 8, cuts=1.1), make_topology(5), optimizer)
     for schedule in SEARCHED:
         config = PipelineConfig(schedule, "by_stage", 4, 4)
@@ -116,12 +116,12 @@ def test_ledgers_are_those_that_the_search_takes(
         for mode in ("never", "always"):
             stages = plan_stages(space, replace(plan, recompute=(mode,) * 3))
             for index, (stage, (first, end)) in enumerate(zip(stages, proposal.bounds, strict=True)):
-                team = space.team(4, proposal.devices[index])
-                at = team.table.cut_points.index(first), team.table.cut_points.index(end)
+                group = space.replica_group(4, proposal.devices[index])
+                at = group.table.cut_points.index(first), group.table.cut_points.index(end)
                 in_flight = schedule_named(schedule).in_flight(index, 3, 4)
-                needed = float(team.bytes(in_flight, mode)[at])
+                needed = float(group.bytes(in_flight, mode)[at])
                 assert stage.memory_bytes == pytest.approx(needed, abs=len(stage.memory))
-                assert stage.forward_seconds == pytest.approx(float(team.forward[at]))
+                assert stage.forward_seconds == pytest.approx(float(group.forward[at]))
 
 
 def test_a_wish_for_memory_is_the_limit(make_chain: MakeChain, make_topology: MakeTopology) -> None:

@@ -11,13 +11,13 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
 from pplan.cost_models.topology import MOST_DEVICES, Device, Link, Topology, two_level_topology
+from pplan.planner.build_plan import build_plan
 from pplan.planner.joint_search import find
 from pplan.planner.objectives.throughput import throughput
 from pplan.planner.plan_file import ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.search.budget import SearchBudget
-from pplan.planner.solve import build_plan
 
 
 @dataclass

@@ -14,17 +14,17 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.optimizers import Precision
 from pplan.cost_models.topology import Topology
+from pplan.planner.build_plan import bare_plan
 from pplan.planner.candidate import Proposal
 from pplan.planner.joint_search import find
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_simulation import simulate_plan
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import ReplicaExchange
 from pplan.planner.scoring import assemble, fastest
 from pplan.planner.search.branch_and_bound import SearchResult
-from pplan.planner.simulated import simulate_plan
-from pplan.planner.solve import bare_plan
 from pplan.planner.stage_table import StageTable
 
 MakeChain = Callable[..., Chain]

@@ -16,7 +16,7 @@ from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
 from pplan.profiler.profile_cache import Request, cache_folder
 from pplan.profiler.profile_file import Interrupted, Profile
-from pplan.profiler.sweep import Progress
+from pplan.profiler.size_sweep import Progress
 from pplan.profiler.user_model.loaded_model import LoadedModel
 
 INPUT = torch.ones(2, 4)

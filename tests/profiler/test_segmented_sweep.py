@@ -21,11 +21,11 @@ from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.segmented_sweep import SegmentedSweep
 from pplan.profiler.sequential import as_sequential
-from pplan.profiler.size_result import SizeResult
-from pplan.profiler.sweep import Progress, Sweep
+from pplan.profiler.size_sweep import Progress
 from pplan.profiler.user_model.failures import DoesNotFit
 from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 from pplan.profiler.user_model.losses import loss_named
+from pplan.profiler.whole_sweep import WholeSweep
 
 MakeModel = Callable[[], nn.Sequential]
 
@@ -51,7 +51,7 @@ def swept(
     progress: Callable[[Progress], None] | None = None,
 ) -> SegmentedSweep:
     asked = free if callable(free) else lambda: free
-    sweep = SegmentedSweep(subject, sizes, budget, asked, rounds, progress)
+    sweep = SegmentedSweep(subject, sizes, budget, rounds, progress, free_bytes=asked)
     sweep.measure()
     return sweep
 
@@ -65,11 +65,9 @@ def sizes_of(sweep: SegmentedSweep) -> list[int]:
 
 
 def whole_profile(subject: MeasurementTarget, sizes: Sequence[int]) -> Profile:
-    sweep = Sweep(subject, sizes, 1e6, 1)
+    sweep = WholeSweep(subject, sizes, 1e6, 1)
     sweep.measure()
-    return build_profile(
-        subject, [SizeResult.of_run(run) for run in sweep.runs], sweep.unmeasured, sweep.notes
-    )
+    return build_profile(subject, sweep.results, sweep.unmeasured, sweep.notes)
 
 
 @pytest.mark.parametrize("loss", ["none", "cross-entropy"])

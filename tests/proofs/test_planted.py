@@ -14,13 +14,12 @@ from attack.problems import Case, case_of
 from attack.results import Result
 
 from pplan.cost_models.errors import InfeasibleError
-from pplan.planner.objectives.frontier import build_frontier
-from pplan.planner.objectives.frontier_file import Frontier
+from pplan.planner.build_plan import build_problem
+from pplan.planner.objectives.frontier import Frontier, build_frontier
 from pplan.planner.plan_file import Plan
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS
-from pplan.planner.search import one_f_one_b, subproblem
-from pplan.planner.solve import build_problem
+from pplan.planner.search import bounds_1f1b, subproblem
 
 
 def found(cases: list[Case], solver: Solver = quickly_solved) -> Counter[str]:
@@ -91,9 +90,9 @@ def test_objectives(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["stage_term", "whole_bound"])
 def test_terms_of_the_search(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = getattr(one_f_one_b, name)
-    monkeypatch.setattr(one_f_one_b, name, lambda *args: 1.01 * own(*args))
-    monkeypatch.setitem(WHOLE_BOUNDS, "1f1b", one_f_one_b.whole_bound)
+    own = getattr(bounds_1f1b, name)
+    monkeypatch.setattr(bounds_1f1b, name, lambda *args: 1.01 * own(*args))
+    monkeypatch.setitem(WHOLE_BOUNDS, "1f1b", bounds_1f1b.whole_bound)
     assert found(PLAIN)["before searching" if name == "stage_term" else "of whole plans"] > 0
 
 

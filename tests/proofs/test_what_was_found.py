@@ -10,7 +10,7 @@ from attack.problems import case_of
 from attack.results import Result
 
 from pplan.cost_models.errors import InfeasibleError
-from pplan.planner.solve import build_problem
+from pplan.planner.build_plan import build_problem
 
 
 @pytest.mark.parametrize(("seed", "kind"), [(63, "kinds"), (54, "ports"), (56, "ports")])

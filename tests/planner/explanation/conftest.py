@@ -9,13 +9,13 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.explanation.explain import Explanation, explain
+from pplan.planner.build_plan import bare_plan
 from pplan.planner.explanation.explain_context import ExplainContext, make_context
+from pplan.planner.explanation.explanation import Explanation, explain
 from pplan.planner.joint_search import find
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.solve import bare_plan
 
 
 @dataclass(frozen=True)

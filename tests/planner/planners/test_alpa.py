@@ -14,7 +14,7 @@ from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Topology
 from pplan.planner.planners.alpa import PLANNER, place_submeshes, plan, submeshes
-from pplan.planner.planners.replicated import Trial
+from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
 
@@ -22,9 +22,11 @@ MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 
 
-def stage_seconds(space: Space, trial: Trial, a: int, b: int, replicas: int, in_flight: int) -> float:
+def stage_seconds(
+    space: Space, choice: MicroBatchChoice, a: int, b: int, replicas: int, in_flight: int
+) -> float:
     """A stage's micro-batch with its part of the all-reduce; inf where it does not fit."""
-    layers = space.chain.at(-(-trial.size // replicas))
+    layers = space.chain.at(-(-choice.size // replicas))
     f, w = float(layers.forward_seconds[a:b].sum()), float(layers.backward_seconds[a:b].sum())
     gradients = float(layers.trainable_bytes[a:b].sum())
     reduced = float(all_reduce_seconds(space.topology, range(replicas), gradients, "best"))
@@ -34,28 +36,28 @@ def stage_seconds(space: Space, trial: Trial, a: int, b: int, replicas: int, in_
             held_bytes, in_flight=in_flight, recompute=mode, optimizer=space.optimizer, replicas=replicas
         )
         if space.memory_limit is None or total(terms) <= space.memory_limit:
-            return f + w + recompute + reduced / trial.micro_batches
+            return f + w + recompute + reduced / choice.micro_batches
     return np.inf
 
 
-def cost(space: Space, trial: Trial, ends: tuple[int, ...], replicas: tuple[int, ...]) -> float:
+def cost(space: Space, choice: MicroBatchChoice, ends: tuple[int, ...], replicas: tuple[int, ...]) -> float:
     """Sum of the stages and M - 1 times the slowest."""
     times = [
-        stage_seconds(space, trial, a, b, own, min(trial.micro_batches, len(ends) - stage))
+        stage_seconds(space, choice, a, b, own, min(choice.micro_batches, len(ends) - stage))
         for stage, ((a, b), own) in enumerate(zip(pairwise((0, *ends)), replicas, strict=True))
     ]
     if np.inf in times:
         return np.inf
-    return sum(times) + (trial.micro_batches - 1) * max(times)
+    return sum(times) + (choice.micro_batches - 1) * max(times)
 
 
-def least(space: Space, trial: Trial, gpus: int) -> float:
+def least(space: Space, choice: MicroBatchChoice, gpus: int) -> float:
     """Of all plans on all devices."""
     cuts = [int(i) + 1 for i in np.flatnonzero(space.chain.cut_after)]
-    sizes = [size for size in submeshes(gpus, space.topology.gpus_per_node) if size <= trial.size]
+    sizes = [size for size in submeshes(gpus, space.topology.gpus_per_node) if size <= choice.size]
     return min(
         (
-            cost(space, trial, (*chosen, len(space.chain)), replicas)
+            cost(space, choice, (*chosen, len(space.chain)), replicas)
             for stages in range(1, min(gpus, len(cuts) + 1) + 1)
             for replicas in product(sizes, repeat=stages)
             if sum(replicas) == gpus
@@ -65,22 +67,28 @@ def least(space: Space, trial: Trial, gpus: int) -> float:
     )
 
 
-def case(seed: int, make_chain: MakeChain, make_topology: MakeTopology) -> tuple[Space, Trial, int]:
+def case(
+    seed: int, make_chain: MakeChain, make_topology: MakeTopology
+) -> tuple[Space, MicroBatchChoice, int]:
     rng = np.random.default_rng(seed)
     gpus = int(rng.integers(1, 7))
     chain = make_chain(seed, int(rng.integers(1, 9)), traffic=[0.01, 0.1, 1][seed % 3])
     topology = make_topology(gpus, per_node=[8, 2, 3][seed % 3], latency=[0, 0.05][seed % 2])
     space = Space(chain, topology, "adam", [None, 700, 1000, 1500, 3000][seed % 5])
-    return space, Trial("1f1b", [1, 2, 3, 8][seed % 4], [1, 2, 3, 4][seed // 4 % 4], ("by_stage",)), gpus
+    return (
+        space,
+        MicroBatchChoice("1f1b", [1, 2, 3, 8][seed % 4], [1, 2, 3, 4][seed // 4 % 4], ("by_stage",)),
+        gpus,
+    )
 
 
 def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """Every t_max tried finds the cheapest plan and agrees where nothing fits; in steps it misses little."""
     infeasible = several = replicated_pipeline = recomputing = 0
     for seed in range(150):
-        space, trial, gpus = case(seed, make_chain, make_topology)
-        expected, found = least(space, trial, gpus), plan(space, trial, gpus, steps=None)
-        stepped = plan(space, trial, gpus)
+        space, choice, gpus = case(seed, make_chain, make_topology)
+        expected, found = least(space, choice, gpus), plan(space, choice, gpus, steps=None)
+        stepped = plan(space, choice, gpus)
         if found is None:
             assert expected == np.inf
             assert stepped is None
@@ -89,7 +97,7 @@ def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None
         assert found.cost_seconds == pytest.approx(expected, rel=1e-9)
         cut_points = space.table(space.chain.sizes[0]).cut_points
         ends = tuple(cut_points[end] for end in found.ends)
-        assert cost(space, trial, ends, found.replicas) == pytest.approx(expected, rel=1e-9)
+        assert cost(space, choice, ends, found.replicas) == pytest.approx(expected, rel=1e-9)
         assert stepped is not None
         assert expected * (1 - 1e-9) <= stepped.cost_seconds <= expected * 1.02
         several += len(found.ends) > 1
@@ -103,8 +111,8 @@ def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None
 
 def test_at_most_so_many_stages(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     space = Space(make_chain(1, 8, traffic=0.01, cuts=1.0), make_topology(4, per_node=2), "sgd")
-    trial = Trial("1f1b", 8, 2, ("never",))
-    more, two = plan(space, trial, 4), plan(space, trial, 4, 2)
+    choice = MicroBatchChoice("1f1b", 8, 2, ("never",))
+    more, two = plan(space, choice, 4), plan(space, choice, 4, 2)
     assert more is not None
     assert two is not None
     assert len(more.ends) > len(two.ends) == 2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pplan.planner.planners.dapple import Latency, StageSeconds, latency
+from pplan.planner.planners.dapple_latency import DappleStage, Latency, latency
 
 
 def of(
@@ -18,7 +18,7 @@ def of(
     micro_batches: int,
 ) -> Latency:
     stages = [
-        StageSeconds(np.array([f]), np.array([b]), np.array([r]))
+        DappleStage(np.array([f]), np.array([b]), np.array([r]))
         for f, b, r in zip(forward, backward, all_reduce, strict=True)
     ]
     return latency(stages, [np.array([t]) for t in transfers], micro_batches)
@@ -76,13 +76,13 @@ def test_many_plans_side_by_side() -> None:
     """Arrays of plans give what each gives alone."""
     rng = np.random.default_rng(0)
     values = rng.random((4, 3, 50)) * np.array([1, 4])[rng.integers(0, 2, (4, 1, 50))]
-    stages = [StageSeconds(*stage) for stage in values]
+    stages = [DappleStage(*stage) for stage in values]
     transfers = list(rng.random((3, 50)))
     found = latency(stages, transfers, 5)
     assert len(set(found.pivot.tolist())) > 2
     for plan in range(50):
         alone = latency(
-            [StageSeconds(*stage[:, [plan]]) for stage in values], [t[[plan]] for t in transfers], 5
+            [DappleStage(*stage[:, [plan]]) for stage in values], [t[[plan]] for t in transfers], 5
         )
         assert alone.seconds[0] == found.seconds[plan]
         assert alone.pivot[0] == found.pivot[plan]

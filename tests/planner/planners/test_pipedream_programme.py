@@ -9,11 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.planner.planners.pipedream import PUBLISHED
-from pplan.planner.planners.pipedream_programme import PAPER, Bools, Floats, Instance, Part, Recurrence, Tier
+from pplan.planner.planners.pipedream_instance import (
+    PAPER,
+    Bools,
+    Floats,
+    Instance,
+    NestedStage,
+    Recurrence,
+    Tier,
+)
+from pplan.planner.planners.pipedream_planner import PUBLISHED
 from pplan.planner.planners.pipedream_search import Solution, fastest
 
-Parts = tuple[Part, ...]
+Parts = tuple[NestedStage, ...]
 
 
 def between(values: Floats) -> Floats:
@@ -49,7 +57,7 @@ def every_plan(tiers: tuple[Tier, ...], start: int, end: int, machines: int) -> 
                 rest = list(every_plan(tiers, cut, end, machines - replicas))
             for own in inner:
                 for more in rest:
-                    yield (Part(start, cut, replicas, own), *more)
+                    yield (NestedStage(start, cut, replicas, own), *more)
 
 
 def bottleneck(at: Instance, parts: Parts, level: int, published: bool) -> float:
@@ -223,7 +231,7 @@ class TestByHand:
         tiers = (Tier(2, 10.0), Tier(2, 1e6))
         found = fastest(instance([4, 4], [30, 30], [1], tiers))
         assert found is not None
-        assert found.parts == (Part(0, 2, 2, (Part(0, 1, 1), Part(1, 2, 1))),)
+        assert found.parts == (NestedStage(0, 2, 2, (NestedStage(0, 1, 1), NestedStage(1, 2, 1))),)
         assert (found.seconds, counts(found)) == (2.0, [(1, 2), (2, 2)])
 
 

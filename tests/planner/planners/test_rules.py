@@ -16,9 +16,9 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.planners import PLANNERS, planner_named
 from pplan.planner.planners.base import refusal
 from pplan.planner.planners.deepspeed_partition import DeepSpeedBalance, DeepSpeedType, deepspeed_ends
+from pplan.planner.planners.megatron import block_ends, repeated_blocks
 from pplan.planner.planners.rules import even_ends
 from pplan.planner.planners.torchgpipe_balance import parameter_copies
-from pplan.planner.planners.transformer_blocks import block_ends, repeated_blocks
 from pplan.planner.problem import Problem
 
 MakeChain = Callable[..., Chain]

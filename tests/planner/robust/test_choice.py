@@ -14,14 +14,13 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.joint_search import find
 from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.objective import Objective
-from pplan.planner.objectives.solved import solve_for
+from pplan.planner.objectives.solve_objective import solve_for
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.robust.choice import Robust, most_robust, variations
-from pplan.planner.robust.draws import make_draws
+from pplan.planner.robust.choice import RobustPlan, most_robust, variations
 from pplan.planner.robust.interval import estimate_interval, percentiles
-from pplan.planner.robust.resampled import Resampled
+from pplan.planner.robust.resampling import StepSampler, make_draws
 from pplan.planner.scoring import fastest
 
 MakeProblem = Callable[..., Problem]
@@ -45,7 +44,7 @@ def every_proposal(problem: Problem) -> Iterator[Proposal]:
 
 def best_of_all(problem: Problem) -> tuple[Proposal, float]:
     """The plan with the best 90th percentile, and that."""
-    resampled, best = Resampled(problem.space, make_draws(len(problem.chain))), None
+    resampled, best = StepSampler(problem.space, make_draws(len(problem.chain))), None
     for proposal in every_proposal(problem):
         plan = fastest(problem.space, [proposal]) if problem.allows(proposal) else None
         if plan is not None:
@@ -56,7 +55,7 @@ def best_of_all(problem: Problem) -> tuple[Proposal, float]:
     return best
 
 
-def chosen_of(problem: Problem) -> Robust:
+def chosen_of(problem: Problem) -> RobustPlan:
     return most_robust(problem, find(problem))
 
 

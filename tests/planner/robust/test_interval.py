@@ -14,10 +14,8 @@ from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
 from pplan.planner.robust import interval
-from pplan.planner.robust.draws import Draws, make_draws
-from pplan.planner.robust.interval import FEWEST, estimate_interval, percentiles
-from pplan.planner.robust.resampled import Resampled
-from pplan.planner.robust.steady import steady_steps
+from pplan.planner.robust.interval import FEWEST, estimate_interval, percentiles, steady_steps
+from pplan.planner.robust.resampling import Draws, StepSampler, make_draws
 from pplan.planner.scoring import fastest
 
 MakeProblem = Callable[..., Problem]
@@ -89,7 +87,7 @@ def test_fewer_draws_where_they_go_one_by_one(
     problem = every_cut(make_problem(3, 6, 3, schedule="interleaved"))
     plan = fastest(problem.space, [INTERLEAVED])
     assert plan is not None
-    steps = Resampled(problem.space, make_draws(6)).step_seconds(plan)
+    steps = StepSampler(problem.space, make_draws(6)).step_seconds(plan)
     assert estimate_interval(problem.space, plan) == percentiles(steps)
     monkeypatch.setattr(interval, "ONE_BY_ONE", 1)
     assert estimate_interval(problem.space, plan) == percentiles(steps[:FEWEST])
@@ -115,7 +113,7 @@ def test_steady_steps_against_the_simulator(
     modes: tuple[Recompute, ...] = ("always", "never", "never")
     draws = make_draws(6, 2)
     made = assemble_endless(problem.space, proposal, modes)
-    steps = steady_steps(Resampled(problem.space, draws).costs(made), count)
+    steps = steady_steps(StepSampler(problem.space, draws).costs(made), count)
     alone = [
         steady_seconds(as_drawn(problem, draws, number).space, proposal, modes)
         for number in range(len(draws))

@@ -34,7 +34,7 @@ def test_every_stage(
     gradients = chain.trainable_bytes * rng.choice([0, 1e-6, 0.02, 1], 14)
     space = Space(replace(chain, trainable_bytes=gradients), topology, "sgd")
     size = 2 * len(devices)
-    team, costs = space.team(size, devices), space.chain.at(2)
+    team, costs = space.replica_group(size, devices), space.chain.at(2)
     cut_points, several = team.table.cut_points, 0
     for i, j in combinations(range(len(cut_points)), 2):
         own = slice(cut_points[i], cut_points[j])
@@ -50,4 +50,4 @@ def test_one_device_has_nothing_to_reduce(
     make_chain: MakeChain, make_topology: MakeTopology, heavier: Heavier
 ) -> None:
     chain, topology = heavier(make_chain(1, 5), make_topology(2))
-    assert not Space(chain, topology, "sgd").team(2, (1,)).exposed_allreduce.any()
+    assert not Space(chain, topology, "sgd").replica_group(2, (1,)).exposed_allreduce.any()

@@ -35,7 +35,7 @@ SLACK = 1 + 1e-12
 def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
     """The bound before the first stage, with each further one, and of the whole plan."""
     bound = BOUNDS[proposal.config.schedule](options)
-    cut_points, ranks = options.groups[0].team.table.cut_points, options.ranges.placement.ranks
+    cut_points, ranks = options.groups[0].costs.table.cut_points, options.ranges.placement.ranks
     seen, plans = [bound.root(len(proposal.ends))], nothing(bound.start())
     for stage, (end, devices) in enumerate(zip(proposal.ends, proposal.devices, strict=True)):
         position, before = ranks.index(devices[0]), len(seen)

@@ -18,8 +18,8 @@ from pplan.profiler.passes.layer_stamps import LayerTimes, Stamps, tell_leads
 from pplan.profiler.passes.timed_passes import link_sizes
 from pplan.profiler.passes.timing import OutputGradients, run_layers
 from pplan.profiler.size_run import SizeRun
-from pplan.profiler.sweep import Sweep
 from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
+from pplan.profiler.whole_sweep import WholeSweep
 
 DEPTH = 1024
 """Launches that a stream takes ahead."""
@@ -269,7 +269,7 @@ def test_a_direction_that_is_too_long_keeps_a_lead_and_the_other_all_of_its_own(
 
 def test_a_sweep_tells_of_leads_and_its_sizes_of_each_other() -> None:
     queue = Queue(DEPTH)
-    sweep = Sweep(subject_of(many(queue, FAST, 400, 4000), queue), [1, 2], 1.0, 1)
+    sweep = WholeSweep(subject_of(many(queue, FAST, 400, 4000), queue), [1, 2], 1.0, 1)
     sweep.measure()
     assert sweep.runs[1].rounds.smaller is sweep.runs[0].rounds
     assert sweep.notes == [run.lead_note for run in sweep.runs]

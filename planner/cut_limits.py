@@ -1,0 +1,80 @@
+"""What the wishes leave of the cuts of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cost_models.errors import UsageError
+from ..cost_models.layer import Chain
+from .plan_options import CutLimits, PlanOptions
+
+
+def limit_cuts(chain: Chain, wishes: PlanOptions) -> tuple[Chain, CutLimits]:
+    """The chain without the cuts that the wishes forbid, and what else they ask. Raises UsageError."""
+    cut_after = chain.cut_after.copy()
+    for pattern in wishes.keep_together:
+        matching = np.array([fnmatchcase(name, pattern) for name in chain.names])
+        if not matching.any():
+            raise _no_such_layer(chain, "keep_together", pattern)
+        cut_after[:-1] &= ~(matching[:-1] & matching[1:])
+    must_cut = tuple(dict.fromkeys(_cuts(chain, cut_after, wishes)))
+    pins = tuple((_layer(chain, "pins", name), stage) for name, stage in wishes.pins)
+    _check_pins(wishes, pins)
+    same = bool((cut_after == chain.cut_after).all())
+    return (chain if same else replace(chain, cut_after=cut_after)), CutLimits(must_cut, pins)
+
+
+def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], wishes: PlanOptions) -> Iterator[int]:
+    for name in wishes.cut_after:
+        layer = _layer(chain, "cut_after", name)
+        if layer == len(chain) - 1:
+            raise UsageError(f"cut_after={name!r}: it is the last layer", "Omit it: the model ends there.")
+        if not chain.cut_after[layer]:
+            raise UsageError(
+                f"cut_after={name!r}: no stage may end there",
+                "The profile forbids it (pplan show tells why); name a layer before or behind.",
+            )
+        if not cut_after[layer]:
+            raise UsageError(
+                f"cut_after={name!r}: `keep_together` keeps it with {chain.names[layer + 1]}",
+                "Omit one of the two.",
+            )
+        yield layer
+
+
+def _check_pins(wishes: PlanOptions, pins: Sequence[tuple[int, int]]) -> None:
+    """Layers of later stages may not stand before layers of earlier ones."""
+    for (name, stage), (layer, _) in zip(wishes.pins, pins, strict=True):
+        if stage < 0:
+            raise UsageError(f"pins={(name, stage)!r}: stages count from 0", "Use stage0, say.")
+        for (other, later), (other_layer, _) in zip(wishes.pins, pins, strict=True):
+            if layer == other_layer and stage != later:
+                raise UsageError(
+                    f"pins={(name, stage)!r}: it is pinned to stage{later}, too", "Omit one of them."
+                )
+            if layer < other_layer and stage > later:
+                raise UsageError(
+                    f"pins={(name, stage)!r}: {other} comes behind it and is pinned to stage{later}",
+                    "Stages hold the layers in their order: pin them so.",
+                )
+
+
+def _layer(chain: Chain, field: str, name: str) -> int:
+    if name not in chain.names:
+        raise _no_such_layer(chain, field, name)
+    return chain.names.index(name)
+
+
+def _no_such_layer(chain: Chain, field: str, name: str) -> UsageError:
+    near = get_close_matches(name, chain.names, n=1, cutoff=0.4)
+    guess = f"Did you mean {near[0]}? " if near else ""
+    return UsageError(
+        f"{field}={name!r}: the model has no such layer",
+        f"{guess}Its layers are {', '.join(chain.names[:3])} … {chain.names[-1]}; pplan show lists them.",
+    )

@@ -1,0 +1,100 @@
+"""Everything about why a plan is as it is: what limits it, what comes next to it, how far it holds, and what
+a change would bring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ...cost_models.document import Document
+from ...cost_models.layer import Chain
+from ...cost_models.quantities import format_seconds
+from ...cost_models.topology import Topology
+from ..candidate import ScoredPlan
+from ..plan_file import TIE, Plan
+from .current_split import CurrentSplit, SplitComparison, compare_split
+from .explain_context import ExplainContext, make_context
+from .plan_summary import PlanSummary, summarize
+from .resolve import resolve
+from .runner_up import RunnerUp, runners_up
+from .sensitivity import Sensitivity, sensitivities
+from .step_limits import StepLimits, find_limits
+from .what_if import WhatIf, solve_what_ifs
+
+
+class Explanation(Document):
+    """Why a plan is as it is.
+
+    `better`: a faster plan under the same wishes, where solving again found one (the plan is not from the
+    joint search, say). `holds` is then empty: the plan is not the answer at all. `current`: only where a
+    split in use was given.
+    """
+
+    kind: ClassVar[str] = "explanation"
+
+    model: str
+    plan: PlanSummary
+    limits: StepLimits
+    better: PlanSummary | None = None
+    second_best: RunnerUp
+    as_fast: PlanSummary | None = None
+    """A plan with other cuts, replicas or devices that takes as long."""
+    other_stages: RunnerUp
+    holds: list[Sensitivity] = []
+    what_if: list[WhatIf] = []
+    current: SplitComparison | None = None
+    notes: list[str] = []
+
+
+def explain(
+    plan: Plan,
+    chain: Chain,
+    topology: Topology,
+    profiles: Mapping[str, Chain] | None = None,
+    current: CurrentSplit | None = None,
+) -> Explanation:
+    """Why `plan`, of this chain on this topology, is as it is; and why `current`, a split in use, is slower.
+
+    `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
+    name in the topology. Raises UsageError for a plan, or a split, whose cuts the chain does not allow.
+    """
+    question = make_context(plan, chain, topology, profiles)
+    # A split that cannot be is refused before the long work.
+    split = None if current is None else compare_split(question, current)
+    present = question.present
+    resolved = resolve(question.problem, [present]).best
+    better = _faster(resolved, present)
+    seeds: list[ScoredPlan] = [present] if resolved is None else [present, resolved]
+    limits = find_limits(question, seeds)
+    busiest = limits.busiest.stage
+    rivals = runners_up(question, seeds, busiest)
+    pool = [*seeds, *rivals.plans]
+    return Explanation(
+        model=plan.model,
+        plan=summarize(present),
+        limits=limits,
+        better=None if better is None else summarize(better),
+        second_best=rivals.second_best,
+        as_fast=None if rivals.as_fast is None else summarize(rivals.as_fast),
+        other_stages=rivals.other_stages,
+        holds=sensitivities(question, pool, busiest) if better is None and question.fits else [],
+        what_if=solve_what_ifs(question, pool),
+        current=split,
+        notes=_notes(question, plan),
+    )
+
+
+def _faster(other: ScoredPlan | None, present: ScoredPlan) -> ScoredPlan | None:
+    faster = other is not None and other.step_seconds < present.step_seconds * (1 - TIE)
+    return other if faster else None
+
+
+def _notes(question: ExplainContext, plan: Plan) -> list[str]:
+    step, said = question.present.step_seconds, plan.prediction.step_seconds
+    notes = [] if question.fits else ["the plan does not fit into the memory of its devices"]
+    if format_seconds(step) != format_seconds(said):
+        notes.append(
+            f"the plan takes {format_seconds(step)} a step here, it says {format_seconds(said)}: it was made "
+            f"for {plan.topology or 'another machine'}"
+        )
+    return notes

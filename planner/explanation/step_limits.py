@@ -1,0 +1,96 @@
+"""What limits the step: the critical path by kind and by stage, the busiest stage, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...cost_models.document import Record
+from ...cost_models.simulator.result import Timeline
+from ..candidate import ScoredPlan
+from ..plan_file import TIE
+from .critical_path import KINDS, Segment, critical_path
+from .explain_context import ExplainContext
+from .plan_summary import PlanSummary, summarize
+from .resolve import resolve, with_memory
+
+
+class PathShare(Record):
+    """What the critical path spends on a kind of thing, on a stage or on the way from one to another."""
+
+    kind: str
+    stage: int | None = None
+    to_stage: int | None = None
+    seconds: float
+    share: float
+    """Of the step."""
+
+
+class Busiest(Record):
+    """The stage that computes longest, what is run again included; `busy` is its share of the step."""
+
+    stage: int
+    seconds: float
+    busy: float
+
+
+class StepLimits(Record):
+    """What the step waits for. `kinds` and `places` (largest first) both sum to the step.
+
+    `without_memory_limit`: the best plan with as much memory as it asks for, where that is faster; None: it
+    is memory that forbids nothing.
+    """
+
+    kinds: list[PathShare]
+    places: list[PathShare]
+    busiest: Busiest
+    without_memory_limit: PlanSummary | None = None
+
+
+def find_limits(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> StepLimits:
+    """What limits the plan; the search without a memory limit starts from the seeds."""
+    timeline = question.timeline
+    path, step = critical_path(timeline), timeline.step_seconds
+    return StepLimits(
+        kinds=_by_kind(path, step),
+        places=_by_place(path, step),
+        busiest=find_busiest(timeline),
+        without_memory_limit=_without_memory_limit(question, seeds),
+    )
+
+
+def find_busiest(timeline: Timeline) -> Busiest:
+    """The stage that computes longest, the first of several."""
+    busy, step = timeline.busy_seconds, timeline.step_seconds
+    stage = busy.index(max(busy))
+    return Busiest(stage=stage, seconds=busy[stage], busy=busy[stage] / step)
+
+
+def _by_kind(path: Sequence[Segment], step: float) -> list[PathShare]:
+    sums = {kind: sum(part.end - part.start for part in path if part.kind == kind) for kind in KINDS}
+    return [
+        PathShare(kind=kind, seconds=seconds, share=seconds / step)
+        for kind, seconds in sums.items()
+        if seconds
+    ]
+
+
+def _by_place(path: Sequence[Segment], step: float) -> list[PathShare]:
+    sums: dict[tuple[str, int, int | None], float] = {}
+    for part in path:
+        key = (part.kind, part.stage, part.to_stage)
+        sums[key] = sums.get(key, 0.0) + part.end - part.start
+    shares = [
+        PathShare(kind=kind, stage=stage, to_stage=other, seconds=seconds, share=seconds / step)
+        for (kind, stage, other), seconds in sums.items()
+    ]
+    return sorted(shares, key=lambda share: -share.seconds)
+
+
+def _without_memory_limit(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> PlanSummary | None:
+    best = resolve(with_memory(question.problem, None), seeds).best
+    limit = question.present.step_seconds * (1 - TIE)
+    known = min((seed.step_seconds for seed in seeds), default=limit)
+    # What is as fast under the limit is not forbidden by it.
+    if best is None or best.step_seconds >= min(limit, known * (1 - TIE)):
+        return None
+    return summarize(best)

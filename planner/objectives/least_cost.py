@@ -1,0 +1,197 @@
+"""The cheapest training: dollars per sample, where every device that is used costs by the hour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from ...cost_models.errors import DefectError, UsageError
+from ...cost_models.quantities import counted
+from ...cost_models.topology import Group, Topology
+from ..candidate import Proposal, ScoredPlan
+from ..coverage import covered
+from ..joint_search import JointSearchResult, find
+from ..plan_file import TIE, Aim
+from ..problem import EVERY_COUNT, Problem
+from ..scoring import fastest, least_in_parts
+from ..search.space import Space
+from ..universal_bound import universal_bound
+from .objective import price_by_kind
+from .objective_result import ObjectiveResult, of_fastest, search_again
+
+HOUR = 3600.0
+
+
+def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult:
+    """The plan with the fewest dollars per sample.
+
+    For every number of devices, from rank 0 on, the fastest plan on them is searched, unless a bound on its
+    step leaves nothing cheaper than what is known. Proven for plans that use the first n devices, for any n.
+    Where there are several kinds of devices, plans on those of one kind, and the named planners', are looked
+    at, too, and the bound is on plans on any devices. Raises UsageError for prices that do not go with the
+    devices.
+    """
+    own = price_by_kind(prices, problem.topology)
+    hourly = [own[problem.topology.device(rank).name] for rank in range(problem.gpus)]
+    answer = find(problem)
+    search = _CostSearch(problem, hourly, answer)
+    search.run()
+    if search.best is None:
+        return ObjectiveResult(answer.found, answer)
+    used = search.best.proposal.used
+    aim = Aim(
+        name="cost",
+        value=search.cost,
+        unit="$/sample",
+        lower_bound=min(search.bound, search.cost),
+        exact=search.bound >= search.cost * (1 - TIE),
+        detail=f"{counted(used, 'device')} at {search.dollars(search.best):g} dollars an hour together",
+        covers=f"{covered(problem, answer.found)}; each on the first so many devices",
+    )
+    notes = [f"a million samples cost {1e6 * search.cost:.4g} dollars"]
+    if used < problem.gpus:
+        notes.append(f"the cheapest plan uses {used} of the {problem.gpus} devices; the others cost nothing")
+    return ObjectiveResult(of_fastest(problem, answer.found, search.best), answer, aim, tuple(notes))
+
+
+@dataclass
+class _CostSearch:
+    """The cheapest plan so far; dollars per sample, and a bound on them for what was looked at."""
+
+    problem: Problem
+    hourly: list[float]
+    answer: JointSearchResult
+    best: ScoredPlan | None = None
+    cost: float = inf
+    bound: float = inf
+
+    def run(self) -> None:
+        """Looks at every number of devices, all of them first: that plan is known."""
+        for count in self._counts():
+            self._look(count)
+        if len(self.problem.topology.kinds) > 1 and not self.problem.wishes.use_all:
+            self._look_at_kinds()
+        if self.bound > self.cost * (1 + TIE):
+            # A plan on devices that are not the first: the bound must hold for any.
+            self.bound = self._work_cost()
+        if self.bound > self.cost * (1 + TIE):
+            raise DefectError(
+                f"a plan of {self.cost!r} dollars a sample is below its bound of {self.bound!r}"
+            )
+
+    def _look_at_kinds(self) -> None:
+        """At plans on devices that are not the first."""
+        for known in self.answer.by_planner.values():
+            if isinstance(known, ScoredPlan):
+                self._take(known)
+        start = 0
+        for device, number in self.problem.topology.groups:
+            for count in range(1, number + 1):
+                if count <= EVERY_COUNT or count & (count - 1) == 0:
+                    self._look_at_group(Group(device, count), start)
+            start += number
+        self.bound = min(self.bound, self._work_cost())
+
+    def _look_at_group(self, group: Group, start: int) -> None:
+        """At plans on these devices, of which the first has rank `start`."""
+        alone = self._on(replace(self.problem.topology, groups=(group,)))
+        least = self._cost(group.number * self.hourly[start], self._least_step(alone))
+        if alone is None or least >= self.cost * (1 - TIE):
+            return
+        found = search_again(alone, []).best
+        if found is not None:
+            # Where the group does not begin with a node, other links are crossed: scored again.
+            moved = _moved(found.proposal, start)
+            scored = fastest(self.problem.space, [moved] if self.problem.allows(moved) else [])
+            if scored is not None:
+                self._take(scored)
+
+    def _work_cost(self) -> float:
+        """A bound on plans on any devices: each layer's work where it is the cheapest."""
+        problem, space, kinds, start = self.problem, self.problem.space, list[tuple[float, Space]](), 0
+        for device, number in problem.topology.groups:
+            alone = replace(problem.topology, groups=(Group(device, 1),))
+            kinds.append((self.hourly[start], replace(space, topology=alone)))
+            start += number
+        bounds = []
+        for config in problem.configs:
+            counts = range(1, problem.reached + 1)
+            works = [
+                hourly * work
+                for hourly, own in kinds
+                if (work := own.cheapest_work(config.micro_batch_size, counts)) is not None
+            ]
+            if works:
+                bounds.append(config.micro_batches * float(np.minimum.reduce(works).sum()))
+        return min(bounds, default=inf) * least_in_parts(space) / HOUR / problem.mini_batch
+
+    def _counts(self) -> Iterator[int]:
+        gpus, per_node = self.problem.gpus, self.problem.topology.gpus_per_node
+        yield gpus
+        if self.problem.wishes.use_all:
+            return
+        for count in range(1, gpus):
+            if count <= EVERY_COUNT or count & (count - 1) == 0 or count % per_node == 0:
+                yield count
+            else:
+                self._bound(count, self._least_step(self._with(count)))
+
+    def _look(self, count: int) -> None:
+        problem = self._with(count)
+        if problem is None:
+            return
+        least = self._least_step(problem)
+        if self._cost(sum(self.hourly[:count]), least) >= self.cost * (1 - TIE):
+            self._bound(count, least)
+            return
+        seeds = [] if self.best is None else [self.best]
+        whole = count == self.problem.gpus
+        found = self.answer.found if whole else search_again(problem, _inside(seeds, count))
+        self._bound(count, found.bound_seconds)
+        if found.best is not None:
+            self._take(found.best)
+
+    def _take(self, plan: ScoredPlan) -> None:
+        """Where it is cheaper."""
+        cost = self._cost(self.dollars(plan), plan.step_seconds)
+        if cost < self.cost * (1 - TIE):
+            self.best, self.cost = plan, cost
+
+    def _with(self, count: int) -> Problem | None:
+        """The problem on the first devices."""
+        return self._on(self.problem.topology.with_gpus(count))
+
+    def _on(self, topology: Topology) -> Problem | None:
+        """The problem on these devices; None where there is none, as for a mini-batch of other sizes."""
+        wishes = replace(self.problem.wishes, mini_batch=self.problem.mini_batch)
+        try:
+            return replace(self.problem, topology=topology, wishes=wishes)
+        except UsageError:
+            return None
+
+    def _least_step(self, problem: Problem | None) -> float:
+        return inf if problem is None else universal_bound(problem, problem.proposable)
+
+    def _bound(self, count: int, step: float) -> None:
+        self.bound = min(self.bound, self._cost(sum(self.hourly[:count]), step))
+
+    def dollars(self, plan: ScoredPlan) -> float:
+        """An hour of the devices of a plan."""
+        return sum(self.hourly[rank] for rank in {rank for own in plan.proposal.devices for rank in own})
+
+    def _cost(self, hourly: float, step: float) -> float:
+        return hourly / HOUR * step / self.problem.mini_batch
+
+
+def _moved(proposal: Proposal, start: int) -> Proposal:
+    """The same on devices of later ranks."""
+    devices = tuple(tuple(rank + start for rank in own) for own in proposal.devices)
+    return replace(proposal, devices=devices)
+
+
+def _inside(plans: list[ScoredPlan], count: int) -> list[ScoredPlan]:
+    """Those that use the first devices only."""
+    return [plan for plan in plans if all(rank < count for own in plan.proposal.devices for rank in own)]

@@ -1,0 +1,94 @@
+"""The least memory: of the plans whose step is nearly the fastest, the one whose fullest device holds least.
+
+What a plan's fullest device holds is limited more and more, and the fastest plan under the limit searched
+each time. First the limit is bisected; once it is near, it is each time a byte below the last plan, until no
+plan is fast enough any more: then none with less memory exists, as far as each search was exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from ...cost_models.quantities import format_bytes, format_seconds
+from ..candidate import ScoredPlan
+from ..coverage import as_searched, covered, is_searched
+from ..joint_search import find
+from ..plan_file import TIE, Aim
+from ..problem import Problem
+from .objective_result import ObjectiveResult, of_fastest, peak_bytes, search_again, within
+
+NEAR = 1 / 128
+"""Share of the memory that is left open when the bisection ends."""
+STEPS = 12
+"""Limits that are tried after it, a byte below the last plan each time."""
+
+
+def least_memory(problem: Problem, slack: float) -> ObjectiveResult:
+    """The plan with the least peak memory of a device among those whose step is at most `slack` longer than
+    the fastest one's."""
+    answer = find(problem)
+    fastest = answer.best
+    if fastest is None:
+        return ObjectiveResult(answer.found, answer)
+    search = _MemorySearch(problem, fastest, fastest.step_seconds * (1 + slack) * (1 + TIE))
+    search.bisect()
+    # Whoever found it, of plans outside of the searched space nothing is proven.
+    known = answer.found.exact and is_searched(problem, as_searched(problem, search.best.proposal))
+    exact = search.step_down() and known
+    peak, before = (peak_bytes(problem.space, plan) for plan in (search.best, fastest))
+    aim = Aim(
+        name="memory",
+        value=peak,
+        unit="bytes",
+        lower_bound=min(search.none_below, peak) if known else 0.0,
+        exact=exact,
+        detail=f"the most that a device holds, with a step at most {100 * slack:g} % longer than the fastest",
+        covers=covered(problem, answer.found),
+    )
+    note = (
+        f"the fastest plan takes {format_seconds(fastest.step_seconds)} a step and "
+        f"{format_bytes(before)} on a device; with at most {100 * slack:g} % more time, "
+        f"{format_bytes(peak)} do"
+    )
+    return ObjectiveResult(of_fastest(problem, answer.found, search.best), answer, aim, (note,))
+
+
+@dataclass
+class _MemorySearch:
+    """The best plan so far, and the bytes below which there is none that is fast enough."""
+
+    problem: Problem
+    best: ScoredPlan
+    most_seconds: float
+    none_below: float = 0.0
+    proven: bool = True
+    """Whether every limit that no plan was found for has none."""
+
+    def __post_init__(self) -> None:
+        self.peak = peak_bytes(self.problem.space, self.best)
+
+    def fits(self, limit: float) -> bool:
+        """Whether a plan that is fast enough needs at most `limit` bytes."""
+        found = search_again(within(self.problem, limit), [self.best])
+        if found.best is not None and found.best.step_seconds <= self.most_seconds:
+            self.best = found.best
+            self.peak = min(peak_bytes(self.problem.space, found.best), limit)
+            return True
+        bound = inf if found.best is None and found.exact else found.bound_seconds
+        self.proven = self.proven and bound > self.most_seconds
+        if self.proven:
+            self.none_below = limit
+        return False
+
+    def bisect(self) -> None:
+        """Until what is left open is small."""
+        low = 0.0
+        while self.peak - low > NEAR * self.peak:
+            limit = (low + self.peak) / 2
+            if not self.fits(limit):
+                low = limit
+
+    def step_down(self) -> bool:
+        """Down to the least; whether it is proven to be."""
+        return any(not self.fits(self.peak - 1) for _ in range(STEPS)) and self.proven

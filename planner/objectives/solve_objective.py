@@ -1,0 +1,177 @@
+"""From a problem and an objective to a plan file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...cost_models.errors import UsageError
+from ...cost_models.quantities import counted, format_seconds
+from ..asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
+from ..build_plan import bare_plan, build_plan, list_warnings
+from ..candidate import ScoredPlan
+from ..infeasible import no_plan_fits
+from ..joint_search import find
+from ..mini_batch import choose_mini_batch, smaller_defaults
+from ..plan_file import Aim, Plan, ProfileReference
+from ..problem import Problem
+from ..robust.choice import RobustPlan, check_known, most_robust
+from ..scoring import assemble
+from ..search.branch_and_bound import SearchResult
+from .least_cost import least_cost
+from .least_memory import least_memory
+from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
+from .objective_result import ObjectiveResult, of_fastest
+from .throughput import asynchronous_refusal, throughput
+
+
+def _besides(objective: Objective, problem: Problem) -> str:
+    """What an objective adds to the searched space, in words. Asynchronous plans are searched along orders of
+    the devices, also where the bound on the others holds for any."""
+    if objective.name == COST:
+        return "; each on the first so many devices, or on those of one kind"
+    if objective.name != THROUGHPUT:
+        return ""
+    order = f", {words}" if (words := problem.order_in_words()) else ""
+    return f"; and {' and '.join(ASYNCHRONOUS)} of two stages or more{order}"
+
+
+def best_for(objective: Objective, problem: Problem) -> ObjectiveResult:
+    """What the objective comes to. Raises UsageError."""
+    if problem.wishes.robust and objective.name != STEP_TIME:
+        raise UsageError(
+            f"`robust` with objective={objective.name!r}: it is of the step's time",
+            "Omit one of the two.",
+        )
+    if objective.name == THROUGHPUT:
+        return throughput(problem)
+    if objective.name == MEMORY:
+        return least_memory(problem, objective.slack)
+    if objective.name == COST:
+        return least_cost(problem, objective.prices)
+    return step_time(problem)
+
+
+def solve_for(
+    objective: Objective,
+    problem: Problem,
+    *,
+    model: str,
+    profile: ProfileReference,
+    notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
+    compared: bool = True,
+) -> Plan:
+    """The best plan for the objective; `compared` with others as any plan is, which takes longer.
+
+    Raises UsageError, and InfeasibleError where nothing fits.
+    """
+    problem = problem.timed()
+    outcome = best_for(objective, problem)
+    if outcome.best is None:
+        tried = ((own, best_for(objective, own)) for own in smaller_defaults(problem))
+        smaller = next(((own, made) for own, made in tried if made.best is not None), None)
+        if smaller is None:
+            raise no_plan_fits(problem)
+        warnings = [*warnings, _lessened(problem, smaller[0])]
+        problem, outcome = smaller
+    plan = _plan_of(objective, problem, outcome, model, profile, notes, warnings, compared=compared)
+    if not compared or plan.objective is not None:
+        return plan
+    return plan.model_copy(update={"default_mini_batch": choose_mini_batch(problem, tried=True)})
+
+
+def _lessened(problem: Problem, smaller: Problem) -> str:
+    return (
+        f"no plan with {problem.samples_per_device} samples a device fits: the global batch is "
+        f"{smaller.mini_batch}, not {problem.mini_batch}"
+    )
+
+
+def _plan_of(
+    objective: Objective,
+    problem: Problem,
+    outcome: ObjectiveResult,
+    model: str,
+    profile: ProfileReference,
+    notes: Sequence[str],
+    warnings: Sequence[str],
+    *,
+    compared: bool,
+) -> Plan:
+    """The plan of an outcome that holds one."""
+    if outcome.best is None:
+        raise no_plan_fits(problem)
+    shown: Plan | None = None
+    if compared and outcome.answer.best is not None:
+        shown = build_plan(
+            problem, outcome.answer, model=model, profile=profile, notes=notes, warnings=warnings
+        )
+        if outcome.best == outcome.answer.best and outcome.aim is None and not outcome.notes:
+            return shown
+    own = plan_alone(problem, outcome.best, outcome.found, model=model, profile=profile)
+    besides = _besides(objective, problem)
+    if objective.name == THROUGHPUT and not asynchronous_refusal(problem):
+        own = _covering(own, besides)
+    made = assemble(problem.space, outcome.best.proposal, outcome.best.recompute)
+    said = [*warnings, *list_warnings(problem)] if shown is None else shown.warnings
+    return own.model_copy(
+        update={
+            "objective": outcome.aim,
+            "searched": problem.searched() + besides,
+            "baselines": [] if shown is None else shown.baselines,
+            "alternatives": [] if shown is None else shown.alternatives,
+            "warnings": list(dict.fromkeys([*said, *made.outside()])),
+            "notes": list(dict.fromkeys([*outcome.notes, *(notes if shown is None else shown.notes)])),
+        }
+    )
+
+
+def _covering(plan: Plan, besides: str) -> Plan:
+    """The plan, whose bound holds for other plans besides."""
+    covers = plan.prediction.bound_covers + besides
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"bound_covers": covers})})
+
+
+def plan_alone(
+    problem: Problem, best: ScoredPlan, found: SearchResult, *, model: str, profile: ProfileReference
+) -> Plan:
+    """A candidate as a plan, without what it is compared with; of an asynchronous one in its steady state."""
+    plan = bare_plan(problem, best, found, model=model, profile=profile)
+    if best.config.schedule not in ASYNCHRONOUS:
+        return plan
+    bubble = plan.prediction.model_copy(update={"bubble": steady_bubble(problem.space, best)})
+    return plan.model_copy(update={"stages": steady_stages(problem.space, best), "prediction": bubble})
+
+
+def step_time(problem: Problem) -> ObjectiveResult:
+    """The fastest plan; with `PlanOptions.robust`, of those near it the one with the best 90th percentile.
+
+    Raises UsageError where the profile does not tell how the layers' seconds vary.
+    """
+    if problem.wishes.robust:
+        check_known(problem)
+    answer = find(problem)
+    if not problem.wishes.robust or answer.best is None:
+        return ObjectiveResult(answer.found, answer)
+    chosen = most_robust(problem, answer)
+    aim = Aim(
+        name="robust",
+        value=chosen.high_seconds,
+        unit="seconds",
+        lower_bound=0.0,
+        exact=False,
+        detail="the 90th percentile of the step, as the layers' seconds vary",
+    )
+    note = _note(chosen, answer.best.step_seconds)
+    return ObjectiveResult(of_fastest(problem, answer.found, chosen.plan), answer, aim, (note,))
+
+
+def _note(chosen: RobustPlan, fastest_seconds: float) -> str:
+    """How many were compared, and what the fastest has to say for itself."""
+    compared = f"compared at the 90th percentile of their step: {counted(chosen.compared, 'plan')}"
+    high = format_seconds(chosen.fastest_high_seconds)
+    if chosen.is_fastest:
+        return f"{compared}; the fastest plan is the best there, too, with {high}"
+    own = format_seconds(chosen.high_seconds)
+    fastest = format_seconds(fastest_seconds)
+    return f"{compared}; this one has {own}, the one that the search for the fastest found ({fastest}) {high}"

@@ -1,0 +1,115 @@
+"""What planners of replicated stages begin with: the micro-batches to try, and stages on so many devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..pipeline_config import Mode, PipelineConfig
+from ..search.space import ReplicaGroupCosts, Space, with_cuts
+from ..stage_table import Floats
+
+SCHEDULES = ("1f1b", "dapple", "gpipe")
+"""Those whose stages hold a number of micro-batches that these planners know, the preferred first."""
+MOST_GROUPS = 16
+"""Of devices. Where there are more devices, neighbours stay together."""
+
+
+@dataclass(frozen=True)
+class MicroBatchChoice:
+    """Micro-batches of a size under a schedule, and the modes of recomputation that may be used."""
+
+    schedule: str
+    micro_batches: int
+    size: int
+    modes: tuple[Mode, ...]
+
+    def in_flight(self, to_last: int) -> int:
+        """Micro-batches in flight on a stage, where so many stages go from it to the last, both counted."""
+        return self.micro_batches if self.schedule == "gpipe" else min(self.micro_batches, to_last)
+
+    def config(self, recomputes: bool) -> PipelineConfig:
+        """For a plan in which some stage recomputes, or none."""
+        wanted: tuple[Mode, ...] = ("by_stage", *(("always", "except_last") if recomputes else ("never",)))
+        mode = next(mode for mode in (*wanted, *self.modes) if mode in self.modes)
+        return PipelineConfig(self.schedule, mode, self.micro_batches, self.size)
+
+
+def micro_batch_choices(configs: Sequence[PipelineConfig]) -> list[MicroBatchChoice]:
+    """One for every micro-batch size of the configurations, with the first of `SCHEDULES` that they have."""
+    known = {config.schedule for config in configs}
+    schedule = next((name for name in SCHEDULES if name in known), None)
+    own = [config for config in configs if config.schedule == schedule]
+    sizes = dict.fromkeys((s.micro_batches, s.micro_batch_size) for s in own)
+    return [
+        MicroBatchChoice(
+            schedule=own[0].schedule,
+            micro_batches=count,
+            size=size,
+            modes=tuple(dict.fromkeys(s.recompute for s in own if s.micro_batches == count)),
+        )
+        for count, size in sizes
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaWork:
+    """All stages on so many devices, tables as of `StageTable`: seconds, and how many micro-batches a stage
+    may hold without recomputation and with it (-inf where that may not be). `all_reduce`: of all gradients at
+    once."""
+
+    forward: Floats
+    backward: Floats
+    all_reduce: Floats
+    never: Floats
+    always: Floats
+    crossing: Floats
+
+    def work(self, in_flight: int) -> Floats:
+        """Forward and backward seconds with so many micro-batches held, inf for stages that do not fit."""
+        recompute = np.where(
+            in_flight <= self.never, 0.0, np.where(in_flight <= self.always, self.forward, np.inf)
+        )
+        made: Floats = self.forward + self.backward + recompute
+        return made
+
+
+def cost_replicas(
+    space: Space, group: ReplicaGroupCosts, modes: Sequence[Mode], all_reduce: Floats
+) -> ReplicaWork:
+    """What the modes leave of a group."""
+    nothing = np.full(group.forward.shape, -np.inf)
+    never = group.most_in_flight("never") if {"never", "by_stage"} & set(modes) else nothing
+    always = group.most_in_flight("always") if {"always", "except_last", "by_stage"} & set(modes) else nothing
+    never, always = (np.where(space.usable, most, -np.inf) for most in (never, always))
+    return ReplicaWork(group.forward, group.backward, all_reduce, never, always, group.table.crossing)
+
+
+def count_replicas(space: Space) -> str:
+    """What the runtime runs: replicas "any", "equal" for all stages, or "none"."""
+    return "any" if space.runtime is None else space.runtime.replicas
+
+
+def group_devices(gpus: int, gpus_per_node: int, most: int = MOST_GROUPS) -> int:
+    """How many neighbouring devices stay together: the fewest that make at most so many groups, each in one
+    node or of whole nodes."""
+    each = 1
+    while gpus // each > most or (gpus_per_node % each and each % gpus_per_node):
+        each += 1
+    return each
+
+
+def thin(space: Space, blocks: int) -> Space:
+    """The space with at most so many blocks between its cuts, of about the same seconds."""
+    table = space.table(space.chain.sizes[-1])
+    if table.blocks <= blocks:
+        return space
+    before = (table.forward + table.backward)[0]
+    wanted = np.linspace(0, before[-1], blocks + 1)[1:-1]
+    kept = np.unique(np.searchsorted(before, wanted).clip(1, table.blocks - 1))
+    cut_after = np.zeros(len(space.chain), dtype=np.bool_)
+    cut_after[np.array(table.cut_points)[kept] - 1] = True
+    cut_after[list(space.limits.must_cut)] = True
+    return with_cuts(space, cut_after)

@@ -1,0 +1,171 @@
+"""A grid of problems, each solved by itself, on all cores or on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, ClassVar
+
+from ..cost_models.document import Document, MadeBy, Record
+from ..cost_models.errors import InfeasibleError, MachineError, PplanError, UsageError
+from .plan_file import Plan
+
+PROCESSES = "processes"
+BACKENDS = {PROCESSES: "joblib", "dask": "distributed", "ray": "ray"}
+"""What runs the points, and the package that it needs."""
+MOST_POINTS = 10_000
+
+Value = int | float | str | tuple[float, ...] | None
+Point = Mapping[str, Any]
+"""A value for each of the grid's keys."""
+
+
+class SweepRow(Record):
+    """What a point came to; where it has no plan, `reason` says why. `memory_bytes`: of the device that needs
+    most; `gpus_used`: by the plan."""
+
+    point: dict[str, Any]
+    step_seconds: float | None = None
+    samples_per_second: float | None = None
+    memory_bytes: int | None = None
+    gpus_used: int | None = None
+    balance: list[int] = []
+    replicas: list[int] = []
+    micro_batches: int | None = None
+    micro_batch_size: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+    lower_bound_seconds: float | None = None
+    gap: float | None = None
+    exact: bool | None = None
+    reason: str | None = None
+    warnings: list[str] = []
+    """Of the plan."""
+
+
+class SweepResult(Document):
+    """The rows of a grid, in its order: the last key changes fastest."""
+
+    kind: ClassVar[str] = "sweep"
+
+    model: str
+    rows: list[SweepRow]
+    warnings: list[str] = []
+    """Those of all rows, once each."""
+    made_by: MadeBy = MadeBy()
+
+
+def list_points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination, the last key changing fastest. Raises UsageError."""
+    for key, values in grid.items():
+        if not values:
+            raise UsageError(f"sweep={key!r}: has no values", f"Give some: sweep='{key}=2,4,8'.")
+        twice = next((value for value in values if list(values).count(value) > 1), None)
+        if twice is not None:
+            raise UsageError(f"sweep={key!r}: {twice} stands twice", "Give every value once.")
+    if not grid:
+        raise UsageError("`sweep`: the grid is empty", "Give sweep='gpus=2,4,8', say.")
+    made = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    if len(made) > MOST_POINTS:
+        raise UsageError(
+            f"`sweep`: {len(made)} points", f"Give at most {MOST_POINTS}: fewer values, or several sweeps."
+        )
+    return made
+
+
+def solve_points(
+    solve: Callable[..., Plan], points: Sequence[Point], *, backend: str = PROCESSES, jobs: int | None = None
+) -> list[SweepRow]:
+    """The rows of the points, in their order; `solve` takes a point's values by their keys.
+
+    `jobs`: how many run side by side, None for as many as there are cores. A point that has no plan is a row
+    with the reason; where none has one, and not for lack of memory, its error is raised. Raises MachineError
+    for a backend that is not installed.
+    """
+    solved = list(_run(solve, points, backend, jobs))
+    errors = [error for _, error in solved]
+    unusable = [error for error in errors if error is not None and not isinstance(error, InfeasibleError)]
+    if len(unusable) == len(solved) and unusable:
+        raise unusable[0]
+    return [row for row, _ in solved]
+
+
+def make_row(point: Point, plan: Plan) -> SweepRow:
+    """What the table says of a plan."""
+    predicted = plan.prediction
+    return SweepRow(
+        point=dict(point),
+        step_seconds=predicted.step_seconds,
+        samples_per_second=predicted.samples_per_second,
+        memory_bytes=max(stage.memory_bytes for stage in plan.stages),
+        gpus_used=len({device for stage in plan.stages for device in stage.devices}),
+        balance=plan.balance,
+        replicas=plan.replicas,
+        micro_batches=plan.micro_batches,
+        micro_batch_size=plan.micro_batch_size,
+        schedule=plan.schedule,
+        recompute=plan.recompute,
+        lower_bound_seconds=predicted.lower_bound_seconds,
+        gap=predicted.gap,
+        exact=predicted.exact,
+        warnings=plan.warnings,
+    )
+
+
+def _solved(solve: Callable[..., Plan], point: Point) -> tuple[SweepRow, PplanError | None]:
+    try:
+        return make_row(point, solve(**point)), None
+    except PplanError as error:
+        return SweepRow(point=dict(point), reason=error.what), error
+
+
+def _run(
+    solve: Callable[..., Plan], points: Sequence[Point], backend: str, jobs: int | None
+) -> Iterator[tuple[SweepRow, PplanError | None]]:
+    if backend not in BACKENDS:
+        raise UsageError(f"backend={backend!r}: not known", f"Use one of: {', '.join(BACKENDS)}.")
+    if backend == PROCESSES and (jobs == 1 or len(points) == 1):
+        yield from (_solved(solve, point) for point in points)
+        return
+    with _on(backend, jobs, len(points)) as parallel:
+        from joblib import delayed
+
+        yield from parallel(delayed(_solved)(solve, point) for point in points)
+
+
+@contextmanager
+def _on(backend: str, jobs: int | None, points: int) -> Iterator[Any]:
+    """joblib's Parallel: processes of this machine, or what a cluster offers."""
+    try:
+        from joblib import Parallel, cpu_count, parallel_config
+
+        if backend == PROCESSES:
+            yield Parallel(n_jobs=min(jobs or cpu_count(), points))
+            return
+        with _cluster(backend), parallel_config(backend=backend, n_jobs=-1 if jobs is None else jobs):
+            yield Parallel()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in (*BACKENDS.values(), "dask"):
+            raise
+        extra = "joblib" if backend == PROCESSES else f"'pplan[{backend}]'"
+        raise MachineError(
+            f"backend={backend!r}: the Python package {package!r} is not installed",
+            f"Install it: pip install {extra}",
+        ) from None
+
+
+@contextmanager
+def _cluster(backend: str) -> Iterator[None]:
+    """Dask's at DASK_SCHEDULER_ADDRESS, Ray's at RAY_ADDRESS; else one on this machine."""
+    if backend == "dask":
+        from distributed import Client
+
+        with Client():
+            yield
+        return
+    from ray.util.joblib import register_ray
+
+    register_ray()
+    yield

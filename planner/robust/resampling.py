@@ -1,0 +1,185 @@
+"""Seconds of layers as they might have been measured: random factors, the same ones for every plan.
+
+A profile holds, of each layer, the median of forward + backward and its interquartile range as a share of
+that median, the spread s. The layer's seconds are taken as lognormal around the median: exp(sigma z) times as
+long, z standard normal. The quartiles of that are exp(+-q sigma) with q = 0.6745, so 2 sinh(q sigma) = s, and
+sigma = asinh(s / 2) / q. Layers vary independently of each other; forward and backward of one together, as
+it is their sum of which the spread is known.
+
+What the layers miss of the whole model (the closing error e, see `Chain.uncertainty`) is common to all of
+them: one more factor (1 + e)^z, so that e is one standard deviation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from ...cost_models.communication import exposed_all_reduces
+from ...cost_models.layer import Chain, LayerCosts
+from ...cost_models.schedules import StageSlot
+from ...cost_models.simulator.costs import Costs
+from ...cost_models.timeline import step_seconds
+from ..assembly import Assembly, part_seconds
+from ..candidate import ScoredPlan
+from ..replica_exchange import gradient_bytes
+from ..scoring import assemble
+from ..search.space import Space
+from ..stage_table import Floats, StageTable
+
+SAMPLES = 200
+SEED = 0
+QUARTILE = 0.6744897501960817
+"""Of the standard normal distribution, the third."""
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Standard normal numbers: `layers` (samples, layers), and `common` (samples,) for the closing error."""
+
+    layers: Floats
+    common: Floats
+
+    def __len__(self) -> int:
+        return len(self.common)
+
+    def part(self, first: int, end: int) -> Draws:
+        """Some of them."""
+        return Draws(self.layers[first:end], self.common[first:end])
+
+    def factors(self, costs: LayerCosts) -> Floats:
+        """(samples, layers): how many times as long as the median each layer takes; 1 where no spread is
+        known."""
+        spread = np.zeros(self.layers.shape[1]) if costs.spread is None else costs.spread
+        own = np.arcsinh(spread / 2) / QUARTILE * self.layers
+        factors: Floats = np.exp(own + np.log1p(costs.uncertainty or 0.0) * self.common[:, None])
+        return factors
+
+
+@lru_cache(maxsize=4)
+def make_draws(layers: int, samples: int = SAMPLES, seed: int = SEED) -> Draws:
+    """The same numbers wherever and whenever they are drawn."""
+    random = np.random.default_rng(seed)
+    return Draws(common=random.standard_normal(samples), layers=random.standard_normal((samples, layers)))
+
+
+KEPT = 16
+"""Tables of stages of which the drawn seconds are kept."""
+ENTRIES = 20_000_000
+"""Actions times draws that are simulated side by side."""
+
+
+def has_spread(space: Space) -> bool:
+    """Whether the spread of the layers is known on every kind of device."""
+    return all(chain.spread is not None for chain in _chains(space))
+
+
+def _chains(space: Space) -> list[Chain]:
+    kinds = space.topology.kinds
+    return [space.chain if kind.profile is None else space.profiles[kind.profile] for kind in kinds]
+
+
+class StepSampler:
+    """The plans of a space under the same draws. Launches of the host and transfers take what they take."""
+
+    def __init__(self, space: Space, draws: Draws) -> None:
+        self.space, self.draws = space, draws
+        self._kept: dict[tuple[StageTable, str], Floats] = {}
+
+    def step_seconds(self, plan: ScoredPlan) -> Floats:
+        """(samples,): the simulated step of each draw."""
+        made = assemble(self.space, plan.proposal, plan.recompute)
+        return self.steps(made)
+
+    def steps(self, made: Assembly) -> Floats:
+        """(samples,): the same of a plan that is made ready for the simulator; of long programs a part of the
+        draws at a time, as every action has an entry for each."""
+        costs, actions = self.costs(made), sum(len(own) for own in made.program.actions)
+        count = max(1, min(len(self.draws), ENTRIES // actions))
+        parts = [_part(costs, first, first + count) for first in range(0, len(self.draws), count)]
+        return np.concatenate([step_seconds(made.program, part) for part in parts])
+
+    def costs(self, made: Assembly) -> Costs:
+        """Of all draws side by side."""
+        nominal = made.costs()
+        split = made.program.splits_backward
+        drawn: dict[str, Floats | None] = {
+            name: np.broadcast_to(values[..., None], (*values.shape, len(self.draws)))
+            for name, values in nominal.arrays().items()
+        }
+        drawn["forward"] = self._by_place(made, "forward")
+        drawn["backward"] = self._by_place(made, "input" if split else "backward")
+        drawn["weight"] = self._by_place(made, "weight") if split else None
+        drawn["all_reduce"] = self._all_reduce(made, nominal)
+        return replace(nominal, **drawn)  # type: ignore[arg-type] # arrays only
+
+    def _by_place(self, made: Assembly, name: str) -> Floats:
+        """(devices, chunks, 1, samples): seconds of the stage at every place, on its slowest replica."""
+        program = made.program
+        values = np.zeros((program.devices, program.chunks, 1, len(self.draws)))
+        for place, part in made.part_of.items():
+            own = self._of_kinds(made, place, part, name)
+            values[place.device, place.chunk, 0] = np.maximum.reduce(own)
+        return values
+
+    def _of_kinds(self, made: Assembly, place: StageSlot, part: int, name: str) -> list[Floats]:
+        """(samples,) for each kind of device among the replicas."""
+        i, j = made.bounds[part]
+        own = []
+        for table, scale in made.timed[place.device]:
+            running = self._running(table, name)
+            own.append(np.maximum(running[table.cut_points[j]] - running[table.cut_points[i]], 0.0) * scale)
+            own[-1] += made.exchanged_seconds(part, table, scale, name)
+        return own
+
+    def _running(self, table: StageTable, name: str) -> Floats:
+        """(layers + 1, samples): seconds of the layers before each."""
+        if (table, name) not in self._kept:
+            while len(self._kept) >= KEPT:
+                del self._kept[next(iter(self._kept))]
+            drawn = self.draws.factors(table.costs) * layer_seconds(table.costs, name)
+            before = np.zeros((drawn.shape[1] + 1, len(drawn)))
+            np.cumsum(drawn.T, axis=0, out=before[1:])
+            self._kept[table, name] = before
+        return self._kept[table, name]
+
+    def _all_reduce(self, made: Assembly, nominal: Costs) -> Floats | None:
+        """(devices, chunks, samples): what of the all-reduces follows the last backwards."""
+        program = made.program
+        seconds = np.zeros((program.devices, program.chunks, len(self.draws)))
+        for place, part in made.part_of.items():
+            ranks = made.ranks_of(part)
+            if len(ranks) > 1 and made.reduces_meanwhile(place, ranks):
+                seconds[place] = self._exposed(made, place, part, ranks)
+            elif nominal.all_reduce is not None:
+                seconds[place] = nominal.all_reduce[place]
+        return seconds if seconds.any() else None
+
+    def _exposed(self, made: Assembly, place: StageSlot, part: int, ranks: Sequence[int]) -> Floats:
+        """(samples,): of the kind of device whose backward takes longest, each time."""
+        i, j = made.bounds[part]
+        gradients = gradient_bytes(made.table(place.device).costs.trainable_bytes, made.number_bytes)
+        exposed = []
+        for table, scale in made.timed[place.device]:
+            own = slice(table.cut_points[i], table.cut_points[j])
+            backward = np.diff(self._running(table, "backward"), axis=0).T[:, own] * scale
+            exposed.append(exposed_all_reduces(backward, gradients[own], made.topology, ranks, "best"))
+        slowest = np.argmax(self._of_kinds(made, place, part, "backward"), axis=0)
+        chosen: Floats = np.take_along_axis(np.array(exposed), slowest[None], axis=0)[0]
+        return chosen
+
+
+def layer_seconds(costs: LayerCosts, name: str) -> Floats:
+    """(layers,): `forward`, `backward`, or the `input` or `weight` part of the latter."""
+    if name == "forward":
+        return costs.forward_seconds
+    return costs.backward_seconds if name == "backward" else part_seconds(costs, name)
+
+
+def _part(costs: Costs, first: int, end: int) -> Costs:
+    """Some of the candidates."""
+    cut = {name: values[..., first:end] for name, values in costs.arrays().items()}
+    return replace(costs, **cut)  # type: ignore[arg-type] # arrays only

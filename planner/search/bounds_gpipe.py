@@ -1,0 +1,223 @@
+"""Proven lower bounds on the step seconds of GPipe pipelines, for whole plans and for unfinished ones.
+
+The letters are those of `one_f_one_b`. GPipe's forwards and backwards are two flow shops of identical jobs
+(links are machines, latencies lags), whose spans are known exactly: sum of f and c plus (M - 1) times the
+largest f or o; the same for b. Under `except_last` the first backward job is shorter (b', without what is run
+again), and two paths are bounds: it on the last stage, then the second job through all of them: sum of b and
+c plus (M - 2) times the largest b or o, plus b' of the last stage; or it as far as the largest stage, where
+all others pass: sum of b' and c plus (M - 1) times the largest b or o.
+
+The gradients of stage s are complete after the backwards of the stages from s on, another such span, and
+reduced e later.
+
+Where f, b and o of one stage are the largest they count together: the largest f + b (or 2 o) is a bound, too.
+For an unfinished plan each of these sums and maxima is minimised by itself over the missing stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..pipeline_config import PipelineConfig
+from ..stage_table import Floats
+from .bounds_1f1b import RoundTripBound
+from .partial import Expansion, Known
+from .pipelines import Pipelines
+from .stage_choices import GroupChoices, StageChoices
+
+NAMES = ("forward", "usual", "plain", "cuts", "most_forward", "most_backward", "most_both", "tail")
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """Of the stages of a plan: sums of f, of b, of b', of c; the largest f, b and f + b (or o, 2 o of a cut);
+    and `tail`: from the start of the backwards to the latest end of a stage's all-reduce."""
+
+    forward: Floats
+    usual: Floats
+    plain: Floats
+    cuts: Floats
+    most_forward: Floats
+    most_backward: Floats
+    most_both: Floats
+    tail: Floats
+
+
+class GPipeBound:
+    """The bounds of the module's docstring."""
+
+    def __init__(self, choices: StageChoices, limit: float = np.inf) -> None:
+        self.choices, self._limit = choices, limit
+        self._round_trips = RoundTripBound(choices, limit)
+        self._setting = choices.config
+        self._count = choices.config.micro_batches
+        backwards = [group.costs.backward[-2, -1] for group in choices.groups]
+        self._last = float(min(backwards, default=0.0))
+        """b' of the last stage, at the least."""
+        self._rows = [self._after_last()]
+
+    def root(self, stages: int) -> float:
+        """A bound on every plan of so many stages; inf where there is none."""
+        simple = self._round_trips.root(stages)
+        if simple >= self._limit:
+            return simple
+        row = _Sums(*(values[0, 0] for values in vars(self.rows(stages)).values()))
+        return float(max(simple, self._total(row).max()))
+
+    def rows(self, stages: int) -> _Sums:
+        """(positions + 1, cut points): the smallest that each can be for the last so many stages, after one
+        that ends there."""
+        while len(self._rows) <= stages:
+            self._rows.append(self._before(len(self._rows)))
+        return self._rows[stages]
+
+    def start(self) -> Known:
+        """What is known of the plan of no stages."""
+        return dict.fromkeys(("back", *NAMES[:-1]), np.zeros(1))
+
+    def extend(self, known: Known, stage: Expansion) -> tuple[Floats, Known]:
+        """(expansions,): the bound with a further stage, and what is known then."""
+        follows = self.rows(stage.remaining - 1)
+        at = (stage.end_position, stage.end)
+        own = _Sums(
+            forward=stage.forward,
+            usual=stage.backward,
+            plain=self._first(stage.plain, stage.backward),
+            cuts=stage.cut,
+            most_forward=np.maximum(stage.forward, stage.occupancy),
+            most_backward=np.maximum(stage.backward, stage.occupancy),
+            most_both=np.maximum(stage.forward + stage.backward, 2 * stage.occupancy),
+            tail=stage.exposed_allreduce,
+        )
+        now = {name: known[name] + getattr(own, name) for name in NAMES[:4]}
+        now |= {name: np.maximum(known[name], getattr(own, name)) for name in NAMES[4:7]}
+        back = known["back"] + stage.cut
+        ahead = _Sums(*(getattr(follows, name)[at] for name in NAMES))
+        suffix = own.plain + stage.least_cut + ahead.plain + ahead.cuts
+        most = np.maximum(stage.backward, ahead.most_backward)
+        # Only what goes on to the stage before takes the link to it.
+        passing = np.maximum(most, stage.occupancy)
+        followers = self._count - 1
+        reduced = suffix + _times(followers, most) + stage.exposed_allreduce
+        tail = np.maximum(np.maximum(suffix + _times(followers, passing) + back, reduced), ahead.tail)
+        whole = _Sums(
+            forward=now["forward"] + ahead.forward,
+            usual=now["usual"] + ahead.usual,
+            plain=now["plain"] + ahead.plain,
+            cuts=now["cuts"] + stage.least_cut + ahead.cuts,
+            most_forward=np.maximum(now["most_forward"], ahead.most_forward),
+            most_backward=np.maximum(now["most_backward"], ahead.most_backward),
+            most_both=np.maximum(now["most_both"], ahead.most_both),
+            tail=tail,
+        )
+        bound = np.maximum(self._total(whole), self.choices.launches)
+        return bound, now | {"back": own.plain + np.maximum(back, stage.exposed_allreduce)}
+
+    def finished(self, plans: Pipelines) -> Floats:
+        """(plans,): the bound of whole plans."""
+        return np.maximum(whole_bound(plans), self.choices.launches)
+
+    def _first(self, plain: Floats, usual: Floats) -> Floats:
+        """Seconds of the backward that runs first."""
+        return plain if self._setting.recompute == "except_last" else usual
+
+    def _total(self, sums: _Sums) -> Floats:
+        return _total(self._setting, sums, self._last)
+
+    def _after_last(self) -> _Sums:
+        nothing = self.choices.after_last
+        return _Sums(*(nothing for _ in NAMES))
+
+    def _before(self, remaining: int) -> _Sums:
+        shape = (self.choices.devices + 1, self.choices.last_place + 1)
+        rows = {name: np.full(shape, np.inf) for name in NAMES}
+        # Where round trips leave no plan below the limit there is none.
+        reachable = np.isfinite(self._round_trips.rows(remaining - 1)[0])
+        for group in self.choices.groups:
+            self.choices.space.budget.check()
+            self._fill(rows, group, reachable, remaining)
+        return _Sums(*(self.choices.ranges.reached(values) for values in rows.values()))
+
+    def _fill(
+        self, rows: dict[str, Floats], group: GroupChoices, reachable: npt.NDArray[np.bool_], remaining: int
+    ) -> None:
+        stages = group.before(reachable)
+        if stages is None:
+            return
+        follows, pairs = self.rows(remaining - 1), stages.pair
+        f, b = group.forward[pairs], group.backward(self.choices.in_flight(remaining))[0][pairs]
+        plain = np.where(np.isinf(b), np.inf, self._first(group.plain[pairs], b))
+        latency, slowness = (
+            values[stages.after] for values in self.choices.ranges.best_route(group.replicas)
+        )
+        o = slowness * group.sent[pairs]
+        c = o + latency * group.inner[pairs]
+        ahead = _Sums(*(getattr(follows, name)[stages.after, stages.end] for name in NAMES))
+        most_backward = np.maximum(np.maximum(b, o), ahead.most_backward)
+        suffix = plain + c + ahead.plain + ahead.cuts
+        own = {
+            "forward": np.where(np.isinf(b), np.inf, f) + ahead.forward,
+            "usual": b + ahead.usual,
+            "plain": plain + ahead.plain,
+            "cuts": np.where(np.isinf(b), np.inf, c) + ahead.cuts,
+            "most_forward": np.maximum(np.maximum(f, o), ahead.most_forward),
+            "most_backward": most_backward,
+            "most_both": np.maximum(np.maximum(f + b, 2 * o), ahead.most_both),
+            "tail": np.maximum(
+                suffix + _times(self._count - 1, most_backward) + group.exposed_allreduce[pairs], ahead.tail
+            ),
+        }
+        for name, values in own.items():
+            stages.least_into(rows[name], values)
+
+
+def whole_bound(plans: Pipelines) -> Floats:
+    """(plans,): the bound of whole plans, but for their launches."""
+    config, wide = plans.config, ((0, 0), (0, 1))
+    f, b = plans.forward, plans.backward
+    plain = plans.plain if config.recompute == "except_last" else b
+    o, c = np.pad(plans.occupancy, wide), np.pad(plans.occupancy + plans.latency, wide)
+    backward = np.maximum(b, o)
+    tail, suffix, most = (np.zeros(len(plans)) for _ in range(3))
+    for stage in reversed(range(plans.stages)):
+        suffix = suffix + plain[:, stage] + c[:, stage]
+        most = np.maximum(most, backward[:, stage])
+        tail = np.maximum(
+            tail, suffix + (config.micro_batches - 1) * most + plans.exposed_allreduce[:, stage]
+        )
+    sums = _Sums(
+        f.sum(axis=1),
+        b.sum(axis=1),
+        plain.sum(axis=1),
+        c.sum(axis=1),
+        np.maximum(f, o).max(axis=1),
+        backward.max(axis=1),
+        np.maximum(f + b, 2 * o).max(axis=1),
+        tail,
+    )
+    return _total(config, sums, plain[:, -1])
+
+
+def _total(config: PipelineConfig, sums: _Sums, last: Floats | float) -> Floats:
+    """The bound from the sums and the largest of all stages; `last`: b' of the last stage, at the least."""
+    followers = config.micro_batches - 1
+    forwards = sums.forward + sums.cuts + _times(followers, sums.most_forward)
+    paths = [(sums.plain, followers)]
+    if config.recompute == "except_last":
+        paths.append((sums.usual + last, followers - 1))
+    bounds = [forwards + sums.tail]
+    for seconds, count in paths:
+        span = sums.forward + seconds + 2 * sums.cuts
+        bounds.append(span + _times(followers, sums.most_forward) + _times(count, sums.most_backward))
+        more = _times(followers - count, sums.most_forward)
+        bounds.append(span + _times(count, sums.most_both) + more)
+    total: Floats = np.max(np.broadcast_arrays(*bounds), axis=0)
+    return total
+
+
+def _times(count: int, values: Floats) -> Floats | float:
+    """count * values, where 0 times infinity is 0."""
+    return count * values if count else 0.0

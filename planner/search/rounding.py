@@ -1,0 +1,107 @@
+"""Plans near the pipelines that the relaxed problem comes to: on as many devices as there are, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..candidate import Proposal
+from .placements import Placement
+from .relaxed_problem import CheapestStage, RelaxedProblem
+from .space import Space, divide_batch
+from .subproblem import Family
+
+
+@dataclass
+class _RoundedStage:
+    """A stage on devices of a kind: `work`, seconds of a micro-batch on one device."""
+
+    end: int
+    kind: int
+    replicas: int
+    work: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a micro-batch, more or less."""
+        return self.work / self.replicas
+
+
+def round_stages(
+    space: Space,
+    family: Family,
+    problem: RelaxedProblem,
+    chosen: Sequence[CheapestStage],
+    families: Sequence[Family],
+) -> list[Proposal]:
+    """The pipeline with its replicas changed until it has devices enough, and leaves none where more help,
+    in each of the orders of the devices."""
+    tables, stages = problem.stages, list[_RoundedStage]()
+    cut_points = tables.cut_points
+    for own in chosen:
+        replicas = int(tables.replicas[own.choice])
+        at = own.choice, own.start, own.end
+        seconds = float(tables.forward[at] + tables.backward[at])
+        stages.append(
+            _RoundedStage(cut_points[own.end], int(tables.kind[own.choice]), replicas, seconds * replicas)
+        )
+    ends = [stage.end for stage in stages]
+    if any(end <= start for start, end in zip([0, *ends], ends, strict=False)):
+        return []
+    if not all(_fitted(space, family, stages, kind, int(n)) for kind, n in enumerate(tables.devices)):
+        return []
+    orders = dict.fromkeys(own.placement for own in families if own.config == family.config)
+    return [
+        Proposal(family.config, tuple(ends), devices)
+        for order in orders
+        if (devices := _devices(space, order, problem, stages))
+    ]
+
+
+def _fitted(space: Space, family: Family, stages: Sequence[_RoundedStage], kind: int, devices: int) -> bool:
+    """Changes the replicas on a kind of device until there are devices enough; whether there are."""
+    own = [stage for stage in stages if stage.kind == kind]
+    left = devices - sum(stage.replicas for stage in own)
+    counts = list(_counts(space, family))
+    while left < 0:
+        shrinkable = [stage for stage in own if stage.replicas > counts[0]]
+        if not shrinkable:
+            return False
+        stage = min(shrinkable, key=lambda own: own.work / _below(counts, own.replicas))
+        fewer = _below(counts, stage.replicas)
+        left, stage.replicas = left + stage.replicas - fewer, fewer
+    while own:
+        stage = max(own, key=lambda own: own.seconds)
+        more = next((count for count in counts if count > stage.replicas), None)
+        if more is None or more - stage.replicas > left:
+            break
+        left, stage.replicas = left - more + stage.replicas, more
+    return True
+
+
+def _below(counts: Sequence[int], count: int) -> int:
+    return max(own for own in counts if own < count)
+
+
+def _counts(space: Space, family: Family) -> Iterator[int]:
+    """Numbers of replicas that may be, of those with the same share the fewest."""
+    size, seen = family.config.micro_batch_size, -1
+    counts = range(1, len(family.placement.ranks) + 1) if family.any_count else family.replicas
+    for count in counts:
+        if count <= size and divide_batch(size, count) != seen and space.fits_someone(size, count):
+            seen = divide_batch(size, count)
+            yield count
+
+
+def _devices(
+    space: Space, order: Placement, problem: RelaxedProblem, stages: Sequence[_RoundedStage]
+) -> tuple[tuple[int, ...], ...]:
+    """The next devices of its kind for every stage, in the order."""
+    kinds, topology = problem.stages.kinds, space.topology
+    own = [[rank for rank in order.ranks if topology.device(rank) == kind] for kind in kinds]
+    taken, made = [0] * len(kinds), []
+    for stage in stages:
+        first = taken[stage.kind]
+        made.append(tuple(own[stage.kind][first : first + stage.replicas]))
+        taken[stage.kind] += stage.replicas
+    return tuple(made)

@@ -1,0 +1,195 @@
+"""The micro-batch sizes in turn, and the budget: what is measured, what is left unmeasured, and why."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from ..cost_models.errors import ModelError
+from .measurement_target import MeasurementTarget
+from .micro_batch_sizes import beyond_budget, in_words, left_out_note, left_unmeasured, sizes_to_try
+from .passes.timed_passes import link_sizes
+from .profile_file import Unmeasured
+from .size_result import SizeResult
+from .size_run import SizeRun
+from .user_model.failures import DoesNotFit
+
+if TYPE_CHECKING:
+    from .journal import Journal, KeptSize
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is being done: `doing` says it in words, `layer` is set while layers are tried one by one."""
+
+    doing: str
+    micro_batch_size: int
+    layer: str | None
+    fraction: float
+    """Of the budget spent, 0 to 1."""
+
+
+Run = TypeVar("Run", SizeRun, SizeResult)
+
+
+@dataclass
+class SizeSweep(ABC, Generic[Run]):
+    """Measures sizes in ascending order, as far as budget and memory reach; subclasses measure one size.
+
+    `sizes`: the user's, or None: 1, 2, 4, ...; the smallest is always measured. `rounds`: so many timed
+    passes at every size whatever they cost, or None for as many as the budget allows. `journal`: is told of
+    every pass; sizes and rounds that it held when it was opened are not measured again.
+    """
+
+    subject: MeasurementTarget
+    sizes: Sequence[int] | None
+    budget_seconds: float
+    rounds: int | None = None
+    progress: Callable[[Progress], None] | None = None
+    journal: Journal | None = None
+    runs: list[Run] = field(default_factory=list, init=False)
+    unmeasured: list[Unmeasured] = field(default_factory=list, init=False)
+    notes: list[str] = field(default_factory=list, init=False)
+    interrupted: bool = field(default=False, init=False)
+    """By Ctrl-C, after a size was measured."""
+    _last_seconds: float = field(default=0.0, init=False)
+
+    def measure(self) -> None:
+        """Fills `runs` (ascending, never empty), `unmeasured`, `notes`. Raises MachineError, ModelError.
+
+        KeyboardInterrupt goes through only where nothing is measured yet.
+        """
+        # The budget is that of all processes together.
+        self._begun = self.subject.clock.now() - (self.journal.seconds if self.journal else 0.0)
+        self._pending = deque(sizes_to_try(self.sizes, self.subject.device))
+        self._refusals: dict[int, tuple[str, str]] = {}
+        try:
+            with self.subject.modes.process():
+                self._measure_sizes()
+                # Further rounds may show a size to be faster than its first: then the next may fit after all.
+                while self.rounds is None and self.one_more_round():
+                    self._measure_sizes()
+        except KeyboardInterrupt:
+            self.runs += self.unfinished()
+            if not self.runs:
+                raise
+            self._end_interrupted()
+        if self._pending:
+            size = self._pending[0]
+            self.unmeasured += left_unmeasured(size, self.sizes, *self._refusals[size])
+        link_sizes([run.rounds for run in self.runs])
+
+    @property
+    @abstractmethod
+    def results(self) -> list[SizeResult]:
+        """What was found at the sizes of `runs`."""
+
+    @abstractmethod
+    def measure_size(self, size: int) -> Run:
+        """The first timed passes of a size. Raises DoesNotFit, ModelError."""
+
+    @property
+    def interruption_note(self) -> str:
+        """What the profile says after Ctrl-C."""
+        return "interrupted: larger micro-batch sizes were not measured"
+
+    def predict_seconds(self, size: int) -> float:
+        """What `measure_size` would take, in proportion to the last size's."""
+        return self._last_seconds * size / self.runs[-1].size
+
+    def beyond_memory(self, size: int) -> str:  # noqa: ARG002
+        """Why `size` is not begun, from the bytes of the last size; empty where it is."""
+        return ""
+
+    def one_more_round(self) -> bool:
+        """One more timed pass of some size; whether there was reason and time."""
+        return False
+
+    def unfinished(self) -> list[Run]:
+        """The size that was being measured when Ctrl-C came, where it has enough passes."""
+        return []
+
+    @property
+    def spent(self) -> float:
+        """Seconds of the budget."""
+        return self.subject.clock.now() - self._begun
+
+    def kept(self, size: int) -> KeptSize | None:
+        """What an interrupted profile has left of a size."""
+        return self.journal.kept.get(size) if self.journal else None
+
+    def tell(self, doing: str, size: int, layer: str | None = None) -> None:
+        if self.progress is not None:
+            share = self.spent / self.budget_seconds if self.budget_seconds > 0 else 1.0
+            self.progress(Progress(doing, size, layer, min(share, 1.0)))
+
+    def _measure_sizes(self) -> None:
+        """Measures the pending sizes, in order, until one is refused."""
+        while self._pending:
+            size = self._pending[0]
+            if "does not fit" in self._refusals.get(size, ()):
+                return
+            kept = self.kept(size)
+            begun = kept is not None and kept.has_passes
+            refusal = self._refuse(size) if self.runs and not begun else None
+            refusal = refusal or self._try(size)
+            if refusal is not None:
+                if size not in self._refusals or refusal[0] == "does not fit":
+                    self._refusals[size] = refusal
+                return
+            self._pending.popleft()
+
+    def _refuse(self, size: int) -> tuple[str, str] | None:
+        """Why `size` is not begun: a cost in proportion to the last size's would not fit."""
+        predicted, left = self.predict_seconds(size), self.budget_seconds - self.spent
+        if self.rounds is None and predicted > left:
+            return "budget", beyond_budget(predicted, left, self.budget_seconds) + self._enough()
+        memory = self.beyond_memory(size)
+        return ("does not fit", memory) if memory else None
+
+    def _try(self, size: int) -> tuple[str, str] | None:
+        """Measures `size`; returns why it does not fit where it does not."""
+        started = self.spent
+        try:
+            self.runs.append(self.measure_size(size))
+        except DoesNotFit as error:
+            if not self.runs:
+                raise
+            return "does not fit", error.what
+        except ModelError as error:
+            note = left_out_note(size, self.sizes, error)
+            if note is None:
+                raise
+            self.notes.append(note)
+        self._last_seconds = self.spent - started
+        return None
+
+    def _enough(self) -> str:
+        """The budget that would do for all sizes that the user named, in words; else nothing."""
+        if self.sizes is None:
+            return ""
+        total = self.spent + sum(map(self.predict_seconds, self._pending))
+        return f"; a budget of about {in_words(total, math.ceil)} would do for all that were asked for"
+
+    def _end_interrupted(self) -> None:
+        self.interrupted = True
+        while self._pending and self._pending[0] <= self.runs[-1].size:
+            self._pending.popleft()
+        if self._pending:
+            self._refusals.setdefault(self._pending[0], ("interrupted", "the measuring was interrupted"))
+        self.notes.append(self.interruption_note)
+
+
+def host_note(run: SizeRun | SizeResult) -> str | None:
+    """What to say of a size at which the device waits for the host."""
+    bound = run.rounds.host_bound()
+    if bound is None:
+        return None
+    host, device = (
+        f"{seconds * 1e3:.2g} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms" for seconds in bound
+    )
+    return f"micro-batch size {run.size} is bound by the host: {host} to launch, {device} on the device"

@@ -1,0 +1,173 @@
+"""Sizes of a model that fits on its device whole: first rounds of each, then more where they vary most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..cost_models.quantities import format_bytes
+from .machine import free_host_bytes
+from .size_result import SizeResult
+from .size_run import SizeRun, release
+from .size_sweep import SizeSweep
+from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
+
+_FIRST_ROUNDS = 3
+_TRUSTED_ROUNDS = 5
+"""From so many rounds on, the quartiles are taken to say something."""
+_CERTAIN = 0.005
+"""Relative uncertainty of a median below which no more is measured."""
+_MARGIN = 1.2
+"""Memory of a pass above what is saved for backward: gradients and temporaries."""
+_PARTS_MARGIN = 2.4
+"""The same for a pass in two parts, which holds the gradients of all layers' outputs at once."""
+_NO_PEAK = (
+    "compiled for the CPU: what its kernels allocate while they run cannot be counted, so workspace is 0 and "
+    "there is no peak"
+)
+
+
+@dataclass
+class WholeSweep(SizeSweep[SizeRun]):
+    """What is left of the budget after the first rounds is spent where the spread is largest.
+
+    What is compiled is compiled for one size at a time, which gets all its rounds before the next is begun.
+    """
+
+    parts: bool = False
+    """Whether backward is measured in two parts too; never of compiled models, whose blocks have no parts."""
+    memory_bytes: int | None = None
+    """As if the device had no more; None: what it has."""
+    _full: set[int] = field(default_factory=set, init=False)
+    """Sizes whose further rounds ran out of memory."""
+    _current: SizeRun | None = field(default=None, init=False)
+    _begun_last: int = field(default=0, init=False)
+
+    def measure(self) -> None:
+        super().measure()
+        self.notes += [note for run in self.runs if (note := run.lead_note)]
+
+    @property
+    def results(self) -> list[SizeResult]:
+        return [SizeResult.of_run(run) for run in self.runs]
+
+    def predict_seconds(self, size: int) -> float:
+        last = self.runs[-1]
+        return last.round_seconds * (self._first_round_count + last.warm_up_rounds) * size / last.size
+
+    def beyond_memory(self, size: int) -> str:
+        last = self.runs[-1]
+        if self.memory_bytes is not None and last.memory and last.peak_bytes:
+            static = last.memory.static
+            peak = static + (last.peak_bytes - static) * size / last.size
+            if peak > self.memory_bytes:
+                return f"it would need about {format_bytes(round(peak))} of {format_bytes(self.memory_bytes)}"
+        needed = _MARGIN * sum(last.saved.saved_bytes) * size / last.size
+        return self._beyond_host(needed, "save about {} for backward")
+
+    def measure_size(self, size: int) -> SizeRun:
+        try:
+            return self._first_rounds(size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            said = refusal(error)
+        # Only here, behind the except block, is nothing held by the traceback any more.
+        self._switch_to(None)
+        release(self.subject.device)
+        smallest = f"{self.subject.loaded.name}: the smallest micro-batch size, {size}, does not fit: {said}"
+        raise DoesNotFit(
+            said if self.runs else smallest,
+            "Use smaller `micro_batch_sizes`, a smaller `dtype`, or a device of more memory.",
+        )
+
+    def one_more_round(self) -> bool:
+        """Times the size whose median is the least certain once more."""
+        left = self.budget_seconds - self.spent
+        able = [run for run in self._open() if run.size not in self._full and run.round_seconds <= left]
+        run = max(able, key=_doubt, default=None)
+        if run is None or _doubt(run) < _CERTAIN:
+            return False
+        self._switch_to(run)
+        self.tell(f"round {len(run.rounds) + 1}", run.size)
+        kept = len(run.rounds)
+        try:
+            run.round()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._full.add(run.size)
+            run.rounds.cut_to(kept)
+        if run.size in self._full:
+            release(self.subject.device)
+        self._note_parts(run)
+        return True
+
+    def unfinished(self) -> list[SizeRun]:
+        run = self._current
+        return [run] if run is not None and run.is_measured and run not in self.runs else []
+
+    @property
+    def interruption_note(self) -> str:
+        rounds = sum(len(run.rounds) for run in self.runs)
+        sizes = ", ".join(str(run.size) for run in self.runs)
+        more = "; the same with `resume` continues" if self.journal else ""
+        return f"interrupted after {rounds} rounds at micro-batch size {sizes}{more}"
+
+    def _first_rounds(self, size: int) -> SizeRun:
+        self._begun_last = size
+        parts = self.parts and not self.subject.modes.compile
+        run = SizeRun(self.subject, size, parts=parts, journal=self.journal)
+        self._switch_to(run)
+        kept = self.kept(size)
+        if kept is None:
+            run.warm_up(lambda layer: self.tell("warm-up", size, layer.name))
+            # Besides what is saved, a CPU would hold about as much in gradients.
+            beyond = self._beyond_host(_PARTS_MARGIN * sum(run.saved.saved_bytes), "need about {}")
+            if beyond:
+                run.leave_parts_out(beyond)
+            run.warm_up_parts()
+        else:
+            run.go_on(kept)
+        wanted = self._first_round_count
+        for number in range(run.rounds_done, wanted):
+            self.tell(f"round {number + 1} of {wanted}", size)
+            run.round()
+        self._note_parts(run)
+        if run.memory is None and _NO_PEAK not in self.notes:
+            self.notes.append(_NO_PEAK)
+        return run
+
+    def _switch_to(self, run: SizeRun | None) -> None:
+        """Makes it the only one that holds its input on the device."""
+        if self._current is not None and self._current is not run:
+            self._current.put_away()
+        self._current = run
+
+    def _beyond_host(self, needed: float, what: str) -> str:
+        """Why bytes do not fit into a CPU's free memory; empty where they do, and on other devices."""
+        free = free_host_bytes() if self.subject.device.type == "cpu" else None
+        if free is None or needed <= free:
+            return ""
+        return f"it would {what.format(f'{needed / 2**30:.1f} GiB')}, {free / 2**30:.1f} GiB are free"
+
+    @property
+    def _first_round_count(self) -> int:
+        if self.rounds is not None:
+            return self.rounds
+        return _TRUSTED_ROUNDS if self.subject.modes.compile else _FIRST_ROUNDS
+
+    def _open(self) -> list[SizeRun]:
+        """The sizes that can be run again: compiled code is kept for the size begun last only."""
+        if not self.subject.modes.compile:
+            return self.runs
+        return [run for run in self.runs if run.size == self._begun_last]
+
+    def _note_parts(self, run: SizeRun) -> None:
+        why = run.parts_left_out.rstrip(".")
+        note = f"micro-batch size {run.size} has no backward in two parts: {why}"
+        if why and note not in self.notes:
+            self.notes.append(note)
+
+
+def _doubt(run: SizeRun) -> float:
+    return float("inf") if len(run.rounds) < _TRUSTED_ROUNDS else run.rounds.uncertainty()

@@ -1,0 +1,322 @@
+"""From costs and wishes to a plan: the winner, its comparisons, alternatives, notes and refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.communication import exposed_all_reduce_seconds
+from pplan.cost_models.errors import InfeasibleError, UsageError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
+from pplan.planner.alternatives import find_alternatives
+from pplan.planner.build_plan import solve
+from pplan.planner.candidate import ScoredPlan, linear_pipeline
+from pplan.planner.joint_search import JointSearchResult, plan_with
+from pplan.planner.pipeline_config import SEARCHED
+from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.planners import PLANNERS
+from pplan.planner.problem import Problem
+from pplan.planner.scoring import fastest
+from pplan.planner.search.branch_and_bound import SearchResult
+
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
+REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
+
+
+def solved(chain: Chain, topology: Topology, **wishes: object) -> Plan:
+    return solve(chain, topology, PlanOptions(**wishes), model="toy", profile=REFERENCE)  # type: ignore[arg-type]
+
+
+def problem(chain: Chain, topology: Topology, **wishes: object) -> Problem:
+    return Problem(chain, topology, PlanOptions(**wishes))  # type: ignore[arg-type]
+
+
+def with_parameters(chain: Chain, size: float) -> Chain:
+    weights = np.full(len(chain), size)
+    return replace(chain, parameter_bytes=weights, trainable_bytes=weights)
+
+
+def test_data_parallelism_wins_where_weights_are_light(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain = with_parameters(make_chain(1, 6), 0.001)
+    plan = solved(chain, make_topology(3), mini_batch=12)
+    assert (plan.balance, plan.replicas, plan.stages[0].devices) == ([6], [3], [0, 1, 2])
+    assert (plan.mini_batch, plan.micro_batches, plan.micro_batch_size) == (12, 1, 12)
+    costs = chain.at(4)
+    exposed = exposed_all_reduce_seconds(
+        costs.backward_seconds, costs.trainable_bytes, make_topology(3), range(3)
+    )
+    step = costs.forward_seconds.sum() + costs.backward_seconds.sum() + exposed
+    assert plan.prediction.step_seconds == pytest.approx(step)
+    assert plan.prediction.exact
+    assert plan.prediction.gap == 0
+
+
+def test_a_pipeline_wins_where_weights_are_heavy(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    plan = solved(with_parameters(make_chain(1, 6, traffic=0.01), 1e6), make_topology(3))
+    assert len(plan.stages) == 3
+    assert plan.replicas == [1, 1, 1]
+    steps = {baseline.name: baseline.step_seconds for baseline in plan.baselines}
+    assert list(steps) == list(PLANNERS)
+    made = [step for step in steps.values() if step is not None]
+    assert len(made) > 6
+    assert min(made) >= plan.prediction.step_seconds
+    assert all(base.step_seconds or base.reason for base in plan.baselines)
+    assert plan.prediction.lower_bound_seconds == pytest.approx(plan.prediction.step_seconds)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_named_schedule_is_kept(schedule: str, make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    plan = solved(with_parameters(make_chain(1, 6, traffic=0.01), 0.001), make_topology(3), schedule=schedule)
+    assert plan.schedule == schedule
+    assert plan.replicas == [3]
+    parallel = next(baseline for baseline in plan.baselines if baseline.name == "data-parallel")
+    assert parallel.step_seconds == pytest.approx(plan.prediction.step_seconds)
+
+
+def test_alternatives_hold_the_best_of_each_schedule(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain, topology = with_parameters(make_chain(2, 7), 1e6), make_topology(3)
+    plan = solved(chain, topology, mini_batch=8)
+    by_runtime = {tuple(other.runtimes): other for other in plan.alternatives}
+    gpipe, one_f_one_b = by_runtime["torchgpipe", "fairscale"], by_runtime["deepspeed",]
+    assert (gpipe.schedule, one_f_one_b.schedule) == ("gpipe", "1f1b")
+    free = replace(
+        chain, forward_host_seconds=0 * chain.forward_seconds, backward_host_seconds=0 * chain.forward_seconds
+    )
+    assert solved(chain, topology, mini_batch=8, schedule="1f1b").prediction.step_seconds == pytest.approx(
+        one_f_one_b.step_seconds
+    )
+    alone = solved(chain, topology, mini_batch=8, runtime="torchgpipe")
+    assert alone.prediction.step_seconds == pytest.approx(gpipe.step_seconds)
+    assert alone.balance == gpipe.balance
+    without_host = solved(free, topology, mini_batch=8, runtime="torchgpipe").prediction.step_seconds
+    assert without_host == pytest.approx(
+        solved(free, topology, mini_batch=8, schedule="gpipe").prediction.step_seconds
+    )
+
+
+def test_alternatives_where_an_interleaved_plan_is_the_best(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """As asked of its planner; of the other schedules nothing is proven by it."""
+    chain, topology = make_chain(2, 8, cuts=1.1), make_topology(2)
+    own = problem(chain, topology, mini_batch=8, schedule="interleaved")
+    best = plan_with(PLANNERS["interleaved"], own)
+    assert isinstance(best, ScoredPlan)
+    found = SearchResult(best, best.step_seconds, best.step_seconds, exact=True)
+    made = find_alternatives(
+        problem(chain, topology, mini_batch=8), JointSearchResult(found, {"interleaved": best})
+    )
+    assert {"deepspeed", "torch"} <= {name for other in made for name in other.runtimes}
+    *searched, proposed = made
+    assert {other.schedule for other in searched} <= set(SEARCHED)
+    assert (proposed.schedule, proposed.exact) == ("interleaved", False)
+
+
+def test_one_process_pays_for_all_launches(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    """Launches of 1 s a layer and direction, whatever the size: few micro-batches are then the answer."""
+    chain = with_parameters(make_chain(4, 4, traffic=0.01, cuts=1.0), 1e6)
+    slow = replace(
+        chain,
+        forward_host_seconds=np.ones_like(chain.forward_seconds),
+        backward_host_seconds=np.ones_like(chain.forward_seconds),
+    )
+    plan = solved(slow, make_topology(4), mini_batch=16, runtime="torchgpipe")
+    free = solved(slow, make_topology(4), mini_batch=16, runtime="deepspeed", schedule="1f1b")
+    assert plan.prediction.step_seconds >= 8 * plan.micro_batches
+    assert plan.micro_batches < free.micro_batches
+
+
+def test_fewer_gpus_when_links_are_slow(make_chain: MakeChain) -> None:
+    topology = two_level_topology(Device("toy", None), 3, 8, Link(1e-3, 10.0), Link(1e-3, 10.0))
+    plan = solved(with_parameters(make_chain(1, 6, cuts=1.0), 1e6), topology)
+    assert len(plan.stages) == 1
+    assert plan.replicas == [1]
+    whole = solved(with_parameters(make_chain(1, 6, cuts=1.0), 1e6), topology, use_all=True)
+    assert sorted(rank for stage in whole.stages for rank in stage.devices) == [0, 1, 2]
+    assert whole.prediction.step_seconds > plan.prediction.step_seconds
+    assert plan.baselines[0].step_seconds == pytest.approx(plan.prediction.step_seconds)
+
+
+def test_ledger_and_stages_add_up(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    chain = make_chain(6, 9)
+    plan = solved(chain, make_topology(4, memory=4000), optimizer="adam")
+    assert plan.stages[0].first_layer == 0
+    assert plan.stages[-1].last_layer == 8
+    for before, after in zip(plan.stages, plan.stages[1:], strict=False):
+        assert after.first_layer == before.last_layer + 1
+        assert chain.cut_after[before.last_layer]
+    for stage in plan.stages:
+        assert stage.memory_bytes == sum(stage.memory.values()) <= 4000
+        assert stage.memory_limit_bytes == 4000
+        weights = chain.trainable_bytes[stage.first_layer : stage.last_layer + 1].sum()
+        assert stage.memory["optimizer"] == round(2 * weights)
+
+
+def test_notes_say_what_was_assumed(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    chain = make_chain(1, 6, sizes=(2, 4))
+    free = solved(chain, make_topology(3))
+    assert free.mini_batch == 96
+    assert free.default_mini_batch is not None
+    large = solved(chain, make_topology(3), mini_batch=16, micro_batches=2)
+    assert "micro-batch size 8 is past the largest measured (4): extrapolated" in large.notes
+    small = solved(chain, make_topology(3), mini_batch=7)
+    assert small.micro_batch_size == 1
+    assert "micro-batch size 1 is below the smallest measured (2): extrapolated" in small.warnings
+    few = solved(make_chain(1, 6, cuts=0.0), make_topology(3), runtime="torchgpipe")
+    assert any("at most 1 stage, fewer than 3 GPUs" in note for note in few.notes)
+
+
+def test_an_infeasible_problem_names_the_stage_and_the_way_out(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain = with_parameters(make_chain(3, 8, cuts=1.0), 100)
+    chain = replace(chain, saved_bytes=chain.saved_bytes / 10)
+    fixed = {"mini_batch": 16, "micro_batches": 4, "recompute": "never"}
+    seen = set()
+    for memory in (400, 1000, 1500, 1800):
+        with pytest.raises(InfeasibleError) as caught:
+            solved(chain, make_topology(2, memory=memory), **fixed, optimizer="adam")
+        assert "a GPU: at the least, stage" in caught.value.what
+        assert "of 2 (layer" in caught.value.what
+        assert "are missing" in caught.value.what
+        assert caught.value.exit_status == 3
+        for route in caught.value.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
+            field, _, value = route.split()[0].partition("=")
+            value = value.strip("'")
+            seen.add(field)
+            if field == "gpus":
+                assert route.split()[1:] == ["mini_batch=16"]
+                assert solved(chain, make_topology(int(value), memory=memory), **fixed, optimizer="adam")
+            elif field == "optimizer":
+                assert solved(chain, make_topology(2, memory=memory), **fixed, optimizer=value)
+            elif field == "memory":
+                enough = math.ceil(float(value.removesuffix("GiB")) * 2**30)
+                assert solved(chain, make_topology(2, memory=enough), **fixed, optimizer="adam")
+            else:
+                assert solved(chain, make_topology(2, memory=memory), mini_batch=16, optimizer="adam")
+    assert seen >= {"gpus", "memory", "optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"mini_batch": 0}, "mini_batch=0: must be at least 1"),
+        ({"mini_batch": 64, "micro_batches": 0}, "micro_batches=0: must be at least 1"),
+        ({"mini_batch": 64, "micro_batches": 5}, "micro_batches=5: a global batch of 64 does not divide"),
+        ({"mini_batch": 10**20}, "in at most 16384 micro-batches"),
+        ({"mini_batch": 10**20, "micro_batches": 7}, "does not divide into so many"),
+        (
+            {"mini_batch": 2**20, "micro_batches": 2**20},
+            "micro_batches=1048576: at most 16384 are simulated",
+        ),
+        ({"schedule": "pipedream"}, "schedule='pipedream': it is asynchronous"),
+        ({"recompute": "sometimes"}, "recompute='sometimes': not known"),
+        ({"optimizer": "lion"}, "optimizer='lion': not known"),
+        ({"runtime": "gpipe"}, "unknown runtime 'gpipe'"),
+        ({"recompute": "except_last", "schedule": "1f1b"}, "recompute='except_last' with schedule='1f1b'"),
+        ({"runtime": "torchgpipe", "schedule": "1f1b"}, "runtime='torchgpipe' does not run schedule='1f1b'"),
+        (
+            {"runtime": "deepspeed", "recompute": "except_last"},
+            "does not run schedule='auto', recompute='except_last'",
+        ),
+        ({"recompute": "except_last", "mini_batch": 4, "micro_batches": 1}, "there is no such plan"),
+    ],
+)
+def test_impossible_wishes(
+    wishes: dict[str, object], message: str, make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        solved(make_chain(1, 5), make_topology(2), **wishes)
+    assert message in caught.value.what
+    assert caught.value.hint
+
+
+def test_more_gpus_than_layers(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    with pytest.raises(UsageError, match="gpus=6: the model has 5 layers"):
+        solved(make_chain(1, 5), make_topology(6), runtime="torchgpipe")
+    assert sum(solved(make_chain(1, 5, traffic=0.0), make_topology(6)).replicas) <= 6
+
+
+def test_a_mini_batch_that_nothing_divides(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    with pytest.raises(
+        UsageError, match="mini_batch=12: no micro-batch size that the profile reaches makes it"
+    ):
+        solved(make_chain(1, 5, sizes=(8,)), make_topology(2), mini_batch=12)
+
+
+def test_one_process_stays_on_one_node(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    chain = with_parameters(make_chain(2, 9, cuts=1.0, traffic=0.01), 1e6)
+    plan = solved(chain, make_topology(6, per_node=2))
+    assert len(plan.stages) > 2
+    by_runtime = {tuple(other.runtimes): len(other.balance) for other in plan.alternatives}
+    assert by_runtime["torchgpipe", "fairscale"] <= 2 < by_runtime["deepspeed",]
+    alone = solved(chain, make_topology(6, per_node=2), runtime="torchgpipe")
+    two = solved(chain, make_topology(2, per_node=2), runtime="torchgpipe", mini_batch=alone.mini_batch)
+    assert [base.step_seconds for base in alone.baselines[2:]] == [b.step_seconds for b in two.baselines[2:]]
+    assert len(alone.stages) <= 2
+    assert "torchgpipe is one process: it reaches the 2 GPUs of one node" in alone.notes
+
+
+def test_deepspeed_trains_every_stage(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    """The layers without parameters take longest: other plans leave them alone on a stage."""
+    chain = make_chain(2, 8, cuts=1.0, traffic=0.001)
+    bare = np.arange(8) % 2 == 1
+    chain = replace(
+        chain,
+        parameter_bytes=np.full(8, 1e6),
+        trainable_bytes=np.where(bare, 0.0, 1e6),
+        forward_seconds=chain.forward_seconds + 5.0 * bare[:, None],
+    )
+
+    def parts(balance: list[int]) -> list[float]:
+        ends = np.cumsum([0, *balance])
+        return [float(chain.trainable_bytes[a:b].sum()) for a, b in pairwise(ends)]
+
+    plan = solved(chain, make_topology(6), mini_batch=8, schedule="1f1b")
+    assert min(parts(plan.balance)) == 0
+    for_deepspeed = next(other for other in plan.alternatives if "deepspeed" in other.runtimes)
+    assert min(parts(for_deepspeed.balance)) > 0
+    assert for_deepspeed.step_seconds > plan.prediction.step_seconds
+    alone = solved(chain, make_topology(6), mini_batch=8, schedule="1f1b", runtime="deepspeed")
+    assert (alone.balance, alone.replicas[0]) == (for_deepspeed.balance, for_deepspeed.replicas)
+    # DeepSpeed's own way leaves a layer alone on every stage: there is no such plan.
+    fixed = solved(chain, make_topology(8), mini_batch=8, runtime="deepspeed")
+    even = next(base for base in fixed.baselines if base.name == "even")
+    assert even.detail.split()[0] != "8"
+    without = problem(chain, make_topology(8), mini_batch=8, runtime="deepspeed")
+    config = without.configs[-1]
+    assert fastest(without.space, [linear_pipeline(config, range(1, 9))]) is None
+    assert fastest(without.space, [linear_pipeline(config, range(2, 9, 2))]) is not None
+
+
+@pytest.mark.parametrize("wishes", [{"micro_batches": 8}, {"micro_batches": 16}, {"recompute": "always"}])
+def test_wishes_do_not_cripple_what_the_plan_is_compared_with(
+    wishes: dict[str, object], make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain, topology = with_parameters(make_chain(1, 6), 0.001), make_topology(4)
+    free = {base.name: base.step_seconds for base in solved(chain, topology, mini_batch=16).baselines}
+    in_flight = {
+        base.name: base.step_seconds for base in solved(chain, topology, mini_batch=16, **wishes).baselines
+    }
+    for name in ("one-gpu", "data-parallel"):
+        assert in_flight[name] == free[name] is not None
+
+
+def test_extrapolation_is_said_of_every_row(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    """Data parallelism wins with a measured size; the other rows are at 32 samples, past the largest of 8."""
+    chain = with_parameters(make_chain(1, 6, sizes=(1, 8)), 0.001)
+    plan = solved(chain, make_topology(4), mini_batch=32, micro_batches=1)
+    assert plan.replicas == [4]
+    assert "micro-batch size 32 is past the largest measured (8): extrapolated" in plan.notes
