@@ -110,6 +110,8 @@ def _answers(own: Problem, answer: JointSearchResult) -> bool:
         return False
     in_order = best.proposal.devices == _in_order(best)
     cut_points = list(own.space.table(own.chain.sizes[0]).cut_points)
+    if not set(cut_points).issuperset(best.proposal.ends):
+        return False  # it keeps the users of a weight together
     stages = [(cut_points.index(first), cut_points.index(end)) for first, end in best.proposal.bounds]
     return in_order and all(own.space.usable[stage] for stage in stages)
 
@@ -132,6 +134,7 @@ def _kinds(problem: Problem) -> list[list[str]]:
             virtual_stages=False,
             zero=frozenset(),
             no_zero="",
+            no_tied="",
             pure_16_bits=True,
         )
         trains = runtime.trains(problem.precision.name, problem.wishes.zero)

@@ -142,7 +142,7 @@ def _choice(
             for per_replica_batch in counts.per_replica_batches
         ]
     )
-    exchanged = space.bytes_at_end(np.asarray(table.stage_bytes.trainable))
+    exchanged = space.bytes_at_end(table.reduced(space.zero))
     sent = exchanged * all_reduce_pace(space.topology, counts.fewest)
     return ReplicaGroupCosts(
         table=table,

@@ -149,28 +149,57 @@ def tie_stages(
     `device_of`: by stage, its device of the pipeline. Where replicas are `sharded`, each adds up its part with
     its likes of the other stages.
     """
-    held, ranks = [], coordinates.ranks
+    held, tables = [], _tables(coordinates) if tied else []
     for index, weight in enumerate(tied):
-        copies = {stage: own[stage].copies[index] for stage in stages if stage in weight.stages}
-        if not copies:
-            continue
         devices = list(dict.fromkeys(device_of[stage] for stage in weight.stages))
-        every = [rank for device in devices for rank in ranks[device]]
-        if len(every) > 1:
-            whole: Any = dist.new_group(every, use_local_synchronization=True)
-            for parameter in copies.values():
-                dist.broadcast(parameter.detach(), src=every[0], group=whole)
-        if not weight.parameter.requires_grad:
-            continue
-        group: Any = None
-        if sharded and len(devices) > 1:
-            likes = [ranks[device][coordinates.replica] for device in devices]
-            group = dist.new_group(likes, use_local_synchronization=True)
-        elif not sharded and len(every) > 1:
-            group = whole
-        named = tuple((stages[stage], _name(stages[stage], own)) for stage, own in copies.items())
-        held.append(_Held(named, group, 1 if sharded else len(every) // len(devices)))
+        groups = _Groups.of(tables, coordinates, devices)
+        copies = {stage: own[stage].copies[index] for stage in stages if stage in weight.stages}
+        if copies and groups.every is not None:
+            first, *others = [parameter.detach() for parameter in copies.values()]
+            dist.broadcast(first, src=coordinates.ranks[devices[0]][0], group=groups.every)
+            for other in others:
+                other.copy_(first)
+        if copies and weight.parameter.requires_grad:
+            named = tuple((stages[stage], _name(stages[stage], own)) for stage, own in copies.items())
+            replicas = 1 if sharded else len(coordinates.ranks[0])
+            held.append(_Held(named, groups.likes if sharded else groups.every, replicas))
     return TiedGradients(held)
+
+
+def _tables(coordinates: RankCoordinates) -> list[tuple[tuple[int, ...], ...]]:
+    """The ranks of all pipelines of the job: every process has to know of every group that is made."""
+    own = coordinates.ranks
+    if sum(map(len, own)) == dist.get_world_size():
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return sorted(set(found))
+
+
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """Of this process, where it is in them and they have several: `every` process of some devices of its
+    pipeline, and its `likes` on these, the same replica of each."""
+
+    every: Any
+    likes: Any
+
+    @classmethod
+    def of(
+        cls, tables: Sequence[Sequence[Sequence[int]]], coordinates: RankCoordinates, devices: Sequence[int]
+    ) -> _Groups:
+        own, every, likes = dist.get_rank(), None, None
+        for ranks in tables:
+            held = [ranks[device] for device in devices]
+            whole = [rank for each in held for rank in each]
+            made = dist.new_group(whole) if len(whole) > 1 else None
+            every = made if own in whole else every
+            replicas = len(held[0])
+            for replica in range(replicas if len(devices) > 1 else 0):
+                alike = [each[replica] for each in held]
+                made = dist.new_group(alike) if replicas > 1 else made
+                likes = made if own in alike else likes
+        return cls(every, likes)
 
 
 def _name(module: nn.Module, parameter: nn.Parameter) -> str:

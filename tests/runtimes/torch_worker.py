@@ -271,10 +271,14 @@ def main(folder: Path, rank: int) -> None:
     stages = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("pair", "pp"))["pp"]
     replicas = init_device_mesh("cpu", (RANKS // 2, 1, 2), mesh_dim_names=("pair", "pp", "dp"))["pp", "dp"]
     for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
-        if case["ranks"] == 2 and number % 2 != rank // 2:
+        mine = case["ranks"] == RANKS or number % 2 == rank // 2
+        # Groups of processes that share a weight are made by all processes of a job.
+        if not mine and case["model"] != "tied":
             continue
         mesh = None if case["ranks"] == RANKS else stages if case["replicas"] == 1 else replicas
         result = run(case, mesh)
+        if not mine:
+            continue
         (folder / f"{case['name']}.{rank % case['ranks']}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
