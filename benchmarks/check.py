@@ -192,12 +192,12 @@ def plans(name: str, devices: int) -> Iterator[tuple[str, Plan | str, Profile, T
     reference = ProfileReference(file="", sha256="", layers_sha256=profile.layers_sha256)
     topology = two_level_topology(Device("core", None), devices, devices, Link(2e9, 2e-4), Link(2e9, 2e-4))
     for label, planner in PLANNERS.items():
-        wishes = PlanOptions(
+        options = PlanOptions(
             mini_batch=64, micro_batches=8, schedule="gpipe", recompute="never",
             runtime="torchgpipe", planner=planner, use_all=True,
         )  # fmt: skip
         try:
-            problem = build_problem(profile.chain(), topology, wishes, reference, {})
+            problem = build_problem(profile.chain(), topology, options, reference, {})
             answer = find(problem)
             best = answer.best
             made = "no plan" if best is None else verified(

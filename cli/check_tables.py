@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
-from rich.table import Table
 
 from ..cost_models.quantities import counted, format_bytes, format_rate, format_seconds
-from ..runtimes.checking.check_report import PLAN, SAME_LOSS, Check, CheckedCase
+from ..runtimes.checking.check_report import PLAN, SAME_LOSS, Check, CheckedCase, CheckedDevice
 from .number_format import compared, percent, ranges, three_digits
-from .table_style import figure, line, table, text, titled, word
+from .table import Column, line, number, print_table, text, word
 
 
 def print_check(found: Check, console: Console) -> None:
     """Prints everything about a check."""
     line(console, _answer(found), style="bold")
     line(console, _where(found))
-    titled(console, "The step", _steps(found, console))
+    _print_steps(found, console)
     for case in found.cases:
-        name = "the plan" if case.name == PLAN else case.name
-        titled(console, f"Stages of {name}; time per micro-batch per replica", _stages(case, console))
+        _print_stages(case, console)
     for case in found.cases:
         if case.devices and any(own.measured_bytes is not None for own in case.devices):
-            titled(console, f"Peak memory, {case.name}", _memory(case, console))
+            _print_memory(case, console)
     console.print()
     for said in (
         *_gain(found),
@@ -54,78 +54,75 @@ def signed(share: float) -> str:
     return f"{'+' if share >= 0 else '-'}{percent(abs(share))}"
 
 
-def _steps(found: Check, console: Console) -> Table:
+def _print_steps(found: Check, console: Console) -> None:
     calibrated = any(case.calibrated_step_seconds is not None for case in found.cases)
-    columns = [
-        text("", folds_at=16),
-        text("layers", leaves=2, folds_at=16),
-        figure("plan says", leaves=3),
-        figure("predicted"),
-        figure("error", leaves=4),
-        *([figure("calibrated"), figure("error ")] if calibrated else []),
-        figure("measured"),
-        figure("spread", leaves=1),
+    columns: list[Column[CheckedCase]] = [
+        text("", lambda case: case.name, min_width=16),
+        text("layers", lambda case: ", ".join(map(str, case.balance)), drop=2, min_width=16),
+        number("plan says", lambda case: case.planned_step_seconds, format_seconds, drop=3),
+        number("predicted", lambda case: case.predicted_step_seconds, format_seconds),
+        number("error", lambda case: _error(case, case.predicted_step_seconds), signed, drop=4),
+        number("calibrated", lambda case: case.calibrated_step_seconds, format_seconds, shown=calibrated),
+        number("error ", lambda case: _error(case, case.calibrated_step_seconds), signed, shown=calibrated),
+        number("measured", lambda case: case.measured_step_seconds, format_seconds),
+        number("spread", _spread, percent, drop=1),
     ]
-    rows = []
-    for case in found.cases:
-        measured = case.measured_step_seconds
-        fixed = case.calibrated_step_seconds
-        more = [] if fixed is None else [format_seconds(fixed), signed(fixed / measured - 1)]
-        rows.append(
-            [
-                case.name,
-                ", ".join(map(str, case.balance)),
-                format_seconds(case.planned_step_seconds),
-                format_seconds(case.predicted_step_seconds),
-                signed(case.predicted_step_seconds / measured - 1),
-                *(more if calibrated else []),
-                format_seconds(measured),
-                percent((max(case.step_seconds) - min(case.step_seconds)) / measured),
-            ]
-        )
-    return table(console, columns, rows)
+    print_table(console, columns, found.cases, title="The step")
 
 
-def _stages(case: CheckedCase, console: Console) -> Table:
-    columns = [
-        figure("stage"),
-        word("layers", leaves=3),
-        word("devices", leaves=2),
-        figure("forward\nplan says", leaves=4),
-        figure("\nalone"),
-        figure("\nmeasured"),
-        figure("\nerror", leaves=5),
-        figure("backward\nplan says", leaves=4),
-        figure("\nalone"),
-        figure("\nmeasured"),
-        figure("\nerror", leaves=5),
+def _error(case: CheckedCase, predicted: float | None) -> float | None:
+    return None if predicted is None else predicted / case.measured_step_seconds - 1
+
+
+def _spread(case: CheckedCase) -> float:
+    return (max(case.step_seconds) - min(case.step_seconds)) / case.measured_step_seconds
+
+
+def _print_stages(case: CheckedCase, console: Console) -> None:
+    stages = case.stages
+    columns: list[Column[int]] = [
+        number("stage", lambda row: row),
+        word("layers", lambda row: f"{stages[row].first_layer}-{stages[row].last_layer}", drop=3),
+        word("devices", lambda row: stages[row].devices, ranges, drop=2),
+        *_direction(
+            "forward", [(own.planned.forward, own.alone.forward, own.measured.forward) for own in stages]
+        ),
+        *_direction(
+            "backward", [(own.planned.backward, own.alone.backward, own.measured.backward) for own in stages]
+        ),
     ]
-    rows = []
-    for number, stage in enumerate(case.stages):
-        cells = [str(number), f"{stage.first_layer}-{stage.last_layer}", ranges(stage.devices)]
-        for name in ("forward", "backward"):
-            planned, alone, measured = (
-                float(getattr(own, name)) for own in (stage.planned, stage.alone, stage.measured)
-            )
-            cells += [*map(format_seconds, (planned, alone, measured))]
-            cells.append(signed(alone / measured - 1) if measured else "-")
-        rows.append(cells)
-    return table(console, columns, rows)
+    name = "the plan" if case.name == PLAN else case.name
+    title = f"Stages of {name}; time per micro-batch per replica"
+    print_table(console, columns, range(len(stages)), title=title)
 
 
-def _memory(case: CheckedCase, console: Console) -> Table:
-    rows = []
-    for own in case.devices:
-        measured = own.measured_bytes
-        rows.append(
-            [
-                str(own.device),
-                format_bytes(own.planned_bytes),
-                "-" if measured is None else format_bytes(measured),
-                "-" if not measured else signed(own.planned_bytes / measured - 1),
-            ]
-        )
-    return table(console, [figure(head) for head in ("device", "predicted", "measured", "error")], rows)
+def _direction(name: str, seconds: Sequence[tuple[float, float, float]]) -> list[Column[int]]:
+    """The columns of what each stage takes forward, or backward: planned, alone, and measured."""
+
+    def error(row: int) -> float | None:
+        _, alone, measured = seconds[row]
+        return alone / measured - 1 if measured else None
+
+    return [
+        number(f"{name}\nplan says", lambda row: seconds[row][0], format_seconds, drop=4),
+        number("\nalone", lambda row: seconds[row][1], format_seconds),
+        number("\nmeasured", lambda row: seconds[row][2], format_seconds),
+        number("\nerror", error, signed, drop=5),
+    ]
+
+
+def _print_memory(case: CheckedCase, console: Console) -> None:
+    columns: list[Column[CheckedDevice]] = [
+        number("device", lambda own: own.device),
+        number("predicted", lambda own: own.planned_bytes, format_bytes),
+        number("measured", lambda own: own.measured_bytes, format_bytes),
+        number(
+            "error",
+            lambda own: own.planned_bytes / own.measured_bytes - 1 if own.measured_bytes else None,
+            signed,
+        ),
+    ]
+    print_table(console, columns, case.devices, title=f"Peak memory, {case.name}")
 
 
 def _gain(found: Check) -> list[str]:

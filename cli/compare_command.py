@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cost_models.errors import UsageError
+from ..cost_models.quantities import format_bytes, format_seconds
+from .number_format import compared, percent, three_digits
 
 if TYPE_CHECKING:
-    from ..planner.explanation.compare import Comparison
+    from rich.console import Console
+
+    from ..planner.explanation.compare import Compared, Comparison
 
 TOLD = 4
 """Exit status: what the user asked to be told about was found."""
@@ -83,10 +87,38 @@ def compare_command(
     if as_json:
         result(made.to_json())
     else:
-        from .compare_tables import print_comparison
-
         print_comparison(made, console())
     _tell(made, fail_above)
+
+
+def print_comparison(made: Comparison, console: Console) -> None:
+    """Prints a row for every plan, and what the plans do not have in common."""
+    from .table import Column, number, print_notes, print_table, text
+
+    first = made.rows[0]
+    columns: list[Column[Compared]] = [
+        text("plan\n", lambda row: row.name, min_width=10),
+        number("step\n", lambda row: row.step_seconds, format_seconds),
+        number("samples/s\n", lambda row: row.samples_per_second, three_digits, drop=7),
+        text("vs. the\nfirst", lambda row: None if row is first else row.slower, _versus, min_width=9),
+        number("bubble\n", lambda row: row.bubble, percent, drop=4),
+        number("most\nmemory", lambda row: row.memory_bytes, format_bytes, drop=6),
+        number("GPUs\n", lambda row: row.devices, drop=5),
+        number("gap\n", lambda row: row.gap, percent, drop=3),
+        text("configuration\n/ reason", lambda row: row.reason or _configuration(row), drop=1, min_width=13),
+    ]
+    print_table(console, columns, made.rows)
+    print_notes(console, made.notes)
+
+
+def _versus(slower: float) -> str:
+    """Seconds a sample against those of the first."""
+    return compared(1 + slower, 1)
+
+
+def _configuration(row: Compared) -> str:
+    balance = "-".join(map(str, row.balance[:16])) + ("-…" if len(row.balance) > 16 else "")
+    return f"{balance}, {row.micro_batches} x {row.micro_batch_size}, {row.schedule}"
 
 
 def _tell(made: Comparison, fail_above: float | None) -> None:
@@ -94,7 +126,6 @@ def _tell(made: Comparison, fail_above: float | None) -> None:
     slower = made.first_slower
     if fail_above is None or slower is None or slower <= fail_above:
         return
-    from .number_format import percent
     from .streams import remark
 
     remark(f"{made.rows[0].name} is {percent(slower)} slower than the best of the others")

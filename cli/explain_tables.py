@@ -3,23 +3,20 @@ change it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..planner.explanation.current_split import Side, SplitComparison
 from ..planner.explanation.explanation import Explanation
 from ..planner.explanation.plan_summary import PlanSummary
-from ..planner.explanation.runner_up import RunnerUp
 from ..planner.explanation.sensitivity import WORTH, Sensitivity, Turn
 from ..planner.explanation.step_limits import PathShare, StepLimits
-from ..planner.explanation.what_if import WhatIf
-from ..planner.plan_file import PlannedStage
 from .number_format import SAME, compared_percent, percent, ranges
-from .table_style import figure, line, table, text, titled, word
+from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
 MOST_PLACES = 10
 """Rows of the critical path, the largest first."""
@@ -37,22 +34,15 @@ KINDS = {
 
 def print_explanation(found: Explanation, console: Console) -> None:
     """Prints all of it."""
-    answer, *more = answer_lines(found)
-    line(console, answer, style="bold")
-    for further in more:
-        line(console, further)
-    titled(console, "Critical path: what the step waits for", _path(found.limits, console))
-    titled(console, "Runner-up plans", _rivals(found, console))
+    print_head(console, answer_lines(found))
+    _print_path(found.limits, console)
+    _print_runner_ups(found, console)
     if found.holds:
-        title = f"Sensitivity: where another plan is better by more than {percent(WORTH)}"
-        titled(console, title, _holds(found.holds, console))
-    titled(console, "What-if (one change at a time)", _what_if(found, console))
+        _print_sensitivity(found.holds, console)
+    _print_what_if(found, console)
     if found.current is not None:
         _print_current(found.current, console)
-    if found.notes:
-        console.print()
-    for note in found.notes:
-        line(console, f"Note: {note}")
+    print_notes(console, found.notes)
 
 
 def answer_lines(found: Explanation) -> list[str]:
@@ -94,19 +84,21 @@ def described(plan: PlanSummary) -> str:
     return ", ".join(parts)
 
 
-def _path(limits: StepLimits, console: Console) -> Table:
-    columns = [word("where"), text("what", folds_at=12), figure("time"), figure("of the step")]
+def _print_path(limits: StepLimits, console: Console) -> None:
     shown = [share for share in limits.places[:MOST_PLACES] if share.share >= SHOWN]
     rest = limits.places[len(shown) :]
-    rows = [
-        [_where(share), KINDS[share.kind], format_seconds(share.seconds), percent(share.share)]
-        for share in shown
-    ]
+    rows = [(_where(share), KINDS[share.kind], share.seconds, share.share) for share in shown]
     if rest:
-        seconds, part = sum(share.seconds for share in rest), sum(share.share for share in rest)
-        rows.append([f"{len(rest)} more", "", format_seconds(seconds), percent(part)])
-    kinds = [["all", KINDS[k.kind], format_seconds(k.seconds), percent(k.share)] for k in limits.kinds]
-    return table(console, columns, [*rows, *kinds], rule_before=len(rows))
+        sums = sum(share.seconds for share in rest), sum(share.share for share in rest)
+        rows.append((f"{len(rest)} more", "", *sums))
+    kinds = [("all", KINDS[share.kind], share.seconds, share.share) for share in limits.kinds]
+    columns: list[Column[tuple[str, str, float, float]]] = [
+        word("where", lambda row: row[0]),
+        text("what", lambda row: row[1], min_width=12),
+        number("time", lambda row: row[2], format_seconds),
+        number("of the step", lambda row: row[3], percent),
+    ]
+    print_table(console, columns, rows, kinds, title="Critical path: what the step waits for")
 
 
 def _where(share: PathShare) -> str:
@@ -115,57 +107,79 @@ def _where(share: PathShare) -> str:
     return f"stage {share.stage}"
 
 
-def _rivals(found: Explanation, console: Console) -> Table:
-    columns = [
-        text("differs in", folds_at=12),
-        figure("step"),
-        text("vs. this plan", folds_at=10),
-        text("the best plan found", folds_at=20),
-        word("proven", leaves=1),
+class _OtherPlan(NamedTuple):
+    """A row of a table of other plans; without a plan it has the reason. `proven`: yes, no, or None."""
+
+    name: str
+    plan: PlanSummary | None
+    reason: str
+    proven: bool | None
+
+
+def _print_runner_ups(found: Explanation, console: Console) -> None:
+    rivals = [
+        _OtherPlan(rival.differs, rival.plan, "none fits", rival.proven)
+        for rival in (found.second_best, found.other_stages)
     ]
-    rows = [_rival_row(rival, found.plan) for rival in (found.second_best, found.other_stages)]
-    tie = found.as_fast
-    if tie is not None:
-        same = compared_percent(tie.step_seconds, found.plan.step_seconds)
-        rows.insert(0, ["as fast", format_seconds(tie.step_seconds), same, described(tie), "-"])
-    return table(console, columns, rows)
+    if found.as_fast is not None:
+        rivals.insert(0, _OtherPlan("as fast", found.as_fast, "", None))
+    names: Column[_OtherPlan] = text("differs in", lambda row: row.name, min_width=12)
+    print_table(console, [names, *_other_plans(found.plan)], rivals, title="Runner-up plans")
 
 
-def _rival_row(rival: RunnerUp, own: PlanSummary) -> list[str]:
-    if rival.plan is None:
-        return [rival.differs, "-", "-", "none fits", _yes(rival.proven)]
-    step = rival.plan.step_seconds
-    against = compared_percent(step, own.step_seconds)
-    return [rival.differs, format_seconds(step), against, described(rival.plan), _yes(rival.proven)]
-
-
-def _yes(proven: bool) -> str:
-    return "yes" if proven else "no"
-
-
-def _holds(reaches: Sequence[Sensitivity], console: Console) -> Table:
-    columns = [
-        text("what", folds_at=14),
-        text("from", folds_at=10),
-        text("better plan", folds_at=20),
-        figure("its step", leaves=1),
-        figure("the plan's", leaves=2),
+def _print_what_if(found: Explanation, console: Console) -> None:
+    changes = [
+        _OtherPlan(row.change, row.plan, row.reason, None if row.plan is None else row.proven)
+        for row in found.what_if
     ]
-    return table(console, columns, [row for reach in reaches for row in _reach_rows(reach)])
+    names: Column[_OtherPlan] = word("change", lambda row: row.name)
+    columns = [names, *_other_plans(found.plan)]
+    print_table(console, columns, changes, title="What-if (one change at a time)")
 
 
-def _reach_rows(reach: Sensitivity) -> Iterator[list[str]]:
-    of_layers = reach.first_layer is not None
-    what = f"{reach.what} ({reach.first_layer} to {reach.last_layer})" if of_layers else reach.what
-    for turn, end, way in ((reach.below, reach.least, "down"), (reach.above, reach.most, "up")):
-        if turn is None:
-            yield [what, f"not {way} to {_factor(end, of_layers)}", "-", "-", "-"]
-        else:
-            yield [what, _factor(turn.factor, of_layers), described(turn.rival), *_turn_steps(turn)]
+def _other_plans(own: PlanSummary) -> list[Column[_OtherPlan]]:
+    def step(row: _OtherPlan) -> float | None:
+        return None if row.plan is None else row.plan.step_seconds
+
+    return [
+        number("step", step, format_seconds),
+        text("vs. this plan", step, lambda other: compared_percent(other, own.step_seconds), min_width=10),
+        text(
+            "the best plan found",
+            lambda row: row.reason if row.plan is None else described(row.plan),
+            min_width=20,
+        ),
+        word("proven", lambda row: row.proven, lambda proven: "yes" if proven else "no", drop=1),
+    ]
 
 
-def _turn_steps(turn: Turn) -> list[str]:
-    return [format_seconds(turn.rival.step_seconds), format_seconds(turn.plan_seconds)]
+def _print_sensitivity(found: Sequence[Sensitivity], console: Console) -> None:
+    rows = [
+        (own, turn, _factor_of(own, turn, end, way))
+        for own in found
+        for turn, end, way in ((own.below, own.least, "down"), (own.above, own.most, "up"))
+    ]
+    columns: list[Column[tuple[Sensitivity, Turn | None, str]]] = [
+        text("what", lambda row: _what(row[0]), min_width=14),
+        text("from", lambda row: row[2], min_width=10),
+        text("better plan", lambda row: row[1] and described(row[1].rival), min_width=20),
+        number("its step", lambda row: row[1] and format_seconds(row[1].rival.step_seconds), drop=1),
+        number("the plan's", lambda row: row[1] and format_seconds(row[1].plan_seconds), drop=2),
+    ]
+    title = f"Sensitivity: where another plan is better by more than {percent(WORTH)}"
+    print_table(console, columns, rows, title=title)
+
+
+def _what(own: Sensitivity) -> str:
+    return own.what if own.first_layer is None else f"{own.what} ({own.first_layer} to {own.last_layer})"
+
+
+def _factor_of(own: Sensitivity, turn: Turn | None, end: float, way: str) -> str:
+    """From where on another plan is better; or how far it was looked for."""
+    of_layers = own.first_layer is not None
+    if turn is None:
+        return f"not {way} to {_factor(end, of_layers)}"
+    return _factor(turn.factor, of_layers)
 
 
 def _factor(factor: float, of_layers: bool) -> str:
@@ -173,25 +187,6 @@ def _factor(factor: float, of_layers: bool) -> str:
     if of_layers:
         return f"{100 * (factor - 1):+.0f} %"
     return f"x {factor:.2g}" if factor >= 1 else f"/ {1 / factor:.2g}"
-
-
-def _what_if(found: Explanation, console: Console) -> Table:
-    columns = [
-        word("change"),
-        figure("step"),
-        text("vs. this plan", folds_at=10),
-        text("the best plan found", folds_at=20),
-        word("proven", leaves=1),
-    ]
-    return table(console, columns, [_what_if_row(row, found.plan) for row in found.what_if])
-
-
-def _what_if_row(row: WhatIf, own: PlanSummary) -> list[str]:
-    if row.plan is None:
-        return [row.change, "-", "-", row.reason, "-"]
-    step = row.plan.step_seconds
-    against = compared_percent(step, own.step_seconds)
-    return [row.change, format_seconds(step), against, described(row.plan), _yes(row.proven)]
 
 
 def _print_current(found: SplitComparison, console: Console) -> None:
@@ -212,59 +207,53 @@ def _print_current(found: SplitComparison, console: Console) -> None:
             line(console, f"{words}: {format_seconds(better.step_seconds)} ({described(better)}).")
     for note in found.notes:
         line(console, f"{note[:1].upper()}{note[1:]}.")
-    title = "Where the difference comes from: the step of the busiest stage of each"
-    titled(console, title, _causes(found, console))
-    titled(console, "The stages of the split in use", _stages(found.current, console))
-    titled(console, "The stages of the plan", _stages(found.plan, console))
+    _print_causes(found, console)
+    _print_stages(found.current, "The stages of the split in use", console)
+    _print_stages(found.plan, "The stages of the plan", console)
 
 
-def _causes(found: SplitComparison, console: Console) -> Table:
+def _print_causes(found: SplitComparison, console: Console) -> None:
     own, step = found.current.plan.step_seconds, found.plan.plan.step_seconds
-    least = SAME * own
-    columns = [
-        text("what", folds_at=12),
-        figure(f"split:\nstage {found.current.busiest.stage}"),
-        figure(f"plan:\nstage {found.plan.busiest.stage}"),
-        figure("more\n"),
+    least = SAME * own  # what is not above it is left by the rounding of sums
+
+    def seconds(value: float) -> str:
+        return "-" if value <= least else format_seconds(value)
+
+    def more(difference: float) -> str:
+        sign = "+" if difference > 0 else "-"
+        return "-" if abs(difference) <= least else sign + format_seconds(abs(difference))
+
+    causes = [(cause.name, cause.current_seconds, cause.plan_seconds) for cause in found.causes]
+    columns: list[Column[tuple[str, float, float]]] = [
+        text("what", lambda row: row[0], min_width=12),
+        number(f"split:\nstage {found.current.busiest.stage}", lambda row: row[1], seconds),
+        number(f"plan:\nstage {found.plan.busiest.stage}", lambda row: row[2], seconds),
+        number("more\n", lambda row: row[1] - row[2], more),
     ]
-    rows = [
-        [cause.name, *_difference(cause.current_seconds, cause.plan_seconds, least)] for cause in found.causes
+    title = "Where the difference comes from: the step of the busiest stage of each"
+    print_table(console, columns, causes, [("step", own, step)], title=title)
+
+
+def _print_stages(side: Side, title: str, console: Console) -> None:
+    stages = side.stages
+    columns: list[Column[int]] = [
+        number("stage", lambda row: row),
+        text("devices", lambda row: stages[row].devices, ranges, drop=2, min_width=8),
+        text(
+            "layers",
+            lambda row: range(stages[row].first_layer, stages[row].last_layer + 1),
+            ranges,
+            min_width=8,
+        ),
+        number("forward", lambda row: stages[row].forward_seconds, format_seconds),
+        number("backward", lambda row: stages[row].backward_seconds, format_seconds),
+        number("memory", lambda row: stages[row].memory_bytes, format_bytes),
+        number(
+            "limit",
+            lambda row: stages[row].memory_limit_bytes,
+            format_bytes,
+            drop=1,
+            shown=any(stage.memory_limit_bytes is not None for stage in stages),
+        ),
     ]
-    rows.append(["step", *_difference(own, step, least)])
-    return table(console, columns, rows, rule_before=len(rows) - 1)
-
-
-def _difference(current: float, plan: float, least: float) -> list[str]:
-    """Both and how much more the first is; what is not above `least` is left by the rounding of sums."""
-    more = current - plan
-    sign = "+" if more > 0 else "-"
-    shown = ["-" if seconds <= least else format_seconds(seconds) for seconds in (current, plan, abs(more))]
-    return [*shown[:2], shown[2] if shown[2] == "-" else sign + shown[2]]
-
-
-def _stages(side: Side, console: Console) -> Table:
-    columns = [
-        figure("stage"),
-        text("devices", leaves=2, folds_at=8),
-        text("layers", folds_at=8),
-        figure("forward"),
-        figure("backward"),
-        figure("memory"),
-    ]
-    if any(stage.memory_limit_bytes is not None for stage in side.stages):
-        columns.append(figure("limit", leaves=1))
-    rows = [_stage_row(number, stage)[: len(columns)] for number, stage in enumerate(side.stages)]
-    return table(console, columns, rows)
-
-
-def _stage_row(number: int, stage: PlannedStage) -> list[str]:
-    limit = stage.memory_limit_bytes
-    return [
-        str(number),
-        ranges(stage.devices),
-        ranges(range(stage.first_layer, stage.last_layer + 1)),
-        format_seconds(stage.forward_seconds),
-        format_seconds(stage.backward_seconds),
-        format_bytes(stage.memory_bytes),
-        "-" if limit is None else format_bytes(limit),
-    ]
+    print_table(console, columns, range(len(stages)), title=title)

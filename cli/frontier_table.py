@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 
 from rich.console import Console
@@ -11,7 +10,7 @@ from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..planner.objectives.frontier import Frontier, Point
 from ..planner.plan_file import Plan
 from .number_format import three_digits
-from .table_style import Column, figure, line, table_of, text, titled, word
+from .table import Column, line, number, print_table, text, word
 
 SHOWN = 8
 """Stages of which a row tells the layers."""
@@ -21,18 +20,15 @@ def print_frontier(frontier: Frontier, console: Console) -> None:
     """Prints the points, the fastest first."""
     for warning in frontier.warnings:
         line(console, f"Warning: {warning}")
-    columns: list[tuple[Column, Callable[[Point], str]]] = [
-        (figure("step"), lambda point: format_seconds(point.step_seconds)),
-        (
-            figure("samples/s", leaves=3),
-            lambda point: three_digits(point.plan.prediction.samples_per_second),
-        ),
-        (figure("memory"), lambda point: format_bytes(point.memory_bytes)),
-        (word("", leaves=2), lambda point: "exact" if point.exact else "best found"),
-        (text("stages", folds_at=20), lambda point: shape(point.plan.balance, point.plan.replicas)),
-        (text("configuration", leaves=1, folds_at=24), lambda point: how(point.plan)),
+    columns: list[Column[Point]] = [
+        number("step", lambda point: point.step_seconds, format_seconds),
+        number("samples/s", lambda point: point.plan.prediction.samples_per_second, three_digits, drop=3),
+        number("memory", lambda point: point.memory_bytes, format_bytes),
+        word("", lambda point: "exact" if point.exact else "best found", drop=2),
+        text("stages", lambda point: shape(point.plan.balance, point.plan.replicas), min_width=20),
+        text("configuration", lambda point: _configuration(point.plan), drop=1),
     ]
-    titled(console, "Step time vs. peak memory of a GPU", table_of(console, columns, frontier.points))
+    print_table(console, columns, frontier.points, title="Step time vs. peak memory of a GPU")
     console.print()
     line(console, _proof(frontier))
 
@@ -47,7 +43,7 @@ def shape(balance: list[int], replicas: list[int]) -> str:
     return ", ".join(islice(own, SHOWN)) + more
 
 
-def how(plan: Plan) -> str:
+def _configuration(plan: Plan) -> str:
     """Micro-batches, schedule and recomputation."""
     recompute = plan.recompute.replace("_", "-")
     return f"{plan.micro_batches} of {plan.micro_batch_size}, {plan.schedule}, recompute {recompute}"

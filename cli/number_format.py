@@ -13,6 +13,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def whole_percent(share: float) -> str:
+    """`0.0612` as `6 %`."""
+    return f"{100 * share:.0f} %"
+
+
 def three_digits(value: float) -> str:
     """A number with three digits that count, never in powers of ten below a million."""
     size = abs(value)

@@ -1,19 +1,19 @@
-"""The tables of a plan: the short answer, or everything: proof, search space, baselines, alternatives."""
+"""The tables of a plan: the short answer; or proof, search space, baselines, alternatives, and its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.plan_file import Alternative, Baseline, Plan, PlannedStage
-from .number_format import compared, ranges
+from .number_format import compared, ranges, whole_percent
 from .plan_answer import answer_lines
 from .plan_summary import short_summary, summary_lines
-from .table_style import Column, figure, line, table, table_of, text, titled, word
+from .table import Column, gap, line, number, print_head, print_notes, print_table, text, word
 
 MOST_STAGES = 8
 """Rows of the short answer: of more stages the first and the last ones are shown."""
@@ -23,7 +23,7 @@ MOST_BASELINES = 3
 def print_answer(plan: Plan, console: Console, next_steps: str) -> None:
     """Prints in about 20 lines what to do: the answer, stages, proof, some baselines, next steps."""
     _print_head(plan, console)
-    titled(console, _stages_title(plan), _short_stages(plan, console))
+    _print_stages(plan, console, short=True)
     console.print()
     if len(plan.stages) > MOST_STAGES:
         line(console, f"Balance: {'-'.join(map(str, plan.balance))} layers.")
@@ -37,57 +37,22 @@ def print_answer(plan: Plan, console: Console, next_steps: str) -> None:
 def print_plan(plan: Plan, console: Console) -> None:
     """Prints everything about a plan but the ledger of its stages' memory."""
     _print_head(plan, console)
-    titled(console, _stages_title(plan), _stages(plan, console))
+    _print_stages(plan, console, short=False)
     console.print()
     for sentence in summary_lines(plan):
         line(console, sentence)
     if plan.baselines:
-        titled(console, "Baselines", _baselines(plan, console))
+        _print_baselines(plan, console)
     if plan.alternatives and plan.runtime is None:
-        title = "Alternatives: the best 1f1b and gpipe plans by runtime"
-        titled(console, title, _alternatives(plan, console))
-    if plan.notes:
-        console.print()
-    for note in plan.notes:
-        line(console, f"Note: {note}")
+        _print_alternatives(plan, console)
+    print_notes(console, plan.notes)
 
 
 def _print_head(plan: Plan, console: Console) -> None:
     """The answer, and the warnings right under it."""
-    answer, *more = answer_lines(plan)
-    line(console, answer, style="bold")
-    for further in more:
-        line(console, further)
+    print_head(console, answer_lines(plan))
     for warning in plan.warnings:
         line(console, f"Warning: {warning}")
-
-
-def _stages_title(plan: Plan) -> str:
-    each = " per replica" if max(plan.replicas) > 1 else ""
-    return f"Stages; time per micro-batch{each}"
-
-
-def _short_stages(plan: Plan, console: Console) -> Table:
-    """A row a stage; what answers (devices, layers, memory) stays at any width."""
-    columns = [
-        figure("stage"),
-        text("devices", folds_at=8),
-        figure("layers"),
-        text("from", leaves=1, folds_at=12),
-        text("to", leaves=1, folds_at=12),
-        figure("forward", leaves=2),
-        figure("backward", leaves=2),
-        figure("memory"),
-    ]
-    if any(stage.memory_limit_bytes is not None for stage in plan.stages):
-        columns += [figure("limit", leaves=3), figure("used", leaves=4)]
-    rows = [
-        _stage_row(number, stage, _end_names(plan, stage))[: len(columns)]
-        for number, stage in enumerate(plan.stages)
-    ]
-    if len(rows) > MOST_STAGES:
-        rows = [*rows[: MOST_STAGES // 2], ["..."] * len(columns), *rows[1 - MOST_STAGES // 2 :]]
-    return table(console, columns, rows)
 
 
 def _nearest(plan: Plan) -> list[Baseline]:
@@ -105,93 +70,83 @@ def _baseline_words(base: Baseline, plan: Plan) -> str:
     return f"{base.name} {format_seconds(base.step_seconds)} ({versus})"
 
 
-def _stages(plan: Plan, console: Console) -> Table:
-    columns = [
-        figure("stage"),
-        text("devices", folds_at=8),
-        figure("layers"),
-        text("first layer", leaves=6, folds_at=16),
-        text("last layer", leaves=5, folds_at=16),
-        figure("forward", leaves=7),
-        figure("backward", leaves=7),
-        figure("memory"),
-    ]
-    if any(stage.memory_limit_bytes is not None for stage in plan.stages):
-        columns += [figure("limit", leaves=2), figure("used", leaves=3), word("", leaves=1)]
-    rows = [
-        _stage_row(number, stage, _end_names(plan, stage, numbered=True))[: len(columns)]
-        for number, stage in enumerate(plan.stages)
-    ]
-    return table(console, columns, rows)
+def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
+    """A row a stage; what answers (devices, layers, memory) stays at any width. Of many stages the `short`
+    table has the first and the last ones."""
+    stages, count = plan.stages, len(plan.stages)
+    first, last, seconds, limit, used, width = (1, 1, 2, 3, 4, 12) if short else (6, 5, 7, 2, 3, 16)
+    limited = any(stage.memory_limit_bytes is not None for stage in stages)
 
+    def name(layer: int) -> str:
+        """Its number where the plan does not know its name."""
+        if layer >= len(plan.layer_names):
+            return str(layer)
+        return plan.layer_names[layer] if short else f"{layer} {plan.layer_names[layer]}"
 
-def _stage_row(number: int, stage: PlannedStage, ends: list[str]) -> list[str]:
-    """With limit, share and bar at the end; `ends`: its first and its last layer."""
-    return [
-        str(number),
-        ranges(stage.devices),
-        str(stage.layers),
-        *ends,
-        format_seconds(stage.forward_seconds),
-        format_seconds(stage.backward_seconds),
-        format_bytes(stage.memory_bytes),
-        *_memory_use(stage),
-    ]
-
-
-def _end_names(plan: Plan, stage: PlannedStage, *, numbered: bool = False) -> list[str]:
-    """Of its first and its last layer; the numbers where the plan does not know the names."""
-    names = plan.layer_names
-    ends = (stage.first_layer, stage.last_layer)
-    if len(names) <= stage.last_layer:
-        return [str(index) for index in ends]
-    return [f"{index} {names[index]}" if numbered else names[index] for index in ends]
-
-
-def _memory_use(stage: PlannedStage) -> list[str]:
-    """Limit, share and bar."""
-    if not stage.memory_limit_bytes:
-        return ["-", "-", ""]
-    share = stage.memory_bytes / stage.memory_limit_bytes
-    bar = "#" * min(10, round(10 * share))
-    return [format_bytes(stage.memory_limit_bytes), f"{100 * share:.0f} %", bar.ljust(10, ".")]
-
-
-def _baselines(plan: Plan, console: Console) -> Table:
-    columns = [
-        word("baseline"),
-        figure("step"),
-        figure("vs. this plan", leaves=1),
-        text("configuration / reason", folds_at=16),
-    ]
-    return table(console, columns, [_baseline_row(base, plan) for base in plan.baselines])
-
-
-def _baseline_row(base: Baseline, plan: Plan) -> list[str]:
-    remark = "; ".join(part for part in (base.reason, base.detail) if part)
-    if base.step_seconds is None:
-        return [base.name, "-", "-", remark]
-    versus = compared(base.step_seconds, plan.prediction.step_seconds)
-    return [base.name, format_seconds(base.step_seconds), versus, remark]
-
-
-def _alternatives(plan: Plan, console: Console) -> Table:
-    columns: list[tuple[Column, Callable[[Alternative], str]]] = [
-        (word("schedule\n"), lambda other: other.schedule),
-        (text("for\n", folds_at=11), _for),
-        (text("balance\n", folds_at=10), _balance),
-        (
-            word("micro-\nbatches", leaves=3),
-            lambda other: f"{other.micro_batches} x {other.micro_batch_size}",
+    columns: list[Column[int]] = [
+        number("stage", lambda row: row),
+        text("devices", lambda row: stages[row].devices, ranges, min_width=8),
+        number("layers", lambda row: stages[row].layers),
+        text(
+            "from" if short else "first layer",
+            lambda row: stages[row].first_layer,
+            name,
+            first,
+            min_width=width,
         ),
-        (word("recompute\n", leaves=2), lambda other: other.recompute.replace("_", "-")),
-        (figure("step\n"), lambda other: format_seconds(other.step_seconds)),
-        (
-            figure("most\nmemory", leaves=1),
-            lambda other: format_bytes(max(other.memory_bytes)) if other.memory_bytes else "-",
+        text(
+            "to" if short else "last layer", lambda row: stages[row].last_layer, name, last, min_width=width
+        ),
+        number("forward", lambda row: stages[row].forward_seconds, format_seconds, seconds),
+        number("backward", lambda row: stages[row].backward_seconds, format_seconds, seconds),
+        number("memory", lambda row: stages[row].memory_bytes, format_bytes),
+        number("limit", lambda row: stages[row].memory_limit_bytes, format_bytes, limit, shown=limited),
+        number("used", lambda row: _used(stages[row]), whole_percent, used, shown=limited),
+        word("", lambda row: _used(stages[row]), _bar, drop=1, none="", shown=limited and not short),
+    ]
+    rows: list[int | None] = [*range(count)]
+    if short and count > MOST_STAGES:
+        rows[MOST_STAGES // 2 : count + 1 - MOST_STAGES // 2] = [None]
+    each = " per replica" if max(plan.replicas) > 1 else ""
+    print_table(console, columns, rows, title=f"Stages; time per micro-batch{each}")
+
+
+def _used(stage: PlannedStage) -> float | None:
+    """Share of the memory limit."""
+    return stage.memory_bytes / stage.memory_limit_bytes if stage.memory_limit_bytes else None
+
+
+def _bar(used: float) -> str:
+    return ("#" * min(10, round(10 * used))).ljust(10, ".")
+
+
+def _print_baselines(plan: Plan, console: Console) -> None:
+    own = plan.prediction.step_seconds
+    columns: list[Column[Baseline]] = [
+        word("baseline", lambda base: base.name),
+        number("step", lambda base: base.step_seconds, format_seconds),
+        number("vs. this plan", lambda base: base.step_seconds, lambda step: compared(step, own), drop=1),
+        text(
+            "configuration / reason",
+            lambda base: "; ".join(part for part in (base.reason, base.detail) if part),
+            min_width=16,
         ),
     ]
-    return table_of(console, columns, plan.alternatives)
+    print_table(console, columns, plan.baselines, title="Baselines")
+
+
+def _print_alternatives(plan: Plan, console: Console) -> None:
+    columns: list[Column[Alternative]] = [
+        word("schedule\n", lambda other: other.schedule),
+        text("for\n", _for, min_width=11),
+        text("balance\n", _balance, min_width=10),
+        word("micro-\nbatches", lambda other: f"{other.micro_batches} x {other.micro_batch_size}", drop=3),
+        word("recompute\n", lambda other: other.recompute.replace("_", "-"), drop=2),
+        number("step\n", lambda other: other.step_seconds, format_seconds),
+        number("most\nmemory", lambda other: max(other.memory_bytes, default=None), format_bytes, drop=1),
+    ]
+    title = "Alternatives: the best 1f1b and gpipe plans by runtime"
+    print_table(console, columns, plan.alternatives, title=title)
 
 
 def _for(other: Alternative) -> str:
@@ -203,3 +158,52 @@ def _balance(other: Alternative) -> str:
     more = len(other.balance) - 16
     shared = f"; {other.replicas} replicas" if other.replicas > 1 else ""
     return balance + (f" and {more} more" if more > 0 else "") + shared
+
+
+class StageMemory(NamedTuple):
+    """Bytes of one device of a stage: by term, all of them, and the limit."""
+
+    terms: Mapping[str, int]
+    bytes: int
+    limit_bytes: int | None
+
+
+def planned_memory(plan: Plan) -> list[StageMemory]:
+    """Of every stage of a plan."""
+    return [StageMemory(own.memory, own.memory_bytes, own.memory_limit_bytes) for own in plan.stages]
+
+
+def print_ledger(stages: Sequence[StageMemory], console: Console) -> None:
+    """Prints the memory of every stage by term: one device of it, a column a stage."""
+    terms = list(dict.fromkeys(term for stage in stages for term, amount in stage.terms.items() if amount))
+    if not terms:
+        return
+    rows = [_LedgerRow(term.replace("_", " "), [own.terms.get(term) for own in stages]) for term in terms]
+    totals = [_LedgerRow("all", [own.bytes for own in stages])]
+    if any(own.limit_bytes is not None for own in stages):
+        totals.append(_LedgerRow("limit", [own.limit_bytes for own in stages]))
+    at_once = _columns_that_fit([*rows, *totals], console)
+    names: Column[_LedgerRow] = word("", lambda row: row.name)
+    for first in range(0, len(stages), at_once):
+        last = min(first + at_once, len(stages)) - 1
+        which = f"stages {first} to {last}" if last > first else f"stage {first}"
+        columns = [names, *map(_ledger_column, range(first, last + 1))]
+        print_table(console, columns, rows, totals, title=f"Memory of one device, {which}")
+
+
+class _LedgerRow(NamedTuple):
+    """A term and its bytes on every stage."""
+
+    name: str
+    amounts: list[int | None]
+
+
+def _ledger_column(stage: int) -> Column[_LedgerRow]:
+    return number(f"stage {stage}", lambda row: row.amounts[stage], format_bytes)
+
+
+def _columns_that_fit(rows: Sequence[_LedgerRow], console: Console) -> int:
+    names = max(len(row.name) for row in rows)
+    columns = [_ledger_column(stage) for stage in range(len(rows[0].amounts))]
+    widest = max(len(columns[-1].heading), *(len(own.cell(row)) for own in columns for row in rows))
+    return max(1, (console.width - names) // (widest + gap(console)))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..cost_models.quantities import format_bytes, format_rate, format_seconds
+from .number_format import percent
 from .options import Force, whole_number
 from .streams import console, remark, result
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-    from ..profiler.measured_links import LevelName, MeasuredLinks
+    from ..profiler.measured_links import LevelName, MeasuredLinks, PairTimes
     from ..profiler.torchrun_env import TorchrunEnv
     from .output import Target
 
@@ -121,68 +123,58 @@ def _write(measured: MeasuredLinks, target: Target, *, as_json: bool) -> None:
 
 def _print(measured: MeasuredLinks, console: Console) -> None:
     from ..profiler.measured_links import LEVEL_TITLES
-    from .table_style import line, titled
+    from .table import line
 
     line(console, f"{measured.topology.describe()}; measured with {measured.backend}")
-    titled(console, "Links", _levels(measured, console))
+    _print_levels(measured, LEVEL_TITLES, console)
     for level in measured.levels:
-        titled(console, f"Transfers {LEVEL_TITLES[level]}", _transfers(measured, level, console))
-    titled(console, "All-reduce over all devices", _all_reduce(measured, console))
+        _print_transfers(measured, level, f"Transfers {LEVEL_TITLES[level]}", console)
+    _print_all_reduce(measured, console)
 
 
-def _levels(measured: MeasuredLinks, console: Console) -> Table:
+def _print_levels(measured: MeasuredLinks, titles: Mapping[LevelName, str], console: Console) -> None:
     """The fitted links, a row for each level."""
-    from ..cost_models.quantities import format_rate, format_seconds
-    from ..profiler.measured_links import LEVEL_TITLES
-    from .number_format import percent
-    from .table_style import figure, table, word
+    from .table import Column, number, print_table, word
 
-    columns = [
-        word("link"),
-        figure("pairs", leaves=2),
-        figure("latency"),
-        figure("bandwidth"),
-        figure("largest difference", leaves=3),
-        figure("slowest pair", leaves=1),
+    fits = measured.levels
+    columns: list[Column[LevelName]] = [
+        word("link", lambda level: titles[level]),
+        number("pairs", lambda level: len(measured.pairs_of(level)), drop=2),
+        number("latency", lambda level: fits[level].latency_seconds, format_seconds),
+        number("bandwidth", lambda level: fits[level].bandwidth_bytes_per_second, format_rate),
+        number("largest difference", lambda level: fits[level].deviation, percent, drop=3),
+        number("slowest pair", lambda level: _slowest(*measured.slowest_pair(level)), drop=1),
     ]
-    rows = []
-    for level, fit in measured.levels.items():
-        pair, rate = measured.slowest_pair(level)
-        rows.append(
-            [
-                LEVEL_TITLES[level],
-                str(len(measured.pairs_of(level))),
-                format_seconds(fit.latency_seconds),
-                format_rate(fit.bandwidth_bytes_per_second),
-                percent(fit.deviation),
-                f"{pair.first} and {pair.second}, {format_rate(rate)}",
-            ]
-        )
-    return table(console, columns, rows)
+    print_table(console, columns, list(fits), title="Links")
 
 
-def _transfers(measured: MeasuredLinks, level: LevelName, console: Console) -> Table:
+def _slowest(pair: PairTimes, rate: float) -> str:
+    return f"{pair.first} and {pair.second}, {format_rate(rate)}"
+
+
+def _print_transfers(measured: MeasuredLinks, level: LevelName, title: str, console: Console) -> None:
     """Seconds of a level by size: both ways, and as fitted."""
-    from ..cost_models.quantities import format_bytes, format_seconds
-    from .table_style import figure, table
+    from .table import Column, number, print_table
 
-    fit = measured.levels[level]
-    there, back = measured.medians(level)
-    rows = [
-        [format_bytes(size), *map(format_seconds, (one, other, fit.seconds(size)))]
-        for size, one, other in zip(measured.sizes, there, back, strict=True)
+    columns: list[Column[tuple[int, float, float]]] = [
+        number("size", lambda row: row[0], format_bytes),
+        number("there", lambda row: row[1], format_seconds),
+        number("back", lambda row: row[2], format_seconds),
+        number("fitted", lambda row: measured.levels[level].seconds(row[0]), format_seconds),
     ]
-    return table(console, [figure(head) for head in ("size", "there", "back", "fitted")], rows)
+    rows = list(zip(measured.sizes, *measured.medians(level), strict=True))
+    print_table(console, columns, rows, title=title)
 
 
-def _all_reduce(measured: MeasuredLinks, console: Console) -> Table:
+def _print_all_reduce(measured: MeasuredLinks, console: Console) -> None:
     """Seconds by size: measured, and as the cost models predict them for the fitted links."""
-    from ..cost_models.quantities import format_bytes, format_seconds
-    from .table_style import figure, table
+    from .table import Column, number, print_table
 
-    figures = zip(measured.sizes, measured.all_reduce_seconds, measured.predicted_all_reduce(), strict=True)
-    rows = [
-        [format_bytes(size), format_seconds(one), format_seconds(other), f"{other / one:.2f}"]
-        for size, one, other in figures
+    columns: list[Column[tuple[int, float, float]]] = [
+        number("size", lambda row: row[0], format_bytes),
+        number("measured", lambda row: row[1], format_seconds),
+        number("predicted", lambda row: row[2], format_seconds),
+        number("ratio", lambda row: row[2] / row[1], "{:.2f}".format),
     ]
-    return table(console, [figure(head) for head in ("size", "measured", "predicted", "ratio")], rows)
+    seconds = zip(measured.sizes, measured.all_reduce_seconds, measured.predicted_all_reduce(), strict=True)
+    print_table(console, columns, list(seconds), title="All-reduce over all devices")

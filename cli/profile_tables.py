@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from ..cost_models.quantities import counted, format_bytes, format_seconds
-from ..profiler.profile_file import LayerMeasurement, MeasuredLoss, Profile, ProfiledLayer, WholeMeasurement
+from ..profiler.profile_file import LayerMeasurement, MeasuredLoss, Profile, WholeMeasurement
 from .number_format import percent, three_digits
-from .table_style import Column, figure, line, table, text, titled
+from .table import Column, Value, line, number, print_table, text
 
 HEAVIEST = 10
 
@@ -23,17 +23,13 @@ def print_profile(profile: Profile, console: Console) -> None:
         line(console, f"Forbidden cuts: {count} of {len(profile.layers) - 1} ({reason}).")
     for tied in profile.tied:
         line(console, f"Tied: {' and '.join(tied.layers)} share {tied.tensor}.")
-    titled(console, _layers_title(profile), _layers(profile, console))
+    _print_layers(profile, console)
     if not profile.structure_only:
-        titled(
-            console,
-            "Layer sum vs. end-to-end time; ratio: layer-sum coverage",
-            _totals(profile, console),
-        )
+        _print_totals(profile, console)
     if profile.loss is not None and not profile.structure_only:
         line(console, _loss(profile.loss))
     if any(whole.peak_bytes is not None for whole in profile.whole):
-        titled(console, "Memory of a step of the whole model, without an optimizer", _peaks(profile, console))
+        _print_peaks(profile, console)
     remarks = [*_unmeasured(profile), *(f"Note: {note}" for note in profile.notes)]
     if remarks:
         console.print()
@@ -99,118 +95,127 @@ def _layers_title(profile: Profile) -> str:
     return f"{what}, at micro-batch size {profile.micro_batch_sizes[-1]}"
 
 
-def _layers(profile: Profile, console: Console) -> Table:
+def _print_layers(profile: Profile, console: Console) -> None:
     """The heaviest layers at the largest size: by seconds, or where there are none by what they keep."""
     timed = not profile.structure_only
-    several = any((layer.crossing or 0) > 1 for layer in profile.layers)
-    costs = [max(layer.costs, key=lambda cost: cost.micro_batch_size) for layer in profile.layers]
+    layers = profile.layers
+    costs = [max(layer.costs, key=lambda cost: cost.micro_batch_size) for layer in layers]
     weights = [
         _both(cost) if timed else layer.parameter_bytes + cost.saved_bytes
-        for layer, cost in zip(profile.layers, costs, strict=True)
+        for layer, cost in zip(layers, costs, strict=True)
     ]
-    heaviest = sorted(range(len(costs)), key=lambda index: (-weights[index], index))[:HEAVIEST]
-    layers, whole = [profile.layers[index] for index in heaviest], sum(weights)
-    shares = [percent(weights[index] / whole) if whole else "-" for index in heaviest]
-    costs = [costs[index] for index in heaviest]
-    columns = [
-        (figure("layer"), [str(index) for index in heaviest], True),
-        (text("name"), [layer.name for layer in layers], True),
-        (text("kind", leaves=2), [layer.kind for layer in layers], True),
-        (figure("forward"), [format_seconds(cost.forward_seconds) for cost in costs], timed),
-        (figure("backward"), [format_seconds(cost.backward_seconds) for cost in costs], timed),
-        (figure("share", leaves=6), shares, timed),
-        (figure("output", leaves=3), [format_bytes(cost.output_bytes) for cost in costs], True),
-        (figure("tensors", leaves=2), [_crossing(layer) for layer in layers], several),
-        (figure("saved", leaves=5), [format_bytes(cost.saved_bytes) for cost in costs], True),
-        (figure("params", leaves=4), [format_bytes(layer.parameter_bytes) for layer in layers], True),
-        (figure("spread", leaves=1), [percent(cost.spread) for cost in costs], timed),
-    ]
-    return _of_columns(console, columns)
-
-
-def _of_columns(console: Console, columns: Sequence[tuple[Column, Sequence[str], bool]]) -> Table:
-    """A table of those columns, given with their cells, that are to be shown."""
-    shown = [(column, cells) for column, cells, is_shown in columns if is_shown]
-    rows = list(zip(*(cells for _, cells in shown), strict=True))
-    return table(console, [column for column, _ in shown], rows)
-
-
-def _totals(profile: Profile, console: Console) -> Table:
-    """The sums over the layers and the whole model, a row for each measured size."""
-    sizes, measured = profile.micro_batch_sizes, {whole.micro_batch_size: whole for whole in profile.whole}
-    wholes = [measured.get(size) for size in sizes]
-    costs = [[layer.costs[position] for layer in profile.layers] for position in range(len(sizes))]
-    forward = [sum(cost.forward_seconds for cost in own) for own in costs]
-    backward = [sum(cost.backward_seconds for cost in own) for own in costs]
-    hosts = any(cost.forward_host_seconds is not None for cost in profile.layers[0].costs)
-    parts = any(whole.backward_parts_ratio is not None for whole in profile.whole)
-
-    def of_wholes(cell: Callable[[WholeMeasurement], str]) -> list[str]:
-        return ["-" if whole is None else cell(whole) for whole in wholes]
-
-    # Where the whole model was not measured, its layers' sums stand for it.
-    seconds = [
-        ahead + back if whole is None else whole.forward_seconds + whole.backward_seconds
-        for ahead, back, whole in zip(forward, backward, wholes, strict=True)
-    ]
-    columns = [
-        (figure("micro-\nbatch"), [str(size) for size in sizes], True),
-        (figure("layers\nfwd", leaves=5), [format_seconds(own) for own in forward], True),
-        (figure("layers\nbwd", leaves=5), [format_seconds(own) for own in backward], True),
-        (figure("to\nlaunch", leaves=3), [format_seconds(_launch(own)) for own in costs], hosts),
-        (figure("model\nfwd"), of_wholes(lambda whole: format_seconds(whole.forward_seconds)), True),
-        (figure("model\nbwd"), of_wholes(lambda whole: format_seconds(whole.backward_seconds)), True),
-        (figure("samples\n/s", leaves=4), list(map(_per_second, sizes, seconds)), True),
-        (figure("ratio\n"), of_wholes(lambda whole: _ratio(whole.closing_ratio)), True),
-        (figure("ratio\nfwd", leaves=2), of_wholes(lambda whole: _ratio(whole.forward_closing_ratio)), True),
-        (figure("ratio\nbwd", leaves=2), of_wholes(lambda whole: _ratio(whole.backward_closing_ratio)), True),
-        (
-            figure("ratio\nparts", leaves=1),
-            of_wholes(lambda whole: _ratio(whole.backward_parts_ratio)),
-            parts,
+    whole = sum(weights)
+    columns: list[Column[int]] = [
+        number("layer", lambda row: row),
+        text("name", lambda row: layers[row].name),
+        text("kind", lambda row: layers[row].kind, drop=2),
+        number("forward", lambda row: costs[row].forward_seconds, format_seconds, shown=timed),
+        number("backward", lambda row: costs[row].backward_seconds, format_seconds, shown=timed),
+        number("share", lambda row: weights[row] / whole if whole else None, percent, drop=6, shown=timed),
+        number("output", lambda row: costs[row].output_bytes, format_bytes, drop=3),
+        number(
+            "tensors",
+            lambda row: layers[row].crossing,
+            drop=2,
+            shown=any((layer.crossing or 0) > 1 for layer in layers),
         ),
-        (figure("spread\n", leaves=1), of_wholes(lambda whole: percent(whole.spread)), True),
+        number("saved", lambda row: costs[row].saved_bytes, format_bytes, drop=5),
+        number("params", lambda row: layers[row].parameter_bytes, format_bytes, drop=4),
+        number("spread", lambda row: costs[row].spread, percent, drop=1, shown=timed),
     ]
-    return _of_columns(console, columns)
+    heaviest = sorted(range(len(layers)), key=lambda index: (-weights[index], index))[:HEAVIEST]
+    print_table(console, columns, heaviest, title=_layers_title(profile))
 
 
-def _peaks(profile: Profile, console: Console) -> Table:
+class _Total(NamedTuple):
+    """A measured size: what the layers cost at it, and the whole model where it was measured."""
+
+    size: int
+    costs: list[LayerMeasurement]
+    whole: WholeMeasurement | None
+
+    @property
+    def forward(self) -> float:
+        return sum(cost.forward_seconds for cost in self.costs)
+
+    @property
+    def backward(self) -> float:
+        return sum(cost.backward_seconds for cost in self.costs)
+
+    @property
+    def launch(self) -> float:
+        """Seconds of the host for all layers, forward and backward."""
+        return sum((own.forward_host_seconds or 0) + (own.backward_host_seconds or 0) for own in self.costs)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Of the whole model; where it was not measured, its layers' sums stand for it."""
+        whole = self.whole
+        seconds = (
+            self.forward + self.backward if whole is None else whole.forward_seconds + whole.backward_seconds
+        )
+        return self.size / seconds if seconds else None
+
+
+def _totals(profile: Profile) -> list[_Total]:
+    wholes = {whole.micro_batch_size: whole for whole in profile.whole}
+    return [
+        _Total(size, [layer.costs[position] for layer in profile.layers], wholes.get(size))
+        for position, size in enumerate(profile.micro_batch_sizes)
+    ]
+
+
+def _print_totals(profile: Profile, console: Console) -> None:
+    """The sums over the layers and the whole model, a row for each measured size."""
+
+    def whole(value: Callable[[WholeMeasurement], Value | None]) -> Callable[[_Total], Value | None]:
+        return lambda row: None if row.whole is None else value(row.whole)
+
+    hosts = any(cost.forward_host_seconds is not None for cost in profile.layers[0].costs)
+    parts = any(own.backward_parts_ratio is not None for own in profile.whole)
+    columns: list[Column[_Total]] = [
+        number("micro-\nbatch", lambda row: row.size),
+        number("layers\nfwd", lambda row: row.forward, format_seconds, drop=5),
+        number("layers\nbwd", lambda row: row.backward, format_seconds, drop=5),
+        number("to\nlaunch", lambda row: row.launch, format_seconds, drop=3, shown=hosts),
+        number("model\nfwd", whole(lambda own: own.forward_seconds), format_seconds),
+        number("model\nbwd", whole(lambda own: own.backward_seconds), format_seconds),
+        number("samples\n/s", lambda row: row.samples_per_second, three_digits, drop=4),
+        number("ratio\n", whole(lambda own: own.closing_ratio), _ratio),
+        number("ratio\nfwd", whole(lambda own: own.forward_closing_ratio), _ratio, drop=2),
+        number("ratio\nbwd", whole(lambda own: own.backward_closing_ratio), _ratio, drop=2),
+        number("ratio\nparts", whole(lambda own: own.backward_parts_ratio), _ratio, drop=1, shown=parts),
+        number("spread\n", whole(lambda own: own.spread), percent, drop=1),
+    ]
+    title = "Layer sum vs. end-to-end time; ratio: layer-sum coverage"
+    print_table(console, columns, _totals(profile), title=title)
+
+
+def _print_peaks(profile: Profile, console: Console) -> None:
     """The peak predicted from the layers' parts against the one that was measured."""
-    columns = [
-        figure("micro-\nbatch"),
-        figure("saved\n", leaves=1),
-        figure("peak,\npredicted"),
-        figure("peak,\nmeasured"),
-        figure("error\n"),
+    rows = [
+        (
+            row.size,
+            sum(cost.saved_bytes for cost in row.costs),
+            row.whole.predicted_peak_bytes,
+            row.whole.peak_bytes,
+        )
+        for row in _totals(profile)
+        if row.whole is not None and row.whole.peak_bytes and row.whole.predicted_peak_bytes is not None
     ]
-    rows = []
-    for position, size in enumerate(profile.micro_batch_sizes):
-        whole = next((whole for whole in profile.whole if whole.micro_batch_size == size), None)
-        if whole is None or not whole.peak_bytes or whole.predicted_peak_bytes is None:
-            continue
-        saved = sum(layer.costs[position].saved_bytes for layer in profile.layers)
-        error = whole.predicted_peak_bytes / whole.peak_bytes - 1
-        peaks = (saved, whole.predicted_peak_bytes, whole.peak_bytes)
-        rows.append([str(size), *map(format_bytes, peaks), f"{error:+.1%}"])
-    return table(console, columns, rows)
-
-
-def _launch(costs: Sequence[LayerMeasurement]) -> float:
-    """Seconds of the host for all layers, forward and backward."""
-    return sum((cost.forward_host_seconds or 0) + (cost.backward_host_seconds or 0) for cost in costs)
-
-
-def _crossing(layer: ProfiledLayer) -> str:
-    return "-" if layer.crossing is None else str(layer.crossing)
+    columns: list[Column[tuple[int, int, int, int]]] = [
+        number("micro-\nbatch", lambda row: row[0]),
+        number("saved\n", lambda row: row[1], format_bytes, drop=1),
+        number("peak,\npredicted", lambda row: row[2], format_bytes),
+        number("peak,\nmeasured", lambda row: row[3], format_bytes),
+        number("error\n", lambda row: f"{row[2] / row[3] - 1:+.1%}"),
+    ]
+    print_table(console, columns, rows, title="Memory of a step of the whole model, without an optimizer")
 
 
 def _both(cost: LayerMeasurement) -> float:
     return cost.forward_seconds + cost.backward_seconds
 
 
-def _per_second(samples: int, duration: float) -> str:
-    return three_digits(samples / duration) if duration else "-"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _ratio(value: float) -> str:
+    return f"{value:.3f}"

@@ -26,17 +26,19 @@ def schedules_command(
 
 def _print(console: Console) -> None:
     from ..cost_models.schedules import SCHEDULES
-    from .table_style import figure, line, table, text, titled, word
+    from .table import Column, line, number, print_table, text, word
 
-    line(console, "Schedules for pplan simulate --schedule", style="bold")
-    columns = [
-        word("name\n"),
-        text("bubble\n", folds_at=20),
-        text("micro-batches\nin flight", folds_at=20),
-        figure("weights\n", leaves=3),
-        figure("stale by\n", leaves=2),
+    name: Column[Schedule] = word("name", lambda own: own.name)
+    columns: list[Column[Schedule]] = [
+        word("name\n", lambda own: own.name),
+        text("bubble\n", lambda own: own.bubble, min_width=20),
+        text("micro-batches\nin flight", lambda own: own.in_flight_formula, min_width=20),
+        number("weights\n", _weights, drop=3),
+        number("stale by\n", _stale, drop=2),
     ]
-    console.print(table(console, columns, [_row(own) for own in SCHEDULES.values()]), crop=False)
+    schedules = list(SCHEDULES.values())
+    line(console, "Schedules for pplan simulate --schedule", style="bold")
+    print_table(console, columns, schedules)
     line(
         console,
         "Stage i of p (0-based), m micro-batches, v virtual stages a device; F, B, W: seconds of a forward, "
@@ -47,16 +49,15 @@ def _print(console: Console) -> None:
         "Bubble: idle share of equal stages without transfers. Weights: versions, or copies, that a device "
         "keeps. Stale by: updates.",
     )
-    rows = [[own.name, ", ".join(own.runtimes) or "-", own.needs] for own in SCHEDULES.values()]
-    heads = [word("name"), text("runs in", folds_at=22), text("needs", folds_at=24)]
-    titled(console, "What runs them, and what they need", table(console, heads, rows))
+    needs: list[Column[Schedule]] = [
+        name,
+        text("runs in", lambda own: ", ".join(own.runtimes) or None, min_width=22),
+        text("needs", lambda own: own.needs),
+    ]
+    print_table(console, needs, schedules, title="What runs them, and what they need")
     line(console, "Schedule...: a class of torch.distributed.pipelining.")
-    rows = [[own.name, own.source] for own in SCHEDULES.values()]
-    titled(console, "Sources", table(console, [word("name"), text("paper")], rows))
-
-
-def _row(own: Schedule) -> list[str]:
-    return [own.name, own.bubble, own.in_flight_formula, _weights(own), _stale(own)]
+    sources: list[Column[Schedule]] = [name, text("paper", lambda own: own.source)]
+    print_table(console, sources, schedules, title="Sources")
 
 
 EXAMPLE = (4, 8)

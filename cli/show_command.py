@@ -38,8 +38,7 @@ def show_command(
 
         print_profile(document, console())
     else:
-        from .ledger_table import planned_memory, print_ledger
-        from .plan_tables import print_plan
+        from .plan_tables import planned_memory, print_ledger, print_plan
 
         screen = console()
         print_plan(document, screen)

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from ..api.simulation import Simulation
 from ..cost_models.quantities import format_bytes, format_seconds
+from ..cost_models.simulator.result import StageTime
 from ..planner.plan_file import TIE
-from .ledger_table import StageMemory, print_ledger
 from .number_format import compared, percent, ranges, three_digits
-from .table_style import Column, figure, line, table, text, titled
+from .plan_tables import StageMemory, print_ledger
+from .table import Column, number, print_head, print_notes, print_table, text
 from .timeline_drawing import print_drawing
 
 
 def print_simulation(found: Simulation, console: Console) -> None:
     """Prints everything about a simulated step."""
-    answer, *more = answer_lines(found)
-    line(console, answer, style="bold")
-    for further in more:
-        line(console, further)
+    print_head(console, answer_lines(found))
     console.print()
     print_drawing(found.timeline, console)
-    titled(console, "Where the time of each stage goes", _stages(found, console))
+    _print_stages(found, console)
     if found.memory is not None:
         own = [StageMemory(stage.terms, stage.bytes, stage.limit_bytes) for stage in found.memory]
         print_ledger(own, console)
-    if found.notes:
-        console.print()
-    for note in found.notes:
-        line(console, f"Note: {note}")
+    print_notes(console, found.notes)
 
 
 def answer_lines(found: Simulation) -> list[str]:
@@ -62,46 +56,57 @@ def _against_the_plan(plan: str, step: float, own: float) -> str:
     return f"{plan} as it is takes {format_seconds(own)}: {verb}{found}."
 
 
-def _stages(found: Simulation, console: Console) -> Table:
-    columns = _columns(found)
-    rows = [[cells[stage] for _, cells in columns] for stage in range(found.stages)]
-    return table(console, [column for column, _ in columns], rows)
-
-
-def _columns(found: Simulation) -> list[tuple[Column, list[str]]]:
-    """Every column with its cells, those left out that have nothing to say."""
-    times = found.timeline.stage_times
-    made: list[tuple[Column, list[str]]] = [(figure("stage"), [str(stage) for stage in range(found.stages)])]
-    if found.layers is not None:
-        made.append((text("layers", leaves=2, folds_at=9), [_layers(chunks) for chunks in found.layers]))
-    for name in ("compute", "transfer", "fill", "imbalance", "drain", "update"):
-        seconds = [float(getattr(time, name)) for time in times]
-        if any(seconds) or name != "update":
-            shown = [_tidy(value, found.timeline.step_seconds) for value in seconds]
-            made.append((figure(_HEADS.get(name, name), leaves=8 if name in ("fill", "drain") else 0), shown))
-    made.append((figure("in flight", leaves=6), [f"{held:g}" for held in found.timeline.peak_in_flight]))
-    if not found.schedule.synchronous:
-        made.append((figure("versions", leaves=4), [f"{count:g}" for count in found.weight_versions]))
-        made.append((figure("stale by", leaves=3), [str(updates) for updates in found.staleness]))
-    return made + _memory_columns(found)
+def _print_stages(found: Simulation, console: Console) -> None:
+    """A row a stage; columns that have nothing to say are left out."""
+    chunks, memory = found.layers or (), found.memory or ()
+    columns: list[Column[int]] = [
+        number("stage", lambda row: row),
+        text("layers", lambda row: _layers(chunks[row]), drop=2, min_width=9, shown=bool(found.layers)),
+        *_times(found),
+        number("in flight", lambda row: found.timeline.peak_in_flight[row], "{:g}".format, drop=6),
+        *_weights(found),
+        number("memory", lambda row: memory[row].bytes, format_bytes, drop=7, shown=bool(memory)),
+        number(
+            "limit",
+            lambda row: memory[row].limit_bytes,
+            format_bytes,
+            drop=1,
+            shown=any(own.limit_bytes is not None for own in memory),
+        ),
+    ]
+    print_table(console, columns, range(found.stages), title="Where the time of each stage goes")
 
 
 def _layers(chunks: Sequence[tuple[int, int]]) -> str:
     return ranges({layer for first, last in chunks for layer in range(first, last + 1)})
 
 
-_HEADS = {"transfer": "transfers"}
+def _times(found: Simulation) -> list[Column[int]]:
+    times = found.timeline.stage_times
+
+    def seconds(heading: str, value: Callable[[StageTime], float], drop: int = 0) -> Column[int]:
+        return number(heading, lambda row: _tidy(value(times[row]), found.timeline.step_seconds), drop=drop)
+
+    columns = [
+        seconds("compute", lambda own: own.compute),
+        seconds("transfers", lambda own: own.transfer),
+        seconds("fill", lambda own: own.fill, drop=8),
+        seconds("imbalance", lambda own: own.imbalance),
+        seconds("drain", lambda own: own.drain, drop=8),
+    ]
+    if any(own.update for own in times):
+        columns.append(seconds("update", lambda own: own.update))
+    return columns
 
 
-def _memory_columns(found: Simulation) -> list[tuple[Column, list[str]]]:
-    if found.memory is None:
+def _weights(found: Simulation) -> list[Column[int]]:
+    """Of an asynchronous schedule."""
+    if found.schedule.synchronous:
         return []
-    made = [(figure("memory", leaves=7), [format_bytes(own.bytes) for own in found.memory])]
-    limits = [own.limit_bytes for own in found.memory]
-    if any(limit is not None for limit in limits):
-        shown = ["-" if limit is None else format_bytes(limit) for limit in limits]
-        made.append((figure("limit", leaves=1), shown))
-    return made
+    return [
+        number("versions", lambda row: found.weight_versions[row], "{:g}".format, drop=4),
+        number("stale by", lambda row: found.staleness[row], drop=3),
+    ]
 
 
 def _tidy(seconds: float, step: float) -> str:

@@ -121,7 +121,7 @@ def solve_command(
         gpus = gpus if gpus is not None else _gpus_of(topology)
     _check_together(sweep, frontier, output, "--robust" if robust else f"--objective {objective}")
     machine = TypedMachine(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()
-    wishes = TrainingOptions(
+    plan_options = TrainingOptions(
         runtime,
         mini_batch,
         micro_batches,
@@ -139,14 +139,14 @@ def solve_command(
         precision,
         gradient_dtype,
         zero,
-    ).wishes()
+    ).plan_options()
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(as_text(content, path, "profile"), str(path))
     given = {
         "gpus": gpus,
         "topology": topology,
-        **asdict(wishes),
+        **asdict(plan_options),
         "seconds_of": seconds_of,
         "objective": objective,
         "price": price,

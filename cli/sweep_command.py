@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +12,22 @@ from typing import TYPE_CHECKING, Any
 from ..api.provenance import made_by
 from ..cost_models.document import write_whole
 from ..cost_models.errors import InfeasibleError
+from ..cost_models.quantities import format_bytes, format_rate, format_seconds
+from ..planner.problem_grid import SweepResult, SweepRow
+from .frontier_table import shape
 from .invocation import command_line
+from .number_format import percent, three_digits
 from .output import Target
 from .streams import console, remark, result
 from .sweep_options import grid_of
-from .sweep_table import as_csv, print_sweep
+from .table import Column, line, number, print_table, text, word
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..profiler.profile_file import Profile
+
+FIGURES = [name for name in SweepRow.model_fields if name not in ("point", "warnings")]
 
 
 @dataclass(frozen=True)
@@ -60,3 +70,72 @@ def run_sweep(options: SweepOptions, profile: Profile, given: Mapping[str, Any])
         remark(f"Wrote {options.csv}")
     if all(row.step_seconds is None for row in made.rows):
         raise InfeasibleError("no point of the sweep has a plan", "Every row says why.")
+
+
+def print_sweep(sweep: SweepResult, console: Console) -> None:
+    """Prints a row for every point; one without a plan has its reason alone."""
+    for warning in sweep.warnings:
+        line(console, f"Warning: {warning}")
+    keys = _keys(sweep)
+    columns: list[Column[SweepRow]] = [
+        *(number(key.replace("_bytes", "").replace("_", "-"), _point(key)) for key in keys),
+        number("step", lambda row: row.step_seconds, format_seconds),
+        number("samples/s", lambda row: row.samples_per_second, three_digits),
+        number("gap", lambda row: row.gap if row.exact or row.gap else None, percent, drop=3),
+        number(
+            "needs" if "memory_bytes" in keys else "memory",
+            lambda row: row.memory_bytes,
+            format_bytes,
+            drop=5,
+        ),
+        number("used", lambda row: row.gpus_used, drop=4),
+        text(
+            "stages",
+            lambda row: shape(row.balance, row.replicas) if row.balance else None,
+            drop=6,
+            min_width=16,
+        ),
+        word("schedule", lambda row: row.schedule, drop=2, shown="schedule" not in keys),
+        text("configuration / reason", _configuration, min_width=20),
+    ]
+    print_table(console, columns, sweep.rows)
+
+
+def _keys(sweep: SweepResult) -> list[str]:
+    """What was swept, in order."""
+    return list(sweep.rows[0].point) if sweep.rows else []
+
+
+def _point(key: str) -> Callable[[SweepRow], str]:
+    """What a row was solved for, by its key."""
+    format: Callable[[Any], str] = {"memory_bytes": format_bytes, "bandwidth": _rates}.get(key, str)
+    return lambda row: format(row.point[key])
+
+
+def _rates(value: Any) -> str:
+    values = value if isinstance(value, Sequence) else (value,)
+    return ", ".join(format_rate(float(own)) for own in values)
+
+
+def _configuration(row: SweepRow) -> str:
+    if row.step_seconds is None:
+        return row.reason or ""
+    found = f"{row.schedule}, " if row.schedule != row.point.get("schedule", row.schedule) else ""
+    recompute = (row.recompute or "").replace("_", "-")
+    return f"{found}{row.micro_batches} of {row.micro_batch_size}, recompute {recompute}"
+
+
+def as_csv(sweep: SweepResult) -> str:
+    """A line for every point, with a head; lists have blanks between their values. A figure of the plan that
+    has the name of what is swept is called plan_NAME: `auto` was asked for, `gpipe` found."""
+    keys, lines = _keys(sweep), io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow([*keys, *(f"plan_{name}" if name in keys else name for name in FIGURES)])
+    for row in sweep.rows:
+        values = [row.point[key] for key in keys] + [getattr(row, name) for name in FIGURES]
+        writer.writerow([_field(value) for value in values])
+    return lines.getvalue()
+
+
+def _field(value: Any) -> Any:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value

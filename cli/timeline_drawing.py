@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..cost_models.quantities import format_seconds
 from ..cost_models.simulator.result import Span, Timeline
-from .table_style import line
+from .table import line
 
 KINDS = "FBW"
 IDLE = 3

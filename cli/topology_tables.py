@@ -10,43 +10,42 @@ from itertools import accumulate
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from ..cost_models.hardware import Level
+from ..cost_models.hardware import Device, Level
 from ..cost_models.machines.catalogue import MACHINES, Machine
-from ..cost_models.machines.presets import PRESETS
+from ..cost_models.machines.presets import PRESETS, PresetLink
 from ..cost_models.machines.transfer_times import SIZES, AllReduceTime, all_reduces, transfers
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..cost_models.topology import Topology
 from .number_format import ranges
-from .table_style import figure, line, table, text, titled, word
+from .table import Column, line, number, print_table, text, word
 
 
 def print_machines(console: Console) -> None:
     """Prints the machines that `--topology` knows."""
     line(console, "Machines for --topology and pplan topology show", style="bold")
-    columns = [
-        word("name"),
-        text("machine", leaves=1),
-        word("GPUs"),
-        text("inside", leaves=3),
-        text("between", leaves=2),
+    columns: list[Column[Machine]] = [
+        word("name", lambda own: own.name),
+        text("machine", lambda own: own.title, drop=1),
+        word("GPUs", lambda own: f"{own.gpus.value:g} x {PRESETS[own.gpu].title}"),
+        text("inside", lambda own: _joined(own.inside), drop=3),
+        text("between", _between, drop=2),
     ]
-    console.print(
-        table(console, columns, [_machine_row(machine) for machine in MACHINES.values()]), crop=False
-    )
+    print_table(console, columns, list(MACHINES.values()))
 
 
-def _machine_row(machine: Machine) -> list[str]:
-    shared = int(machine.gpus_per_adapter.value)
-    note = "" if shared == 1 else f" for {shared} GPUs"
-    return [
-        machine.name,
-        machine.title,
-        f"{machine.gpus.value:g} x {PRESETS[machine.gpu].title}",
-        f"{machine.inside.name} {format_rate(machine.inside.bandwidth.value)}",
-        f"{machine.between.name} {format_rate(machine.between.bandwidth.value)}{note}",
-    ]
+def _joined(link: PresetLink) -> str:
+    return f"{link.name} {format_rate(link.bandwidth.value)}"
+
+
+def _between(machine: Machine) -> str:
+    shared = machine.gpus_per_adapter.value
+    return _joined(machine.between) + ("" if shared == 1 else f" for {_gpus(shared)}")
+
+
+def _gpus(shared: float) -> str:
+    """Of those that share a port."""
+    return "each GPU" if shared == 1 else f"{shared:g} GPUs"
 
 
 def machines_json() -> str:
@@ -58,73 +57,81 @@ def print_topology(topology: Topology, title: str, console: Console) -> None:
     """Prints a topology's devices, levels, times of transfers and all-reduces, and its figures' sources."""
     line(console, title, style="bold")
     line(console, topology.describe())
-    titled(console, "Devices", _devices(topology, console))
-    titled(
-        console, "Levels, from the inside; bandwidth is one direction of a port", _levels(topology, console)
-    )
-    titled(console, "Transfers between two GPUs", _transfers(topology, console))
+    _print_devices(topology, console)
+    _print_levels(topology, console)
+    _print_transfers(topology, console)
     reduced = all_reduces(topology)
     if reduced:
-        titled(console, "All-reduces; the best has a *", _all_reduces(reduced, console))
+        _print_all_reduces(reduced, console)
     console.print()
     for source in _sources(topology):
         line(console, source)
 
 
-def _devices(topology: Topology, console: Console) -> Table:
-    columns = [word("ranks"), text("device"), figure("memory"), figure("speed", leaves=1)]
-    if any(device.profile for device in topology.kinds):
-        columns.append(text("profile", leaves=2))
+def _print_devices(topology: Topology, console: Console) -> None:
     starts = accumulate((number for _, number in topology.groups), initial=0)
     rows = [
-        [
-            ranges(range(start, start + number)),
-            device.name,
-            "no limit" if device.memory_bytes is None else format_bytes(device.memory_bytes),
-            "-" if device.profile else f"{device.speed:g}",
-            device.profile or "",
-        ][: len(columns)]
-        for (device, number), start in zip(topology.groups, starts, strict=False)
+        (device, range(start, start + count))
+        for (device, count), start in zip(topology.groups, starts, strict=False)
     ]
-    return table(console, columns, rows)
-
-
-def _levels(topology: Topology, console: Console) -> Table:
-    columns = [
-        word("level"),
-        figure("GPUs"),
-        text("link", leaves=1),
-        figure("bandwidth"),
-        figure("latency"),
-        word("a port for", leaves=2),
+    columns: list[Column[tuple[Device, range]]] = [
+        word("ranks", lambda row: row[1], ranges),
+        text("device", lambda row: row[0].name),
+        number("memory", lambda row: row[0].memory_bytes, format_bytes, none="no limit"),
+        number("speed", lambda row: None if row[0].profile else f"{row[0].speed:g}", drop=1),
+        text(
+            "profile",
+            lambda row: row[0].profile,
+            drop=2,
+            none="",
+            shown=any(device.profile for device in topology.kinds),
+        ),
     ]
-    return table(console, columns, list(_level_rows(topology)))
+    print_table(console, columns, rows, title="Devices")
 
 
-def _level_rows(topology: Topology) -> Iterator[list[str]]:
+def _print_levels(topology: Topology, console: Console) -> None:
+    columns: list[Column[tuple[Level, int | None]]] = [
+        word("level", lambda row: row[0].name),
+        number("GPUs", lambda row: row[1], none="any"),
+        text("link", lambda row: row[0].link.name or None, drop=1),
+        number("bandwidth", lambda row: row[0].link.bandwidth_bytes_per_second, format_rate),
+        number("latency", lambda row: format_seconds(row[0].link.latency_seconds, short=True)),
+        word("a port for", lambda row: _gpus(row[0].devices_per_port), drop=2),
+    ]
+    title = "Levels, from the inside; bandwidth is one direction of a port"
+    print_table(console, columns, list(_levels(topology)), title=title)
+
+
+def _levels(topology: Topology) -> Iterator[tuple[Level, int | None]]:
+    """Every level with the GPUs that it holds, None: any number."""
     holds: int | None = 1
     for level in topology.levels:
         holds = None if level.size is None or holds is None else holds * level.size
-        yield [
-            level.name,
-            "any" if holds is None else str(holds),
-            level.link.name or "-",
-            format_rate(level.link.bandwidth_bytes_per_second),
-            format_seconds(level.link.latency_seconds, short=True),
-            "each GPU" if level.devices_per_port == 1 else f"{level.devices_per_port} GPUs",
-        ]
+        yield level, holds
 
 
-def _transfers(topology: Topology, console: Console) -> Table:
-    times = {(made.level, made.bytes): format_seconds(made.seconds) for made in transfers(topology)}
-    rows = [[level.name, *(times[level.name, size] for size in SIZES)] for level in topology.levels]
-    return table(console, [word("joined by"), *(figure(_size(size)) for size in SIZES)], rows)
+def _print_transfers(topology: Topology, console: Console) -> None:
+    seconds = {(made.level, made.bytes): made.seconds for made in transfers(topology)}
+
+    def of(size: int) -> Column[Level]:
+        return number(_size(size), lambda level: seconds[level.name, size], format_seconds)
+
+    names: Column[Level] = word("joined by", lambda level: level.name)
+    columns = [names, *map(of, SIZES)]
+    print_table(console, columns, topology.levels, title="Transfers between two GPUs")
 
 
-def _all_reduces(reduced: list[AllReduceTime], console: Console) -> Table:
-    ways = list(dict.fromkeys(way for made in reduced for way in made.seconds))
-    rows = [[made.over, _size(made.bytes), *(_starred(made, way) for way in ways)] for made in reduced]
-    return table(console, [text("over"), figure("of"), *(figure(way) for way in ways)], rows)
+def _print_all_reduces(reduced: list[AllReduceTime], console: Console) -> None:
+    def by(way: str) -> Column[AllReduceTime]:
+        return number(way, lambda made: _starred(made, way))
+
+    columns: list[Column[AllReduceTime]] = [
+        text("over", lambda made: made.over),
+        number("of", lambda made: made.bytes, _size),
+        *map(by, dict.fromkeys(way for made in reduced for way in made.seconds)),
+    ]
+    print_table(console, columns, reduced, title="All-reduces; the best has a *")
 
 
 def _starred(made: AllReduceTime, way: str) -> str:

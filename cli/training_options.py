@@ -1,4 +1,4 @@
-"""The options that say what is wished of a plan, which several verbs have, as `PlanOptions`."""
+"""The options that say what a plan must satisfy, which several verbs have, as `PlanOptions`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TrainingOptions:
     gradient_dtype: str = "auto"
     zero: int = 0
 
-    def wishes(self) -> PlanOptions:
+    def plan_options(self) -> PlanOptions:
         """Raises UsageError."""
         return PlanOptions(
             mini_batch=self.mini_batch,

@@ -48,11 +48,14 @@ def verify_command(
 
 def _print(report: Report, screen: Console) -> None:
     """A row for every line; those alike that are not checked together."""
-    from .table_style import line, table, text, word
+    from .table import Column, line, print_table, text, word
 
-    columns = [text("line", folds_at=20), word(""), text("what was checked, or why it was not", folds_at=30)]
-    rows = [[own.name, own.state, _detail(own)] for own in report.lines]
-    screen.print(table(screen, columns, rows), crop=False)
+    columns: list[Column[Line]] = [
+        text("line", lambda own: own.name, min_width=20),
+        word("", lambda own: own.state),
+        text("what was checked, or why it was not", _detail, min_width=30),
+    ]
+    print_table(screen, columns, report.lines)
     screen.print()
     left = len(report.unchecked)
     kept = len(report.lines) - left - len(report.differing)

@@ -33,10 +33,10 @@ _OF_THE_HOST = ("forward_host_seconds", "backward_host_seconds")
 class LayerCosts:
     """Every layer of a chain at one micro-batch size: vectors of one entry a layer, seconds and bytes.
 
-    `trainable_bytes` are those of the parameters that get gradients. `input_bytes` is what the first layer is
-    fed. `tied` weights count in full as those of their first user. `spread` and `uncertainty` as of `Chain`, None where they are not known. `outside` says in words
-    where the size lies outside the measured ones, or the costs were scaled from the only one (empty:
-    neither).
+    `trainable_bytes` are those of the parameters that get gradients; those of `tied` weights count with their
+    first user. `input_bytes` is what the first layer is fed. `spread` and `uncertainty` as of `Chain`, None
+    where they are not known. `outside` says in words where the size lies outside the measured ones, or the
+    costs were scaled from the only one (empty: neither).
     """
 
     size: float

@@ -98,9 +98,7 @@ def ends_after_sums(ends: Floats, sums: Sequence[TiedSum]) -> Floats:
     return after
 
 
-def copied_bytes(
-    tied: Sequence[TiedWeight], cut_points: Sequence[int], *, trainable: bool = False
-) -> Floats:
+def copied_bytes(tied: Sequence[TiedWeight], cut_points: Sequence[int], *, trainable: bool = False) -> Floats:
     """(n, n): bytes of the copies in the layers from cut point i to before cut point j; those of `trainable`
     weights alone."""
     points = np.array(cut_points)

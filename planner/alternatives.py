@@ -25,7 +25,7 @@ def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[Alter
     """The best plan for the runtimes of each kind; and, where the schedule was left open, the best
     interleaved one, which is not searched. None where the plan was asked of a named planner,
     or the problem is too large to solve it again for each."""
-    if problem.wishes.planner != "best" or is_large(problem.space, problem.families):
+    if problem.options.planner != "best" or is_large(problem.space, problem.families):
         return []
     made = [other for names in _kinds(problem) for other in _for_runtimes(problem, answer, names)]
     return [*made, *_interleaved(problem, answer)]
@@ -34,20 +34,20 @@ def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[Alter
 def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str]) -> Iterator[Alternative]:
     runtime = RUNTIMES[names[0]]
     try:
-        wishes = replace(
-            problem.wishes,
+        options = replace(
+            problem.options,
             runtime=names[0],
             schedule=_schedule(problem, runtime),
             precision=problem.precision.name,
             gradient_dtype=problem.precision.gradient_dtype,
         )
-        own = replace(problem, wishes=wishes)
+        own = replace(problem, options=options)
     except UsageError:
-        return  # the wishes leave nothing that it runs
+        return  # the options leave nothing that it runs
     if not own.families:
         return
     # Of an answer for another runtime it is proven that it is the best that one runs, as that one runs it.
-    answers = problem.wishes.runtime in (None, names[0]) and _answers(own, answer)
+    answers = problem.options.runtime in (None, names[0]) and _answers(own, answer)
     found = answer.found if answers else run_search(own, work=WORK, whole=is_small(problem))
     plan = None if found.best is None else _ranked(own, found.best)
     if plan is not None:
@@ -66,8 +66,8 @@ def _ranked(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
 
 def _schedule(problem: Problem, runtime: Runtime) -> str:
     """Of several that are searched, auto; of one, that one: the others are not proven."""
-    if problem.wishes.schedule != "auto":
-        return problem.wishes.schedule
+    if problem.options.schedule != "auto":
+        return problem.options.schedule
     known = [name for name in SEARCHED if name in runtime.schedules]
     return known[0] if len(known) == 1 else "auto"
 
@@ -81,7 +81,7 @@ def _interleaved(problem: Problem, answer: JointSearchResult) -> Iterator[Altern
             name
             for name, runtime in RUNTIMES.items()
             if INTERLEAVED in runtime.schedules
-            and runtime.trains(problem.precision.name, problem.wishes.zero)
+            and runtime.trains(problem.precision.name, problem.options.zero)
             and _recomputes(runtime, plan)
         ]
         if not names:
@@ -137,7 +137,7 @@ def _kinds(problem: Problem) -> list[list[str]]:
             no_tied="",
             pure_16_bits=True,
         )
-        trains = runtime.trains(problem.precision.name, problem.wishes.zero)
+        trains = runtime.trains(problem.precision.name, problem.options.zero)
         if trains and run_search:
             kinds.setdefault(key, []).append(name)
     return list(kinds.values())

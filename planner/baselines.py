@@ -15,7 +15,7 @@ from .problem import Problem
 from .search.space import divide_batch
 
 FREE = ("one-gpu", "data-parallel")
-"""They do their best whatever the wishes: with any micro-batches, and in any runtime."""
+"""They do their best whatever the options: with any micro-batches, and in any runtime."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ def score_baselines(problem: Problem, answer: JointSearchResult) -> list[ScoredB
 
 
 def accumulating(problem: Problem) -> Problem:
-    """What one GPU, or each of many, may do by accumulating gradients, whatever the wishes; where the profile
-    reaches no other micro-batch size, with the wished one."""
-    wishes = problem.wishes
+    """What one GPU, or each of many, may do by accumulating gradients, whatever the options; where the
+    profile reaches no other micro-batch size, with the requested one."""
+    options = problem.options
     free = replace(
-        wishes,
+        options,
         mini_batch=problem.mini_batch,
         micro_batches=None,
         schedule="1f1b",
@@ -56,9 +56,9 @@ def accumulating(problem: Problem) -> Problem:
         pins=(),
     )
     try:
-        return replace(problem, wishes=free)
+        return replace(problem, options=free)
     except UsageError:
-        return replace(problem, wishes=replace(free, micro_batches=wishes.micro_batches))
+        return replace(problem, options=replace(free, micro_batches=options.micro_batches))
 
 
 def _row(name: str, plan: ScoredPlan | str) -> ScoredBaseline:

@@ -1,4 +1,4 @@
-"""From costs and wishes to a plan: what is searched, what it is compared with, and what is said about it."""
+"""From costs and options to a plan: what is searched, what it is compared with, and what is said about it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .search.space import divide_batch
 def solve(
     chain: Chain,
     topology: Topology,
-    wishes: PlanOptions,
+    options: PlanOptions,
     *,
     model: str,
     profile: ProfileReference,
@@ -43,9 +43,9 @@ def solve(
     """The fastest plan of the searched space, with what was proven and what it is compared with.
 
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
-    name in the topology. Raises UsageError for wishes that cannot be, InfeasibleError where nothing fits.
+    name in the topology. Raises UsageError for options that cannot be, InfeasibleError where nothing fits.
     """
-    problem = build_problem(chain, topology, wishes, profile, profiles or {}).timed()
+    problem = build_problem(chain, topology, options, profile, profiles or {}).timed()
     answer = find(problem)
     if answer.best is None:
         raise no_plan_fits(problem)
@@ -55,7 +55,7 @@ def solve(
 def build_problem(
     chain: Chain,
     topology: Topology,
-    wishes: PlanOptions,
+    options: PlanOptions,
     profile: ProfileReference,
     profiles: Mapping[str, Chain],
 ) -> Problem:
@@ -67,7 +67,7 @@ def build_problem(
                 f"the topology says that {kind.name} has a profile of its own, {kind.profile}: it is missing",
                 "Give that profile, or the device's speed relative to the profiled one.",
             )
-    return Problem(chain, topology, wishes, profile.dtype, own, amp=profile.amp)
+    return Problem(chain, topology, options, profile.dtype, own, amp=profile.amp)
 
 
 def build_plan(
@@ -113,12 +113,12 @@ def bare_plan(
         micro_batch_size=config.micro_batch_size,
         schedule=config.schedule,
         virtual_stages=config.virtual_stages,
-        optimizer=problem.wishes.optimizer,
+        optimizer=problem.options.optimizer,
         precision=problem.precision.name,
         gradient_dtype=problem.precision.gradient_dtype,
-        zero=problem.wishes.zero,
+        zero=problem.options.zero,
         recompute=plan_recompute(best),
-        runtime=problem.wishes.runtime,
+        runtime=problem.options.runtime,
         gpus=topology.gpus,
         gpus_per_node=topology.gpus_per_node,
         device_kind=_device_kind(topology, profile),
@@ -126,7 +126,7 @@ def bare_plan(
         machine=to_toml(topology),
         stages=stages,
         prediction=_prediction(problem, best, found),
-        wishes=problem.wishes,
+        wishes=problem.options,
         searched=problem.searched(),
         default_mini_batch=choose_mini_batch(problem, tried=False),
         layer_names=list(problem.chain.names),
@@ -174,7 +174,7 @@ def _bound(best: ScoredPlan, bound: float) -> float:
 def list_warnings(problem: Problem) -> list[str]:
     """What the machine leaves unknown, and whether time, not counted work, ended the search."""
     said = []
-    if problem.wishes.memory_limit is None:
+    if problem.options.memory_limit is None:
         said += [
             f"the memory of {kind.name} is not known: no plan is refused for what it holds; `memory` gives it"
             for kind in problem.topology.kinds
@@ -182,7 +182,7 @@ def list_warnings(problem: Problem) -> list[str]:
         ]
     if problem.budget.stopped:
         said.append(
-            f"the time limit of {problem.wishes.time_limit:g} s ended the search: on another run or machine "
+            f"the time limit of {problem.options.time_limit:g} s ended the search: on another run or machine "
             "the answer may be another; `time_limit` gives more"
         )
     return said

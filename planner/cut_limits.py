@@ -1,4 +1,4 @@
-"""What the wishes leave of the cuts of a chain."""
+"""What the options leave of the cuts of a chain."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..cost_models.layer import Chain
 from .plan_options import CutLimits, PlanOptions
 
 
-def limit_cuts(chain: Chain, wishes: PlanOptions) -> tuple[Chain, CutLimits]:
-    """The chain without the cuts that the wishes forbid, and what else they ask. Raises UsageError."""
+def limit_cuts(chain: Chain, options: PlanOptions) -> tuple[Chain, CutLimits]:
+    """The chain without the cuts that the options forbid, and what else they ask. Raises UsageError."""
     cut_after = chain.cut_after.copy()
-    for pattern in wishes.keep_together:
+    for pattern in options.keep_together:
         matching = np.array([fnmatchcase(name, pattern) for name in chain.names])
         if not matching.any():
             raise _no_such_layer(chain, "keep_together", pattern)
         cut_after[:-1] &= ~(matching[:-1] & matching[1:])
-    must_cut = tuple(dict.fromkeys(_cuts(chain, cut_after, wishes)))
-    pins = tuple((_layer(chain, "pins", name), stage) for name, stage in wishes.pins)
-    _check_pins(wishes, pins)
+    must_cut = tuple(dict.fromkeys(_cuts(chain, cut_after, options)))
+    pins = tuple((_layer(chain, "pins", name), stage) for name, stage in options.pins)
+    _check_pins(options, pins)
     same = bool((cut_after == chain.cut_after).all())
     return (chain if same else replace(chain, cut_after=cut_after)), CutLimits(must_cut, pins)
 
 
-def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], wishes: PlanOptions) -> Iterator[int]:
-    for name in wishes.cut_after:
+def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], options: PlanOptions) -> Iterator[int]:
+    for name in options.cut_after:
         layer = _layer(chain, "cut_after", name)
         if layer == len(chain) - 1:
             raise UsageError(f"cut_after={name!r}: it is the last layer", "Omit it: the model ends there.")
@@ -48,12 +48,12 @@ def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], wishes: PlanOptions) -
         yield layer
 
 
-def _check_pins(wishes: PlanOptions, pins: Sequence[tuple[int, int]]) -> None:
+def _check_pins(options: PlanOptions, pins: Sequence[tuple[int, int]]) -> None:
     """Layers of later stages may not stand before layers of earlier ones."""
-    for (name, stage), (layer, _) in zip(wishes.pins, pins, strict=True):
+    for (name, stage), (layer, _) in zip(options.pins, pins, strict=True):
         if stage < 0:
             raise UsageError(f"pins={(name, stage)!r}: stages count from 0", "Use stage0, say.")
-        for (other, later), (other_layer, _) in zip(wishes.pins, pins, strict=True):
+        for (other, later), (other_layer, _) in zip(options.pins, pins, strict=True):
             if layer == other_layer and stage != later:
                 raise UsageError(
                     f"pins={(name, stage)!r}: it is pinned to stage{later}, too", "Omit one of them."

@@ -53,15 +53,15 @@ class Tightest:
 def no_plan_fits(problem: Problem) -> InfeasibleError:
     """The error for a problem without a plan that fits."""
     tightest, limited = least_memory(problem), problem.space.limit(range(problem.gpus)) < inf
-    others = _solved_with(problem, replace(problem.wishes, planner=BEST))
-    if problem.wishes.planner != BEST and (others is not None or not limited):
+    others = _solved_with(problem, replace(problem.options, planner=BEST))
+    if problem.options.planner != BEST and (others is not None or not limited):
         return _no_plan_of_planner(problem, others)
     if limited and not any(config.schedule in SEARCHED for config in problem.configs):
         return _no_plan_of_schedule(problem)
     if tightest is None or not limited:
         return InfeasibleError(
             _none_left(problem),
-            f"Leave out {_one_of(_narrowing(problem.wishes))}.",
+            f"Leave out {_one_of(_narrowing(problem.options))}.",
         )
     space = problem.space
     names, cut_points = space.chain.names, space.table(space.chain.sizes[0]).cut_points
@@ -72,7 +72,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         return InfeasibleError(
             f"no plan{searched} that the options allow fits into {format_bytes(limit)} a GPU; without them "
             "one does",
-            f"Leave out {_one_of(_narrowing(problem.wishes))}.",
+            f"Leave out {_one_of(_narrowing(problem.options))}.",
         )
     terms = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(amount)}"
@@ -122,19 +122,19 @@ def _none_left(problem: Problem) -> str:
     return f"no plan under {names} was found for these options, whatever the memory; not all are looked at"
 
 
-def _narrowing(wishes: PlanOptions) -> list[str]:
+def _narrowing(options: PlanOptions) -> list[str]:
     """The fields given that leave plans out."""
     given = {
-        "pins": wishes.pins,
-        "cut_after": wishes.cut_after,
-        "keep_together": wishes.keep_together,
-        "max_stages": wishes.max_stages,
-        "use_all": wishes.use_all,
-        "runtime": wishes.runtime,
-        "micro_batches": wishes.micro_batches,
-        "schedule": wishes.schedule != "auto",
-        "recompute": wishes.recompute != "auto",
-        "planner": wishes.planner != BEST,
+        "pins": options.pins,
+        "cut_after": options.cut_after,
+        "keep_together": options.keep_together,
+        "max_stages": options.max_stages,
+        "use_all": options.use_all,
+        "runtime": options.runtime,
+        "micro_batches": options.micro_batches,
+        "schedule": options.schedule != "auto",
+        "recompute": options.recompute != "auto",
+        "planner": options.planner != BEST,
     }
     return [f"`{field}`" for field, value in given.items() if value]
 
@@ -145,7 +145,7 @@ def _one_of(fields: list[str]) -> str:
 
 def _no_plan_of_planner(problem: Problem, others: ScoredPlan | None) -> InfeasibleError:
     """Of a named planner, which may know why; others may have a plan."""
-    named = problem.wishes.planner
+    named = problem.options.planner
     why = plan_with(planner_named(named), problem)
     hint = "Nor is there any other plan: check the options."
     if others is not None:
@@ -199,7 +199,8 @@ def _changes(problem: Problem, tightest: Tightest) -> list[str]:
     changes += [f"optimizer={name!r}" for name in _lighter_optimizers(problem)]
     more = _more_gpus(problem, tightest.limit_bytes)
     if more is not None:
-        # Without a wish the mini-batch grows with the GPUs, and so may what a stage holds.
+        # Where no global batch is requested the mini-batch grows with the GPUs, and so may what a stage
+        # holds.
         changes.append(f"gpus={more} mini_batch={problem.mini_batch}")
     enough = f"{tightest.memory_bytes / 2**30 + 0.005:.2f}"
     if not changes or _solved(_with_memory(problem, float(enough) * 2**30)):
@@ -210,11 +211,11 @@ def _changes(problem: Problem, tightest: Tightest) -> list[str]:
 def _other_runs(problem: Problem) -> list[str]:
     """Fields that cost no more than time, the fastest first: one that is left to the search; where one is
     not enough, all of them."""
-    wishes, ways = problem.wishes, list[tuple[float, str]]()
+    options, ways = problem.options, list[tuple[float, str]]()
     single: list[tuple[str, PlanOptions]] = [
-        ("recompute", replace(wishes, recompute="auto")),
-        ("micro_batches", replace(wishes, mini_batch=problem.mini_batch, micro_batches=None)),
-        ("schedule", replace(wishes, schedule="auto")),
+        ("recompute", replace(options, recompute="auto")),
+        ("micro_batches", replace(options, mini_batch=problem.mini_batch, micro_batches=None)),
+        ("schedule", replace(options, schedule="auto")),
     ]
     for field, freed in single:
         found = _solved_with(problem, freed)
@@ -223,36 +224,36 @@ def _other_runs(problem: Problem) -> list[str]:
     if ways:
         return [words for _, words in sorted(ways)]
     with suppress(UsageError):
-        found = _solved_with(problem, problem.freest.wishes)
+        found = _solved_with(problem, problem.freest.options)
         if found is not None:
             return [f"{run_in_words(found)} (leave `micro_batches`, `schedule` and `recompute` at auto)"]
     return []
 
 
 def _lighter_optimizers(problem: Problem) -> Iterator[str]:
-    """That keep less than the wished one, the heaviest first."""
-    precision, wishes = problem.precision.bytes, problem.wishes
+    """That keep less than the requested one, the heaviest first."""
+    precision, options = problem.precision.bytes, problem.options
     size = {name: optimizer.bytes_per_parameter(precision) for name, optimizer in OPTIMIZERS.items()}
     for name in sorted(size, key=lambda name: -size[name]):
-        lighter = size[name] < size[wishes.optimizer]
-        if lighter and _solved_with(problem, replace(wishes, optimizer=name)) is not None:
+        lighter = size[name] < size[options.optimizer]
+        if lighter and _solved_with(problem, replace(options, optimizer=name)) is not None:
             yield name
 
 
-def _solved_with(problem: Problem, wishes: PlanOptions) -> ScoredPlan | None:
-    """The plan under other wishes, where there is one."""
-    if wishes == problem.wishes:
+def _solved_with(problem: Problem, options: PlanOptions) -> ScoredPlan | None:
+    """The plan under other options, where there is one."""
+    if options == problem.options:
         return None
     try:
-        return _solved(replace(problem, wishes=wishes))
+        return _solved(replace(problem, options=options))
     except UsageError:
         return None  # there is nothing to search
 
 
 def _solved(problem: Problem) -> ScoredPlan | None:
     """The plan that solving finds, in a short time."""
-    short = replace(problem.wishes, time_limit=SECONDS)
-    return find(replace(problem, wishes=short), planners=()).best
+    short = replace(problem.options, time_limit=SECONDS)
+    return find(replace(problem, options=short), planners=()).best
 
 
 def _with_memory(problem: Problem, size: float) -> Problem:
@@ -265,18 +266,18 @@ def _with_memory(problem: Problem, size: float) -> Problem:
         group._replace(device=replace(group.device, memory_bytes=more(group.device.memory_bytes)))
         for group in problem.topology.groups
     )
-    wishes = replace(problem.wishes, memory_limit=more(problem.wishes.memory_limit))
-    return replace(problem, topology=replace(problem.topology, groups=groups), wishes=wishes)
+    options = replace(problem.options, memory_limit=more(problem.options.memory_limit))
+    return replace(problem, topology=replace(problem.topology, groups=groups), options=options)
 
 
 def _more_gpus(problem: Problem, limit: int) -> int | None:
     """The fewest GPUs above those offered, at most four times as many, with which a plan fits."""
-    fixed = replace(problem.wishes, mini_batch=problem.mini_batch)
+    fixed = replace(problem.options, mini_batch=problem.mini_batch)
     if len(problem.topology.kinds) > 1:
         return None
     most = min(4 * problem.gpus, problem.topology.capacity or 4 * problem.gpus)
     for gpus in range(problem.gpus + 1, most + 1):
-        wider = replace(problem, topology=problem.topology.with_gpus(gpus), wishes=fixed)
+        wider = replace(problem, topology=problem.topology.with_gpus(gpus), options=fixed)
         stages = wider.stage_counts[-1]
         plans = (
             _tightest(wider.space, config, stages, replicas)

@@ -61,7 +61,7 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSe
     No plan of `planners` is faster, of the schedules that are in the running. Raises UsageError for an
     unknown planner.
     """
-    named = problem.wishes.planner
+    named = problem.options.planner
     if named != BEST:
         plan = plan_with(planner_named(named), problem)
         own = {named: plan}
@@ -89,7 +89,7 @@ def _opened_to(planner: str, problem: Problem) -> Problem:
     not in the running."""
     if planner != INTERLEAVED:
         return problem
-    return replace(problem, wishes=replace(problem.wishes, planner=planner, robust=False))
+    return replace(problem, options=replace(problem.options, planner=planner, robust=False))
 
 
 def _running(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
@@ -100,16 +100,16 @@ def _running(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> li
 def _on_fewer(problem: Problem) -> list[ScoredPlan]:
     """The best plan on the largest power of two of devices below all of them: more devices may not make the
     answer worse, also where it is not proven."""
-    if problem.gpus == 1 or problem.wishes.use_all or is_large(problem.space, problem.families):
+    if problem.gpus == 1 or problem.options.use_all or is_large(problem.space, problem.families):
         return []
     if problem.budget.spent:
         return []
     gpus = 1 << ((problem.gpus - 1).bit_length() - 1)
-    wishes = replace(problem.wishes, mini_batch=problem.mini_batch)
+    options = replace(problem.options, mini_batch=problem.mini_batch)
     try:
-        fewer = replace(problem, topology=problem.topology.with_gpus(gpus), wishes=wishes)
+        fewer = replace(problem, topology=problem.topology.with_gpus(gpus), options=options)
     except UsageError:
-        return []  # so few cannot have what is wished
+        return []  # so few cannot have what is requested
     best = find(fewer).best
     if best is None or not problem.allows(best.proposal):
         return []
@@ -216,9 +216,9 @@ def with_bound(problem: Problem, best: ScoredPlan | None, found: SearchResult) -
 def run_search(
     problem: Problem, seeds: Iterable[ScoredPlan] = (), work: float | None = None, *, whole: bool = True
 ) -> SearchResult:
-    """The search of the schedules that it knows, from these plans; `work`: else as long as was wished. Not of
-    the `whole` space: of plans near good ones, as of a problem that is too large."""
-    work = SEARCH_SHARE * problem.wishes.time_limit * WORK_A_SECOND if work is None else work
+    """The search of the schedules that it knows, from these plans; `work`: else as long as `time_limit`. Not
+    of the `whole` space: of plans near good ones, as of a problem that is too large."""
+    work = SEARCH_SHARE * problem.options.time_limit * WORK_A_SECOND if work is None else work
     own = [plan for plan in seeds if plan.config.schedule in SEARCHED]
     large = is_large(problem.space, problem.families) or not whole
     if not large:

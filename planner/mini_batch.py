@@ -24,7 +24,7 @@ MOST_SECONDS = 1.0
 def choose_mini_batch(problem: Problem, *, tried: bool) -> DefaultMiniBatch | None:
     """How the mini-batch was chosen, `tried` with what half and twice of it would give where the problem is
     small; None where it was given."""
-    if problem.wishes.mini_batch is not None:
+    if problem.options.mini_batch is not None:
         return None
     tried = tried and is_small(problem) and not problem.budget.spent
     others = [_other(problem, batch) for batch in _neighbours(problem)] if tried else []
@@ -34,7 +34,7 @@ def choose_mini_batch(problem: Problem, *, tried: bool) -> DefaultMiniBatch | No
 def smaller_defaults(problem: Problem) -> Iterator[Problem]:
     """The problem with half of its default mini-batch, a quarter and so on; none where the mini-batch was
     given, or where the problem is so large that trying would take long."""
-    if problem.wishes.mini_batch is not None or not is_small(problem):
+    if problem.options.mini_batch is not None or not is_small(problem):
         return
     samples, last = problem.samples_per_device // 2, problem.mini_batch
     while samples:
@@ -52,12 +52,12 @@ def _neighbours(problem: Problem) -> Iterator[int]:
 
 
 def _other(problem: Problem, batch: int) -> OtherMiniBatch:
-    wishes = problem.wishes
-    seconds = min(SHORT * wishes.time_limit, MOST_SECONDS)
+    options = problem.options
+    seconds = min(SHORT * options.time_limit, MOST_SECONDS)
     try:
-        other = replace(problem, wishes=replace(wishes, mini_batch=batch, time_limit=seconds))
+        other = replace(problem, options=replace(options, mini_batch=batch, time_limit=seconds))
         plan = _best(other)
-    except UsageError:  # the micro-batches that are wished do not make it
+    except UsageError:  # the requested micro-batches do not make it
         plan = None
     if plan is None:
         return OtherMiniBatch(mini_batch=batch)
@@ -66,8 +66,8 @@ def _other(problem: Problem, batch: int) -> OtherMiniBatch:
 
 
 def _best(problem: Problem) -> ScoredPlan | None:
-    """What the quick planners and a short search come to, or the planner that is wished."""
-    named = problem.wishes.planner
+    """What the quick planners and a short search come to, or the planner that is requested."""
+    named = problem.options.planner
     if named != BEST:
         plan = plan_with(planner_named(named), problem)
         return plan if isinstance(plan, ScoredPlan) else None

@@ -75,7 +75,7 @@ def along_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     ]
     if not families:
         return None
-    work = min(WORK, problem.wishes.time_limit * WORK)
+    work = min(WORK, problem.options.time_limit * WORK)
     return search(problem.space, families, problem.stage_counts, work=work, limit=best.step_seconds).best
 
 

@@ -1,4 +1,4 @@
-"""The problem to solve: a chain, a topology and the user's wishes, checked, and the plans left to search."""
+"""The problem to solve: a chain, a topology and the user's options, checked, and the plans left to search."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .search.subproblem import Family
 EVERY_COUNT = 16
 """Up to so many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
 SAMPLES_PER_DEVICE = 32
-"""Of a mini-batch that is not wished: the same whatever sizes the profiling machine reached."""
+"""Of a global batch that is not requested: the same whatever sizes the profiling machine reached."""
 MOST_DEFAULTS = 512
 """Mini-batches around that which are tried."""
 MOST_STAGES = 32
@@ -41,23 +41,23 @@ FEW = 64
 class Problem:
     """What is asked, and the plans to search. `dtype`: that of the profile, `amp`: of its autocast;
     `profiles`: of the same layers on the kinds of devices that have their own, by its name in the topology.
-    Raises UsageError for wishes that cannot be."""
+    Raises UsageError for options that cannot be."""
 
     chain: Chain
     topology: Topology
-    wishes: PlanOptions
+    options: PlanOptions
     dtype: str = "float32"
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     budget: SearchBudget = field(default_factory=SearchBudget, compare=False)
     """What the whole answer may take; problems that are made of this one share it."""
     samples_per_device: int = SAMPLES_PER_DEVICE
-    """Where no mini-batch is wished: about so many for each device."""
+    """Where no global batch is requested: about so many for each device."""
     amp: str | None = None
     """The dtype of the autocast that the profile was measured under."""
 
     def __post_init__(self) -> None:
         self.precision  # noqa: B018  raises
-        _check_counts(self.chain, self.topology.gpus, self.wishes)
+        _check_counts(self.chain, self.topology.gpus, self.options)
         if not self.configs:
             raise self._no_config()
 
@@ -69,7 +69,7 @@ class Problem:
     @property
     def runtime(self) -> Runtime | None:
         """The runtime that the plan is for, where one was named."""
-        return None if self.wishes.runtime is None else runtime_named(self.wishes.runtime)
+        return None if self.options.runtime is None else runtime_named(self.options.runtime)
 
     @cached_property
     def precision(self) -> TrainingPrecision:
@@ -77,38 +77,38 @@ class Problem:
         return training_precision(
             self.dtype,
             self.amp,
-            precision=self.wishes.precision,
-            gradient_dtype=self.wishes.gradient_dtype,
-            runtime=self.wishes.runtime,
+            precision=self.options.precision,
+            gradient_dtype=self.options.gradient_dtype,
+            runtime=self.options.runtime,
         )
 
     @cached_property
     def mini_batch(self) -> int:
-        """Samples of a step: the wish, or what comes nearest to `samples_per_device` on every device of all
+        """Samples of a step: the option, or what comes nearest to `samples_per_device` on every device of all
         that micro-batches within the profile's reach make."""
-        if self.wishes.mini_batch is not None:
-            return self.wishes.mini_batch
-        wished, unit = self.samples_per_device * self.gpus, self._mini_batch_unit
-        counts = range(1, 2 * wished // unit + 2)
-        nearest = sorted(counts, key=lambda count: (abs(count * unit - wished), count))
+        if self.options.mini_batch is not None:
+            return self.options.mini_batch
+        requested, unit = self.samples_per_device * self.gpus, self._mini_batch_unit
+        counts = range(1, 2 * requested // unit + 2)
+        nearest = sorted(counts, key=lambda count: (abs(count * unit - requested), count))
         batches = (count * unit for count in nearest[:MOST_DEFAULTS])
-        return next((batch for batch in batches if self._reaches(batch)), wished)
+        return next((batch for batch in batches if self._reaches(batch)), requested)
 
     @property
     def _mini_batch_unit(self) -> int:
-        """What divides a mini-batch that is not wished: the micro-batches that are; with one measured size
-        what all devices share; else the devices."""
+        """What divides a global batch that is not requested: the micro-batches that are; with one measured
+        size what all devices share; else the devices."""
         shared = self.gpus if self._replicated else 1
         alone = len(self.chain.sizes) == 1 and not self.chain.scales_with_samples
-        return self.wishes.micro_batches or (self.chain.sizes[0] * shared if alone else self.gpus)
+        return self.options.micro_batches or (self.chain.sizes[0] * shared if alone else self.gpus)
 
     def _reaches(self, batch: int) -> bool:
         """Whether the profile reaches micro-batches that make it."""
-        wished = self.wishes.micro_batches
-        if wished is None:
+        requested = self.options.micro_batches
+        if requested is None:
             return bool(self._sizes_of(batch))
         return len(self.chain.sizes) > 1 or any(
-            self.chain.reaches(share) for share in self._shares(batch // wished)
+            self.chain.reaches(share) for share in self._shares(batch // requested)
         )
 
     def _shares(self, size: int) -> set[int]:
@@ -117,9 +117,9 @@ class Problem:
 
     @cached_property
     def stage_counts(self) -> range:
-        """Stage counts: 1 to the devices within reach, to what the cuts allow, or to the wish; with replicas
-        to `MOST_STAGES`."""
-        most = min(self.reached, self.space.chain.max_stages, self.wishes.max_stages or self.gpus)
+        """Stage counts: 1 to the devices within reach, to what the cuts allow, or to `max_stages`; with
+        replicas to `MOST_STAGES`."""
+        most = min(self.reached, self.space.chain.max_stages, self.options.max_stages or self.gpus)
         if self._replicated:
             most = min(most, MOST_STAGES)
         return range(1, most + 1)
@@ -148,22 +148,26 @@ class Problem:
             return ""
         if runtime is not None and not runtime.trains_tied([len(own.layers) for own in self.chain.tied]):
             return f"{runtime.name}: {runtime.no_tied}"
-        return f"zero={self.wishes.zero}: stages that share a weight keep it whole" if self.wishes.zero > 1 else ""
+        return (
+            f"zero={self.options.zero}: stages that share a weight keep it whole"
+            if self.options.zero > 1
+            else ""
+        )
 
     @cached_property
     def space(self) -> Space:
         """The plans under the limits, for the runtime."""
-        chain, limits = limit_cuts(self.cut_chain, self.wishes)
+        chain, limits = limit_cuts(self.cut_chain, self.options)
         return Space(
             chain=chain,
             topology=self.topology,
-            optimizer=self.wishes.optimizer,
-            memory_limit=self.wishes.memory_limit,
-            past_largest=self.wishes.micro_batches is not None,
+            optimizer=self.options.optimizer,
+            memory_limit=self.options.memory_limit,
+            past_largest=self.options.micro_batches is not None,
             runtime=self.runtime,
             dtype=self.dtype,
             precision=self.precision.bytes,
-            zero=self.wishes.zero,
+            zero=self.options.zero,
             profiles={
                 name: replace(own, cut_after=chain.cut_after, tied=chain.tied)
                 for name, own in self.profiles.items()
@@ -174,10 +178,10 @@ class Problem:
 
     @cached_property
     def schedules(self) -> tuple[str, ...]:
-        """The schedules that the wishes and the runtime leave, those that are searched exactly first."""
-        runtime, wished = self.runtime, self.wishes.schedule
-        if wished != "auto":
-            return (wished,) if runtime is None or wished in runtime.schedules else ()
+        """The schedules that the options and the runtime leave, those that are searched exactly first."""
+        runtime, requested = self.runtime, self.options.schedule
+        if requested != "auto":
+            return (requested,) if runtime is None or requested in runtime.schedules else ()
         if runtime is None:
             return SEARCHED
         ordered = (*SEARCHED, *(name for name in SCHEDULES if name not in SEARCHED))
@@ -186,8 +190,8 @@ class Problem:
     @property
     def proposable(self) -> tuple[str, ...]:
         """The schedules in the running; the planner of interleaved pipelines makes them where all is open."""
-        left_open = self.wishes.schedule == "auto" and self.runtime is None
-        named = self.wishes.planner == INTERLEAVED and left_open
+        left_open = self.options.schedule == "auto" and self.runtime is None
+        named = self.options.planner == INTERLEAVED and left_open
         return (*self.schedules, INTERLEAVED) if named else self.schedules
 
     @property
@@ -197,7 +201,7 @@ class Problem:
 
     @cached_property
     def configs(self) -> list[PipelineConfig]:
-        """The configurations that the wishes and the runtime leave."""
+        """The configurations that the options and the runtime leave."""
         return [
             config
             for schedule in self.schedules
@@ -205,8 +209,8 @@ class Problem:
         ]
 
     def modes(self, schedule: str) -> tuple[Mode, ...]:
-        """The ways to recompute that the runtime knows and the wishes leave."""
-        wished, runtime = self.wishes.recompute, self.runtime
+        """The ways to recompute that the runtime knows and the options leave."""
+        requested, runtime = self.options.recompute, self.runtime
         if runtime is None:
             # That of torchgpipe differs little from always: not worth as much again on many devices.
             known: Sequence[Mode] = ("by_stage", "except_last") if self.gpus <= EVERY_COUNT else ("by_stage",)
@@ -214,17 +218,17 @@ class Problem:
             known = ("by_stage",)
         else:
             known = [mode for mode in MODES if mode in runtime.recompute]
-        if wished == "auto":
+        if requested == "auto":
             return tuple(mode for mode in known if mode != "except_last" or schedule == "gpipe")
-        allowed = runtime is None or wished in runtime.recompute
-        return tuple(mode for mode in MODES if mode == wished and allowed)
+        allowed = runtime is None or requested in runtime.recompute
+        return tuple(mode for mode in MODES if mode == requested and allowed)
 
     @cached_property
     def families(self) -> list[Family]:
         """What is searched exactly: the configurations with every order of the devices and number of
         replicas."""
         return [
-            Family(config, placement, counts, self.wishes.use_all, any_count=self.any_count)
+            Family(config, placement, counts, self.options.use_all, any_count=self.any_count)
             for config in self.configs
             if config.schedule in SEARCHED
             for placement in self.placements
@@ -269,7 +273,7 @@ class Problem:
     @property
     def may_be_deeper(self) -> bool:
         """Whether plans with more stages than are searched are allowed."""
-        return self.wishes.max_stages is None or self.wishes.max_stages > self.stage_counts[-1]
+        return self.options.max_stages is None or self.options.max_stages > self.stage_counts[-1]
 
     @property
     def any_count(self) -> bool:
@@ -289,14 +293,14 @@ class Problem:
         return self.reached <= EVERY_COUNT or self.families[0].replicas == (1,)
 
     def allows(self, proposal: Proposal) -> bool:
-        """Whether the wishes and the runtime leave a proposal."""
+        """Whether the options and the runtime leave a proposal."""
         runtime, config = self.runtime, proposal.config
         stages = len(proposal.ends) // config.virtual_stages
         chunked = config.virtual_stages > 1
         return (
             config.schedule in self.proposable
-            and stages <= (self.wishes.max_stages or stages)
-            and (not self.wishes.use_all or proposal.used == self.reached)
+            and stages <= (self.options.max_stages or stages)
+            and (not self.options.use_all or proposal.used == self.reached)
             and self.space.limits.allow(proposal.bounds)
             and (runtime is None or runtime.runs_replicas(proposal.replicas))
             and self.may_share(config.micro_batch_size, proposal.replicas)
@@ -306,7 +310,7 @@ class Problem:
 
     def timed(self) -> Problem:
         """The same with its time limit running: everything that is done for it shares what is left."""
-        return replace(self, budget=SearchBudget.of_seconds(self.wishes.time_limit))
+        return replace(self, budget=SearchBudget.of_seconds(self.options.time_limit))
 
     @property
     def freest(self) -> Problem:
@@ -315,17 +319,17 @@ class Problem:
         Raises UsageError where the profile reaches no micro-batch size that divides the mini-batch.
         """
         free = replace(
-            self.wishes, mini_batch=self.mini_batch, micro_batches=None, schedule="auto", recompute="auto"
+            self.options, mini_batch=self.mini_batch, micro_batches=None, schedule="auto", recompute="auto"
         )
-        return replace(self, wishes=free)
+        return replace(self, options=free)
 
     @cached_property
     def sizes(self) -> list[int]:
         """Micro-batch sizes to search: those that divide the mini-batch, and of which the profile reaches
         some replica's share."""
         batch, measured = self.mini_batch, self.chain.sizes
-        if self.wishes.micro_batches is not None:
-            return [self._wished_size(self.wishes.micro_batches)]
+        if self.options.micro_batches is not None:
+            return [self._requested_size(self.options.micro_batches)]
         sizes = self._sizes_of(batch)
         if not sizes:
             raise UsageError(
@@ -350,7 +354,7 @@ class Problem:
             )
         ]
 
-    def _wished_size(self, micro_batches: int) -> int:
+    def _requested_size(self, micro_batches: int) -> int:
         batch = self.mini_batch
         if batch % micro_batches:
             fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
@@ -368,8 +372,8 @@ class Problem:
             self.chain.at(size)  # says so
 
     def _no_config(self) -> UsageError:
-        wishes, runtime = self.wishes, self.runtime
-        asked = f"schedule={wishes.schedule!r}, recompute={wishes.recompute!r}"
+        options, runtime = self.options, self.runtime
+        asked = f"schedule={options.schedule!r}, recompute={options.recompute!r}"
         if runtime is None:
             return UsageError(
                 f"{asked} with 1 micro-batch: there is no such plan",
@@ -401,10 +405,10 @@ class Problem:
             self.micro_batches_in_words(),
             self.order_in_words(any_order=relaxed) if exactly else "",
         ]
-        if self.wishes.use_all:
+        if self.options.use_all:
             parts.append("on all devices")
-        if options := self._cuts_in_words():
-            parts.append(f"under {options}")
+        if cuts := self._cuts_in_words():
+            parts.append(f"under {cuts}")
         return ", ".join(part for part in parts if part)
 
     def micro_batches_in_words(self) -> str:
@@ -426,11 +430,11 @@ class Problem:
 
     def _cuts_in_words(self) -> str:
         """The fields given that say where stages end."""
-        wishes = self.wishes
+        options = self.options
         given = {
-            "cut_after": wishes.cut_after,
-            "keep_together": wishes.keep_together,
-            "pins": wishes.pins,
+            "cut_after": options.cut_after,
+            "keep_together": options.keep_together,
+            "pins": options.pins,
         }
         return " and ".join(f"`{field}`" for field, value in given.items() if value)
 
@@ -464,8 +468,12 @@ def _in_words(mode: Mode) -> str:
     return "if out of memory" if mode == "by_stage" else mode.replace("_", " ")
 
 
-def _check_counts(chain: Chain, gpus: int, wishes: PlanOptions) -> None:
-    if gpus > len(chain) and wishes.runtime is not None and runtime_named(wishes.runtime).replicas == "none":
+def _check_counts(chain: Chain, gpus: int, options: PlanOptions) -> None:
+    if (
+        gpus > len(chain)
+        and options.runtime is not None
+        and runtime_named(options.runtime).replicas == "none"
+    ):
         raise UsageError(
             f"gpus={gpus}: the model has {counted(len(chain), 'layer')}, and a stage needs at least one",
             f"Use at most {counted(len(chain), 'GPU')} (its allowed cuts make "

@@ -87,6 +87,7 @@ def build_profile(
             *(note for each in whole for note in closing_warning(each)),
             *_dominating_note(chain, layers),
             *_checkpoint_note(chain),
+            *(chain.comparison.notes if chain.comparison else ()),
         ],
         made_by=versions(),
     )

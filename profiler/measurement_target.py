@@ -70,6 +70,7 @@ def build_target(
             granularity=setup.granularity,
             keep_together=setup.keep_together,
             aliases=storage_aliases(loaded.module),
+            verify=True,
         )
         layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
         return MeasurementTarget(

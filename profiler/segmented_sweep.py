@@ -64,7 +64,7 @@ class SegmentedSweep(SizeSweep[SizeResult]):
             granularity = "block"
         model = copy_to_meta(module, loaded.name)
         example = loaded.example_input_for(2).to("meta", self.subject.dtype)
-        return model, build_chain(model, example, name=loaded.name, granularity=granularity)
+        return model, build_chain(model, example, name=loaded.name, granularity=granularity, tool=chain.tool)
 
     def _example(self, size: int) -> ModelInput:
         subject = self.subject

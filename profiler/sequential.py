@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from .chain.layer_sequential import LayerSequential, is_mode_bound
 from .chain.layers import LayerChain, build_chain
 from .chain.shared_parameters import OnClone
-from .chain.sharing import Sharing
+from .chain.sharing import registered_once
 
 
 def sequential(
@@ -18,6 +19,7 @@ def sequential(
     *,
     granularity: str = "block",
     keep_together: Sequence[str] = (),
+    verify: bool = True,
 ) -> LayerSequential:
     """`model` as an nn.Sequential of one element for each layer of its profile, whose names it knows.
 
@@ -40,20 +42,23 @@ def sequential(
     recomputes in backward (torch.utils.checkpoint) are not recomputed, unless they lie inside one module that
     is taken whole: recomputation is the plan's to decide.
 
+    `verify`: model and layers are run once more, on copies, and must leave the same outputs, gradients,
+    buffers and random state; where that is too large or too slow to be run, a warning says so.
+
     Raises ModelError as `build_chain` does.
     """
-    return as_sequential(
-        build_chain(model, example_input, granularity=granularity, keep_together=keep_together)
+    chain = build_chain(
+        model, example_input, granularity=granularity, keep_together=keep_together, verify=verify
     )
+    for note in chain.comparison.notes if chain.comparison else ():
+        warnings.warn(f"{chain.model_name}: {note}", UserWarning, stacklevel=2)
+    return as_sequential(chain)
 
 
 def as_sequential(chain: LayerChain) -> LayerSequential:
     """The layers of `chain`, in order."""
-    sharing = Sharing()
-    children = [sharing.own(layer.module) for layer in chain.layers]
-    if chain.overwrites_input:
-        children[0] = OnClone(children[0])
-    layers = LayerSequential(*children)
+    modules = [layer.module for layer in chain.layers]
+    layers = LayerSequential(*registered_once(modules, on_clone=chain.overwrites_input))
     layers.model_name = chain.model_name
     layers.layer_names = tuple(layer.name for layer in chain.layers)
     layers.granularity, layers.keep_together = chain.granularity, chain.keep_together
@@ -75,7 +80,7 @@ def state_dict_names(
     A tensor that the model knows by several names is in the nn.Sequential once: the second names lead to the
     same place as the first. What no layer uses is left out.
     """
-    chain = build_chain(model, example_input, granularity=granularity)
+    chain = build_chain(model, example_input, granularity=granularity, verify=True)
     own = model.state_dict(keep_vars=True)
     names: dict[str, str] = {}
     places: dict[int, str] = {}

@@ -49,11 +49,11 @@ def least_cost(problem: Problem, plan: Plan, prices: Mapping[str, float], result
     hourly = [own[problem.topology.device(rank).name] for rank in range(problem.gpus)]
     target, least, text = (aim.value if aim.exact else aim.lower_bound) * (1 - TOLERANCE), inf, ""
     for count in range(1, problem.gpus + 1):
-        if problem.wishes.use_all and count < problem.gpus:
+        if problem.options.use_all and count < problem.gpus:
             continue
-        wishes = replace(problem.wishes, mini_batch=problem.mini_batch)
+        options = replace(problem.options, mini_batch=problem.mini_batch)
         try:
-            fewer = replace(problem, topology=problem.topology.with_gpus(count), wishes=wishes)
+            fewer = replace(problem, topology=problem.topology.with_gpus(count), options=options)
         except UsageError:
             continue
         every = Enumeration(fewer, Enumeration(fewer, ()).rules.schedules)

@@ -52,7 +52,7 @@ def solved(case: Case, problem: Problem) -> Plan:
         return solve(
             case.chain,
             case.topology,
-            case.wishes,
+            case.options,
             model="attacked",
             profile=reference(case),
             profiles=case.profiles,
@@ -73,7 +73,7 @@ def attacked(case: Case, solver: Solver = solved) -> Result:
 
 def _attack(case: Case, solver: Solver, result: Result) -> None:
     try:
-        problem = build_problem(case.chain, case.topology, case.wishes, reference(case), case.profiles)
+        problem = build_problem(case.chain, case.topology, case.options, reference(case), case.profiles)
     except UsageError as error:
         result.refused = error.what
         return
@@ -88,7 +88,7 @@ def _attack(case: Case, solver: Solver, result: Result) -> None:
     except InfeasibleError as error:
         _nothing_fits(problem, error, result)
         return
-    if case.kind in TERMS and case.wishes.runtime is None:
+    if case.kind in TERMS and case.options.runtime is None:
         terms.check(problem, result)
     if case.kind in (*TERMS, *ASKED):
         terms.relaxed(problem, result)
@@ -98,7 +98,7 @@ def _attack(case: Case, solver: Solver, result: Result) -> None:
 def _nothing_fits(problem: Problem, error: InfeasibleError, result: Result) -> None:
     """A planner of a name may know fewer plans than there are, and of schedules that are not searched it is
     only said that none was found."""
-    if problem.wishes.planner != "best" or " found " in error.what:
+    if problem.options.planner != "best" or " found " in error.what:
         return
     names = problem_schedules(problem)
     if error.what.startswith("no plan of "):
@@ -141,7 +141,7 @@ class _Attack:
         if name != "step-time":
             self._objective(name)
         if name in ("step-time", THROUGHPUT):
-            late = LATE if name == THROUGHPUT and self.case.wishes.schedule == "auto" else ()
+            late = LATE if name == THROUGHPUT and self.case.options.schedule == "auto" else ()
             self._bound([*problem_schedules(self.problem), *late])
             self._alternatives()
             self._planners()
@@ -175,7 +175,7 @@ class _Attack:
 
     def _planners(self) -> None:
         """No named planner's plan is faster than the answer for the fastest."""
-        if self.case.wishes.planner != "best" or self.case.kind not in ASKED:
+        if self.case.options.planner != "best" or self.case.kind not in ASKED:
             return
         step = self.plan.prediction.step_seconds
         for name, planner in PLANNERS.items():
@@ -191,11 +191,11 @@ class _Attack:
         for row in self.plan.alternatives:
             if not row.exact:
                 continue
-            named = self.case.wishes.schedule
-            wishes = replace(
-                self.case.wishes, runtime=row.runtimes[0], mini_batch=self.problem.mini_batch, planner="best"
+            named = self.case.options.schedule
+            options = replace(
+                self.case.options, runtime=row.runtimes[0], mini_batch=self.problem.mini_batch, planner="best"
             )
-            every = Enumeration(replace(self.problem, wishes=wishes), ())
+            every = Enumeration(replace(self.problem, options=options), ())
             every.schedules = [name for name in SEARCHED if name in every.rules.schedules]
             best = every.best(row.step_seconds * (1 - TOLERANCE))
             self.result.plans += every.plans
@@ -219,7 +219,7 @@ class _Attack:
         answer = solve(
             case.chain,
             case.topology,
-            case.wishes,
+            case.options,
             model="attacked",
             profile=reference(case),
             profiles=case.profiles,

@@ -77,7 +77,7 @@ class Enumeration:
     def rules(self) -> Rules:
         """What the options leave."""
         problem = self.problem
-        return Rules(problem.chain, problem.topology, problem.wishes, problem.mini_batch)
+        return Rules(problem.chain, problem.topology, problem.options, problem.mini_batch)
 
     @cached_property
     def least(self) -> LeastSeconds:
@@ -224,7 +224,7 @@ class Enumeration:
 
     def _limit(self, ranks: Sequence[int]) -> float:
         """Bytes that each of these devices may hold."""
-        own = [self.problem.wishes.memory_limit]
+        own = [self.problem.options.memory_limit]
         own += [self.problem.topology.device(rank).memory_bytes for rank in ranks]
         return min((limit for limit in own if limit is not None), default=inf)
 

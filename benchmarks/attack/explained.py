@@ -26,7 +26,7 @@ def check(problem: Problem, plan: Plan, result: Result) -> None:
         said = explain(plan, problem.chain, problem.topology, problem.profiles)
     except UsageError:
         return
-    fixed = replace(problem, wishes=replace(problem.wishes, mini_batch=plan.mini_batch, planner="best"))
+    fixed = replace(problem, options=replace(problem.options, mini_batch=plan.mini_batch, planner="best"))
     _what_if(fixed, said, result)
     _others(fixed, plan, said, result)
     _limits(fixed, plan, said, result)
@@ -57,7 +57,7 @@ def _what_if(problem: Problem, said: Explanation, result: Result) -> None:
 
 def _changed(problem: Problem, change: str) -> Problem | None:
     """The problem after a change in words."""
-    topology, wishes = problem.topology, problem.wishes
+    topology, options = problem.topology, problem.options
     try:
         if change == "one more GPU":
             return replace(problem, topology=topology.with_gpus(topology.gpus + 1))
@@ -66,7 +66,7 @@ def _changed(problem: Problem, change: str) -> Problem | None:
         if change == "double the memory":
             return _with_memory(problem, 2)
         if change.startswith("recompute "):
-            return replace(problem, wishes=replace(wishes, recompute=change.removeprefix("recompute ")))
+            return replace(problem, options=replace(options, recompute=change.removeprefix("recompute ")))
     except UsageError:
         return None
     return None
@@ -97,9 +97,9 @@ def _with_memory(problem: Problem, factor: float) -> Problem:
         )
         for group in problem.topology.groups
     )
-    own = problem.wishes.memory_limit
-    wishes = replace(problem.wishes, memory_limit=None if own is None else round(own * factor))
-    return replace(problem, topology=replace(problem.topology, groups=groups), wishes=wishes)
+    own = problem.options.memory_limit
+    options = replace(problem.options, memory_limit=None if own is None else round(own * factor))
+    return replace(problem, topology=replace(problem.topology, groups=groups), options=options)
 
 
 def _others(problem: Problem, plan: Plan, said: Explanation, result: Result) -> None:

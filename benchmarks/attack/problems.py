@@ -63,14 +63,14 @@ class Case:
     kind: str
     chain: Chain
     topology: Topology
-    wishes: PlanOptions
+    options: PlanOptions
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     objective: Objective = field(default_factory=Objective)
 
     @property
     def dtype(self) -> str:
         """In which the chain was measured."""
-        return "bfloat16" if self.wishes.precision in ("mixed", "bf16") else "float32"
+        return "bfloat16" if self.options.precision in ("mixed", "bf16") else "float32"
 
 
 def kind_of(seed: int) -> str:
@@ -104,10 +104,10 @@ class _Maker:
         chain = random_chain(self.rng, layers, topology.gpus)
         if self.kind == "tied":
             chain = tie(self.rng, chain)
-        wishes = self._wishes(chain, topology)
+        options = self._wishes(chain, topology)
         profiles = {OWN: slower_by_layer(self.rng, chain)} if _has_own(topology) else {}
-        topology, wishes = self._with_memory(chain, topology, wishes)
-        return Case(self.seed, self.kind, chain, topology, wishes, profiles, self._objective(topology))
+        topology, options = self._with_memory(chain, topology, options)
+        return Case(self.seed, self.kind, chain, topology, options, profiles, self._objective(topology))
 
     def _one_scales(self) -> Case:
         """Layers that take as long at any size, each as long as all devices that are left take for one that
@@ -117,19 +117,21 @@ class _Maker:
         count = int(self.rng.choice([128, 256]))
         chain = one_that_scales(layers, int(self.rng.integers(layers)), (1, wide))
         topology = Topology((Group(Device("toy", None), gpus),), (Level("node", None, Link(inf, 0.0)),))
-        wishes = PlanOptions(
+        options = PlanOptions(
             mini_batch=count * wide,
             micro_batches=count,
             schedule="1f1b",
             recompute="never",
             time_limit=1.0,
         )
-        return Case(self.seed, self.kind, chain, topology, wishes)
+        return Case(self.seed, self.kind, chain, topology, options)
 
     def _gpus(self) -> int:
         if self.kind == "many":
             return self._between(*MANY)
-        most = {"schedules": 4, "runtimes": 4, "kinds": 4, "explain": 3, "frontier": 3, "tied": 4}.get(self.kind, 5)
+        most = {"schedules": 4, "runtimes": 4, "kinds": 4, "explain": 3, "frontier": 3, "tied": 4}.get(
+            self.kind, 5
+        )
         if self.kind in ("throughput", "least memory", "cost"):
             most = 4
         return self._between(1 if self.kind in ("plain", "memory") else 2, most + (self.rng.random() < 0.1))
@@ -204,19 +206,19 @@ class _Maker:
         return made
 
     def _with_memory(
-        self, chain: Chain, topology: Topology, wishes: PlanOptions
+        self, chain: Chain, topology: Topology, options: PlanOptions
     ) -> tuple[Topology, PlanOptions]:
         """Devices with little memory, or a limit besides it."""
         tight = {"plain": 0.0, "memory": 1.0, "infeasible": 1.0, "states": 0.6, "tied": 0.5}
         if self.rng.random() >= tight.get(self.kind, 0.3) or self.kind == "many":
-            return topology, wishes
+            return topology, options
         costs = chain.at(chain.sizes[-1])
         weights = 3 * float(chain.parameter_bytes.sum())
-        in_flight = float(costs.saved_bytes.sum()) * (wishes.mini_batch or 1) / chain.sizes[-1]
+        in_flight = float(costs.saved_bytes.sum()) * (options.mini_batch or 1) / chain.sizes[-1]
         share = self.rng.uniform(0.02, 0.25) if self.kind == "infeasible" else self.rng.uniform(0.1, 1)
         limit = max(1, round(share * (weights + in_flight)))
         if self.rng.random() < 0.2:
-            return topology, replace(wishes, memory_limit=float(limit))
+            return topology, replace(options, memory_limit=float(limit))
         groups = tuple(
             Group(replace(device, memory_bytes=round(limit * self.rng.choice([1, 1, 0.6, 1.5]))), number)
             for device, number in topology.groups
@@ -225,7 +227,7 @@ class _Maker:
             groups = tuple(
                 Group(replace(device, memory_bytes=limit), number) for device, number in topology.groups
             )
-        return replace(topology, groups=groups), wishes
+        return replace(topology, groups=groups), options
 
     def _objective(self, topology: Topology) -> Objective:
         if self.kind == "throughput":

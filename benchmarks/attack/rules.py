@@ -26,13 +26,13 @@ class Rules:
 
     chain: Chain
     topology: Topology
-    wishes: PlanOptions
+    options: PlanOptions
     mini_batch: int
 
     @property
     def runtime(self) -> Runtime | None:
         """The runtime that was named."""
-        return None if self.wishes.runtime is None else runtime_named(self.wishes.runtime)
+        return None if self.options.runtime is None else runtime_named(self.options.runtime)
 
     @cached_property
     def reached(self) -> int:
@@ -44,15 +44,15 @@ class Rules:
     @property
     def schedules(self) -> tuple[str, ...]:
         """In the running."""
-        wished, runtime = self.wishes.schedule, self.runtime
-        if wished != "auto":
-            return (wished,) if runtime is None or wished in runtime.schedules else ()
+        requested, runtime = self.options.schedule, self.runtime
+        if requested != "auto":
+            return (requested,) if runtime is None or requested in runtime.schedules else ()
         return OPEN if runtime is None else tuple(name for name in SCHEDULES if name in runtime.schedules)
 
     @property
     def most_stages(self) -> int:
         """Devices in a row, at the most."""
-        return min(self.reached, len(self.cut_points) + 1, self.wishes.max_stages or self.reached)
+        return min(self.reached, len(self.cut_points) + 1, self.options.max_stages or self.reached)
 
     @cached_property
     def cut_points(self) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class Rules:
         for layer in range(len(names) - 1):
             together = any(
                 fnmatchcase(names[layer], pattern) and fnmatchcase(names[layer + 1], pattern)
-                for pattern in self.wishes.keep_together
+                for pattern in self.options.keep_together
             )
             if self.chain.cut_after[layer] and not together and not self._is_tied(layer):
                 kept.append(layer + 1)
@@ -74,7 +74,7 @@ class Rules:
             runtime.tied == "none" or (runtime.tied == "ends" and any(len(own.layers) != 2 for own in tied))
         )
         between = any(own.layers[0] <= layer < own.layers[-1] for own in tied)
-        return between and (refused or self.wishes.zero > 1)
+        return between and (refused or self.options.zero > 1)
 
     def _trains(self, first: int, end: int) -> bool:
         """Whether there is something to train from layer `first` to before `end`."""
@@ -85,8 +85,8 @@ class Rules:
     def ends(self, parts: int) -> Iterator[tuple[int, ...]]:
         """All ways to cut the layers into so many parts."""
         names = self.chain.names
-        needed = {names.index(name) + 1 for name in self.wishes.cut_after}
-        pins = [(names.index(name), stage) for name, stage in self.wishes.pins]
+        needed = {names.index(name) + 1 for name in self.options.cut_after}
+        pins = [(names.index(name), stage) for name, stage in self.options.pins]
         trains = self.runtime is not None and self.runtime.trains_every_stage
         for chosen in combinations(self.cut_points, parts - 1):
             ends = (*chosen, len(names))
@@ -101,10 +101,10 @@ class Rules:
 
     @property
     def sizes(self) -> list[int]:
-        """Micro-batch sizes that divide the mini-batch, or the wished one."""
-        batch, wished = self.mini_batch, self.wishes.micro_batches
-        if wished is not None:
-            return [batch // wished]
+        """Micro-batch sizes that divide the mini-batch, or the requested one."""
+        batch, requested = self.mini_batch, self.options.micro_batches
+        if requested is not None:
+            return [batch // requested]
         return [size for size in range(1, batch + 1) if batch % size == 0]
 
     def may_have(self, size: int, ranks: tuple[Ranks, ...]) -> bool:
@@ -115,9 +115,9 @@ class Rules:
                 return False
             if size % counts[0]:
                 return False
-        if self.wishes.use_all and sum(counts) != self.reached:
+        if self.options.use_all and sum(counts) != self.reached:
             return False
-        extrapolated = self.wishes.micro_batches is not None
+        extrapolated = self.options.micro_batches is not None
         return all(
             count <= size and self.chain.reaches(-(-size // count), past_largest=extrapolated)
             for count in set(counts)
@@ -125,15 +125,15 @@ class Rules:
 
     def recomputations(self, schedule: str, devices: int, micro_batches: int) -> list[tuple[Recompute, ...]]:
         """By device, every way to recompute."""
-        wished, runtime = self.wishes.recompute, self.runtime
+        requested, runtime = self.options.recompute, self.runtime
         by_stage = runtime is None or runtime.recompute_by_stage
         whole: list[Recompute] = ["never", "always"]
         if schedule == "gpipe" and micro_batches > 1:
             whole.append("except_last")
         if runtime is not None:
             whole = [mode for mode in whole if mode in runtime.recompute]
-        if wished != "auto":
-            return [(mode,) * devices for mode in whole if mode == wished]
+        if requested != "auto":
+            return [(mode,) * devices for mode in whole if mode == requested]
         made: dict[tuple[Recompute, ...], None] = {(mode,) * devices: None for mode in whole}
         if by_stage:
             mixed: list[Recompute] = ["never", "always"]

@@ -28,7 +28,7 @@ from .step_limits import Busiest, find_busiest
 
 @dataclass(frozen=True)
 class CurrentSplit:
-    """The split in use: layers of each stage; None: the best for it, as far as the plan's wishes leave it."""
+    """The split in use: layers of each stage; None: the best for it, as far as the plan's options allow."""
 
     balance: tuple[int, ...]
     replicas: int = 1
@@ -106,10 +106,10 @@ def compare_split(question: ExplainContext, current: CurrentSplit) -> SplitCompa
 
 
 def _freed(problem: Problem, current: CurrentSplit, *, given: bool) -> Problem:
-    """The problem without the wishes that are about the plan's own shape; with `given`, the schedule and
+    """The problem without the options that are about the plan's own shape; with `given`, the schedule and
     micro-batches are those of the split."""
-    wishes = replace(
-        problem.wishes,
+    options = replace(
+        problem.options,
         use_all=False,
         max_stages=None,
         cut_after=(),
@@ -117,10 +117,10 @@ def _freed(problem: Problem, current: CurrentSplit, *, given: bool) -> Problem:
         pins=(),
     )
     if given and current.schedule is not None:
-        wishes = replace(wishes, schedule=current.schedule)
+        options = replace(options, schedule=current.schedule)
     if given and current.micro_batches is not None:
-        wishes = replace(wishes, micro_batches=current.micro_batches)
-    return replace(problem, wishes=wishes)
+        options = replace(options, micro_batches=current.micro_batches)
+    return replace(problem, options=options)
 
 
 def _given(problem: Problem, current: CurrentSplit) -> FixedPartition:

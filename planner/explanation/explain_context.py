@@ -45,7 +45,7 @@ class ExplainContext:
 def make_context(
     plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain] | None = None
 ) -> ExplainContext:
-    """The plan of this chain on this topology, under its own wishes.
+    """The plan of this chain on this topology, under its own options.
 
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
     name in the topology. Raises UsageError for a plan whose cuts the chain does not allow, and for one of an
@@ -57,12 +57,12 @@ def make_context(
             "Name a plan of a synchronous schedule; pplan simulate tells where the time of this one goes.",
         )
     own = of_same_layers(chain, profiles or {})
-    problem = Problem(chain, topology, wishes_of(plan), plan.profile.dtype, own, amp=plan.profile.amp)
+    problem = Problem(chain, topology, plan_options(plan), plan.profile.dtype, own, amp=plan.profile.amp)
     present = score_plan(problem, plan)
     return ExplainContext(problem, present, fastest(problem.space, [present.proposal]) is not None)
 
 
-def wishes_of(plan: Plan) -> PlanOptions:
+def plan_options(plan: Plan) -> PlanOptions:
     """What was asked for the plan, its mini-batch settled, for the joint search."""
     return replace(
         plan.wishes,
@@ -77,7 +77,7 @@ def wishes_of(plan: Plan) -> PlanOptions:
 
 
 def score_plan(problem: Problem, plan: Plan) -> ScoredPlan:
-    """The plan, scored again. Raises UsageError for cuts that the chain or its wishes do not allow."""
+    """The plan, scored again. Raises UsageError for cuts that the chain or its options do not allow."""
     _check_cuts(problem, plan)
     layout = Layout(plan, problem.chain, Overrides())
     by_device = layout.recompute
@@ -114,9 +114,9 @@ def _proposal(plan: Plan, mode: Mode) -> Proposal:
 
 
 def _modes(problem: Problem, plan: Plan) -> Iterator[Mode]:
-    """Ways to recompute that the plan may stand for: as its wishes say, and to the letter."""
-    wished = problem.modes(plan.schedule)
-    yield from (mode for mode in wished if mode == "by_stage")
+    """Ways to recompute that the plan may stand for: as its options say, and to the letter."""
+    requested = problem.modes(plan.schedule)
+    yield from (mode for mode in requested if mode == "by_stage")
     yield "by_stage" if plan.recompute == "selective" else plan.recompute
 
 

@@ -25,7 +25,7 @@ from .what_if import WhatIf, solve_what_ifs
 class Explanation(Document):
     """Why a plan is as it is.
 
-    `better`: a faster plan under the same wishes, where solving again found one (the plan is not from the
+    `better`: a faster plan under the same options, where solving again found one (the plan is not from the
     joint search, say). `holds` is then empty: the plan is not the answer at all. `current`: only where a
     split in use was given.
     """

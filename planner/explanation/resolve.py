@@ -28,7 +28,7 @@ def resolve(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECO
     """The best plan, and what was proven; never slower than a seed that the problem allows. The seeds are
     scored anew. On many devices only plans with half to twice the stages of a seed, and half to twice the
     samples of a micro-batch, are searched, and nothing is proven."""
-    limited = replace(problem, wishes=replace(problem.wishes, time_limit=seconds))
+    limited = replace(problem, options=replace(problem.options, time_limit=seconds))
     suited = list(_suited(limited, seeds))
     if problem.reached > MANY and suited and all(name in SEARCHED for name in problem.schedules):
         near = [family for family in limited.families if _is_near(family.config, suited)]
@@ -106,8 +106,8 @@ def with_memory(problem: Problem, factor: float | None) -> Problem:
         group._replace(device=replace(group.device, memory_bytes=more(group.device.memory_bytes)))
         for group in problem.topology.groups
     )
-    wishes = replace(problem.wishes, memory_limit=more(problem.wishes.memory_limit))
-    return replace(problem, topology=replace(problem.topology, groups=groups), wishes=wishes)
+    options = replace(problem.options, memory_limit=more(problem.options.memory_limit))
+    return replace(problem, topology=replace(problem.topology, groups=groups), options=options)
 
 
 _SECONDS_OF_LAYERS = (

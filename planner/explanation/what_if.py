@@ -59,4 +59,4 @@ def _one_more(problem: Problem) -> Problem:
 
 
 def _recomputing(problem: Problem, mode: str) -> Problem:
-    return replace(problem, wishes=replace(problem.wishes, recompute=mode))
+    return replace(problem, options=replace(problem.options, recompute=mode))

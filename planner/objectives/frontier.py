@@ -87,7 +87,7 @@ def build_frontier(
         raise UsageError(f"points={points}: must be at least 1", "Give a count of 1 or more.")
     if not 0 <= memory_step < 1:
         raise UsageError(f"memory_step={memory_step:g}: must be from 0 to below 1", "Give a share: 0.02.")
-    if problem.wishes.robust:
+    if problem.options.robust:
         raise UsageError(
             "`robust` with `frontier`: it is of the steps by the medians", "Omit one of the two."
         )
@@ -125,7 +125,7 @@ def _stepping_down(problem: Problem, memory_step: float) -> Iterator[Reached | N
         if limit <= 0:
             return
         found = search_again(within(problem, limit), seeds[-SEEDS:])
-    if problem.wishes.planner == BEST and found.exact:
+    if problem.options.planner == BEST and found.exact:
         yield None
 
 

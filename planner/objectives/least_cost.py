@@ -72,7 +72,7 @@ class _CostSearch:
         """Looks at every number of devices, all of them first: that plan is known."""
         for count in self._counts():
             self._look(count)
-        if len(self.problem.topology.kinds) > 1 and not self.problem.wishes.use_all:
+        if len(self.problem.topology.kinds) > 1 and not self.problem.options.use_all:
             self._look_at_kinds()
         if self.bound > self.cost * (1 + TIE):
             # A plan on devices that are not the first: the bound must hold for any.
@@ -131,7 +131,7 @@ class _CostSearch:
     def _counts(self) -> Iterator[int]:
         gpus, per_node = self.problem.gpus, self.problem.topology.gpus_per_node
         yield gpus
-        if self.problem.wishes.use_all:
+        if self.problem.options.use_all:
             return
         for count in range(1, gpus):
             if count <= EVERY_COUNT or count & (count - 1) == 0 or count % per_node == 0:
@@ -166,9 +166,9 @@ class _CostSearch:
 
     def _on(self, topology: Topology) -> Problem | None:
         """The problem on these devices; None where there is none, as for a mini-batch of other sizes."""
-        wishes = replace(self.problem.wishes, mini_batch=self.problem.mini_batch)
+        options = replace(self.problem.options, mini_batch=self.problem.mini_batch)
         try:
-            return replace(self.problem, topology=topology, wishes=wishes)
+            return replace(self.problem, topology=topology, options=options)
         except UsageError:
             return None
 

@@ -32,7 +32,7 @@ class ObjectiveResult:
 
 def search_again(problem: Problem, seeds: Sequence[ScoredPlan]) -> SearchResult:
     """The fastest plan of a problem whose limits are others than those of which the `seeds` are plans."""
-    if problem.wishes.planner != BEST:
+    if problem.options.planner != BEST:
         return find(problem).found
     scored = fastest(problem.space, [plan.proposal for plan in seeds])
     return joint_search(problem, [] if scored is None else [scored])
@@ -40,7 +40,7 @@ def search_again(problem: Problem, seeds: Sequence[ScoredPlan]) -> SearchResult:
 
 def within(problem: Problem, memory_limit: float) -> Problem:
     """The same where no device may hold more bytes."""
-    return replace(problem, wishes=replace(problem.wishes, memory_limit=memory_limit))
+    return replace(problem, options=replace(problem.options, memory_limit=memory_limit))
 
 
 def peak_bytes(space: Space, plan: ScoredPlan) -> float:

@@ -37,7 +37,7 @@ def _besides(objective: Objective, problem: Problem) -> str:
 
 def best_for(objective: Objective, problem: Problem) -> ObjectiveResult:
     """What the objective comes to. Raises UsageError."""
-    if problem.wishes.robust and objective.name != STEP_TIME:
+    if problem.options.robust and objective.name != STEP_TIME:
         raise UsageError(
             f"`robust` with objective={objective.name!r}: it is of the step's time",
             "Omit one of the two.",
@@ -148,10 +148,10 @@ def step_time(problem: Problem) -> ObjectiveResult:
 
     Raises UsageError where the profile does not tell how the layers' seconds vary.
     """
-    if problem.wishes.robust:
+    if problem.options.robust:
         check_known(problem)
     answer = find(problem)
-    if not problem.wishes.robust or answer.best is None:
+    if not problem.options.robust or answer.best is None:
         return ObjectiveResult(answer.found, answer)
     chosen = most_robust(problem, answer)
     aim = Aim(

@@ -52,13 +52,13 @@ def throughput(problem: Problem) -> ObjectiveResult:
 
 def asynchronous_refusal(problem: Problem) -> str:
     """Why asynchronous schedules are left out; nothing where they are not."""
-    wishes, runtime = problem.wishes, problem.runtime
-    if wishes.planner not in (BEST, PIPEDREAM):
-        return f"the planner {wishes.planner} makes no asynchronous plan"
-    if wishes.zero:
-        return f"ZeRO-{wishes.zero} gathers the weights once a step: asynchronous schedules were left out"
-    if wishes.schedule != "auto":
-        return f"schedule {wishes.schedule} was given: asynchronous ones were left out"
+    options, runtime = problem.options, problem.runtime
+    if options.planner not in (BEST, PIPEDREAM):
+        return f"the planner {options.planner} makes no asynchronous plan"
+    if options.zero:
+        return f"ZeRO-{options.zero} gathers the weights once a step: asynchronous schedules were left out"
+    if options.schedule != "auto":
+        return f"schedule {options.schedule} was given: asynchronous ones were left out"
     if runtime is not None and not runtime.schedules & set(ASYNCHRONOUS):
         return f"{runtime.name} runs no asynchronous schedule"
     if not _modes(problem):
@@ -83,7 +83,7 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | N
     and a bound on all of them."""
     # Each stage updates its weights at its own time: those that share one stay together.
     problem = replace(problem, chain=problem.chain.without_tied_cuts())
-    searches = list(_searches(problem)) if problem.wishes.planner == BEST else []
+    searches = list(_searches(problem)) if problem.options.planner == BEST else []
     known = [plan for plan in _by_planner(problem) if plan.step_seconds < limit] if not _all(searches) else []
     best = min(known, key=lambda plan: plan.step_seconds, default=None)
     bound = inf if searches else work_bound(problem)
@@ -117,11 +117,11 @@ def _searches(problem: Problem) -> Iterator[_Planned]:
     configs = asynchronous_configs(problem)
     for space, counts, whole in _spaces(problem):
         asked = QUESTIONS * len(configs) * len(problem.placements)
-        if asked * _entries(problem, space, counts) <= problem.wishes.time_limit * ENTRIES_A_SECOND:
+        if asked * _entries(problem, space, counts) <= problem.options.time_limit * ENTRIES_A_SECOND:
             for config in configs:
                 for placement in problem.placements:
                     search = SteadySearch(
-                        space, config, placement, counts, problem.stage_counts, on_all=problem.wishes.use_all
+                        space, config, placement, counts, problem.stage_counts, on_all=problem.options.use_all
                     )
                     yield _Planned(search, whole)
             return
@@ -174,7 +174,7 @@ def _by_planner(problem: Problem) -> Iterator[ScoredPlan]:
                 config.micro_batch_size,
                 schedule=config.schedule,
                 recompute="always" if config.recompute == "always" else "never",
-                use_all=problem.wishes.use_all,
+                use_all=problem.options.use_all,
             )
             if _allowed(problem, config, made.ends):
                 proposal = Proposal(config, made.ends, made.devices)

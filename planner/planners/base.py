@@ -83,7 +83,7 @@ def linear_configs(problem: Problem) -> list[PipelineConfig]:
 
 
 def fewest_stages(problem: Problem) -> int:
-    """Two, for planners of pipelines; one where the devices, cuts or wishes leave no more."""
+    """Two, for planners of pipelines; one where the devices, cuts or options leave no more."""
     return min(2, stage_counts(problem)[-1])
 
 

@@ -83,7 +83,7 @@ class Dapple:
         """The plan of least estimated latency for the most promising micro-batch sizes."""
         space, gpus = thin(problem.space, BLOCKS), problem.reached
         coarse, routes = thin(space, GLANCE_BLOCKS), Routes(space.topology)
-        whole = StageLimits(problem.stage_counts[-1], problem.wishes.use_all)
+        whole = StageLimits(problem.stage_counts[-1], problem.options.use_all)
         glances = []
         for choice in micro_batch_choices(problem.configs):
             glance = plan(coarse, choice, gpus, whole, beam=GLANCE, routes=routes)

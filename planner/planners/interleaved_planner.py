@@ -48,7 +48,7 @@ def interleaved_configs(problem: Problem) -> list[PipelineConfig]:
     runtime = problem.runtime
     if runtime is not None and not runtime.virtual_stages:
         return []
-    free = runtime is None and problem.wishes.schedule == "auto"
+    free = runtime is None and problem.options.schedule == "auto"
     base = [s for s in problem.configs if s.schedule == SCHEDULE or (free and s.schedule == "1f1b")]
     made = {
         replace(config, schedule=SCHEDULE, virtual_stages=chunks): None

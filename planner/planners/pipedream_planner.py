@@ -141,7 +141,8 @@ LONG = 200
 
 @dataclass(frozen=True)
 class PipeDream:
-    """The planner, with the paper's recurrence or another: the same partition under the wished schedule."""
+    """The planner, with the paper's recurrence or another: the same partition under the requested
+    schedule."""
 
     name: str
     recurrence: Recurrence

@@ -116,7 +116,7 @@ class TorchgpipeSize:
     def propose(self, problem: Problem) -> Iterator[Proposal]:
         """Each number of stages, a device of one node a stage: one process, without replicas."""
         configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
-        copies = parameter_copies(problem.wishes.optimizer, problem.precision.bytes)
+        copies = parameter_copies(problem.options.optimizer, problem.precision.bytes)
 
         def ends(stages: int, size: int) -> Ends:
             costs = problem.space.chain.at(size, past_largest=True)

@@ -172,7 +172,7 @@ def _bests(problem: Problem, best: ScoredPlan) -> list[ScoredPlan]:
     alike: dict[PipelineConfig, list[Family]] = {}
     for family in problem.families:
         alike.setdefault(family.config, []).append(family)
-    work = problem.wishes.time_limit * WORK_A_SECOND / max(1, len(alike) * len(problem.stage_counts))
+    work = problem.options.time_limit * WORK_A_SECOND / max(1, len(alike) * len(problem.stage_counts))
     searches = _Searches(problem, best.step_seconds * (1 + NEAR), work)
     found = [plan for families in alike.values() for plan in searches.by_stages(families)]
     return sorted(found, key=lambda plan: plan.step_seconds)[:MOST_BESTS]

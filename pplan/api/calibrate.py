@@ -52,8 +52,8 @@ def calibrate(found: Check, read: PlanAndProfile, stem: str) -> Calibrated | Non
 
 def _solved_again(read: PlanAndProfile, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
     try:
-        wishes = read.plan.wishes
-        problem = build_problem(read.profile.chain(), topology, wishes, read.plan.profile, profiles)
+        plan_options = read.plan.wishes
+        problem = build_problem(read.profile.chain(), topology, plan_options, read.plan.profile, profiles)
         answer = find(problem)
     except PplanError as error:
         return error.what

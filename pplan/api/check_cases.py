@@ -91,7 +91,7 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
     """The same with layers shared out evenly by their number; or why there is none."""
     try:
         counts = balance(np.ones(len(chain)), len(plan.stages), cut_after=chain.cut_after)
-        wishes = PlanOptions(
+        plan_options = PlanOptions(
             mini_batch=plan.mini_batch,
             micro_batches=plan.micro_batches,
             schedule=plan.schedule,
@@ -103,7 +103,7 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
             runtime=plan.runtime,
         )
         given = FixedPartition(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
-        problem = build_problem(chain, topology, wishes, plan.profile, profiles)
+        problem = build_problem(chain, topology, plan_options, plan.profile, profiles)
         made = plan_partition(problem, given, model=plan.model, profile=plan.profile)
     except PplanError as error:
         return error.what

@@ -53,7 +53,7 @@ class Placed:
         return self._plan_of(choice, plan, runtime), said
 
     def _plan_of(self, choice: Choice, plan: Plan, runtime: str) -> Plan:
-        wishes = PlanOptions(
+        plan_options = PlanOptions(
             mini_batch=choice.micro_batches * choice.micro_batch_size,
             micro_batches=choice.micro_batches,
             schedule=choice.schedule,
@@ -64,7 +64,7 @@ class Placed:
             zero=plan.zero,
             runtime=runtime,
         )
-        problem = build_problem(self.chain, self.topology, wishes, plan.profile, self.profiles)
+        problem = build_problem(self.chain, self.topology, plan_options, plan.profile, self.profiles)
         given = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
         return plan_partition(problem, given, model=plan.model, profile=plan.profile)
 

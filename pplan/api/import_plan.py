@@ -128,7 +128,7 @@ def imported_plan(
     check_processor_seconds(profiled_device(profile), topology, options.seconds_of)
     file = options.machine["file"]
     profiles = own_profiles(topology, Path() if file is None else file.parent, options.seconds_of)
-    problem = build_problem(chain, topology, _wishes(read, given, options), reference, profiles)
+    problem = build_problem(chain, topology, _plan_options(read, given, options), reference, profiles)
     return plan_partition(
         problem,
         given,
@@ -154,7 +154,7 @@ def _is_file(source: str) -> bool:
         return False
 
 
-def _wishes(read: Partition, given: FixedPartition, options: ImportOptions) -> PlanOptions:
+def _plan_options(read: Partition, given: FixedPartition, options: ImportOptions) -> PlanOptions:
     several = given.virtual_stages > 1
     mini_batch = options.mini_batch or read.mini_batch
     return PlanOptions(

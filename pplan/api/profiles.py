@@ -168,6 +168,7 @@ def sequential(
     *,
     granularity: str = "block",
     keep_together: Sequence[str] = (),
+    verify: bool = True,
 ) -> nn.Sequential:
     """`model` as an nn.Sequential of its layers, one element a layer of the profile, sharing its parameters.
 
@@ -175,7 +176,11 @@ def sequential(
     the layers hand each other a tuple; the nn.Sequential itself takes the tensor, or the tuple of all tensors
     of the input in their order, and returns what the model returns.
 
-    Raises ModelError where the model cannot be taken apart, MachineError without torch.
+    `verify`: both are run on copies, forward and backward, and must leave the same outputs, gradients,
+    buffers and random state.
+
+    Raises ModelError where the model cannot be taken apart, or its layers compute something else;
+    MachineError without torch.
     """
     _require_torch()
     from torch import nn
@@ -190,6 +195,7 @@ def sequential(
         example_input,
         granularity=granularity,
         keep_together=keep_together,
+        verify=arguments.flag("verify", verify),
     )
 
 

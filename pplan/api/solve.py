@@ -69,9 +69,9 @@ def _solved(
     *,
     compared: bool = True,
 ) -> Plan:
-    machine, wishes, objective = options_from(options, *MODELS)
+    machine, plan_options, objective = options_from(options, *MODELS)
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
-    problem = make_problem(measured, reference, machine, wishes)
+    problem = make_problem(measured, reference, machine, plan_options)
     plan = solve_for(
         objective.aim,
         problem,
@@ -85,15 +85,15 @@ def _solved(
 
 
 def make_problem(
-    measured: Profile, reference: ProfileReference, machine: MachineOptions, wishes: PlanOptions
+    measured: Profile, reference: ProfileReference, machine: MachineOptions, plan_options: PlanOptions
 ) -> Problem:
     """The problem of a profile on a machine. Raises UsageError, FileError."""
     profiled = profiled_device(measured)
     gpus = arguments.whole("gpus", machine.gpus)
     topology = make_topology(gpus=gpus, **machine.parts, file=machine.topology, profiled=profiled)
-    check_processor_seconds(profiled, topology, wishes.seconds_of)
-    own = own_profiles(topology, machine.folder, wishes.seconds_of)
-    return build_problem(measured.chain(), topology, wishes, reference, own)
+    check_processor_seconds(profiled, topology, plan_options.seconds_of)
+    own = own_profiles(topology, machine.folder, plan_options.seconds_of)
+    return build_problem(measured.chain(), topology, plan_options, reference, own)
 
 
 def frontier(
@@ -120,8 +120,8 @@ def frontier(
                 f"Omit {name}.",
             )
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
-    machine, wishes = options_from(options, MachineOptions, PlanOptions)
-    problem = make_problem(measured, reference, machine, wishes)
+    machine, plan_options = options_from(options, MachineOptions, PlanOptions)
+    problem = make_problem(measured, reference, machine, plan_options)
     found = build_frontier(
         problem,
         model=measured.model,
@@ -209,5 +209,5 @@ def _check_word(key: str, value: Any) -> None:
         return
     if key == "planner" and text != BEST:
         planner_named(text)
-    wished: dict[str, Any] = {key: text}
-    PlanOptions(**wished)
+    requested: dict[str, Any] = {key: text}
+    PlanOptions(**requested)

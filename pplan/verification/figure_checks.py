@@ -52,12 +52,12 @@ def _seconds(check: Check, subject: Subject) -> None:
 
 def _memory(check: Check, subject: Subject) -> None:
     plan, figures = subject.plan, subject.figures(check)
-    wished = plan.wishes.optional_number("memory_limit")
+    requested = plan.wishes.optional_number("memory_limit")
     told = (*plan.warnings, *plan.notes)
     lacking = plan.was_given and any(each.startswith("it does not fit") for each in told)
     for device in range(figures.order.devices):
         ledger = figures.ledger(device, _weight_versions(plan.schedule, device, figures.order.devices))
-        limit = figures.limit(device, wished)
+        limit = figures.limit(device, requested)
         for part in figures.order.stages_of(device):
             _stage_memory(check, part, plan.stages[part], ledger, limit)
         check.at_most(f"memory of stage {device}, above its limit", ledger.bytes, inf if lacking else limit)

@@ -18,7 +18,7 @@ _ONE_STAGE = re.compile(
 )
 """How a baseline of one stage runs, in its `detail`."""
 FREE = ("one-gpu", "data-parallel")
-"""Baselines that do their best whatever was wished."""
+"""Baselines that do their best whatever was requested."""
 
 
 def check_others(sheet: Sheet, subject: Subject) -> None:
@@ -172,14 +172,14 @@ def _alternative_figures(check: Check, subject: Subject, table: Table, shape: _S
     for end in shape.ends[:-1]:
         check.holds(f"the profile allows no cut after layer {end - 1}", base.layers.cut_after[end - 1])
     made = shape.figures(base)
-    wished, said = subject.plan.wishes.optional_number("memory_limit"), table.counts("memory_bytes")
+    requested, said = subject.plan.wishes.optional_number("memory_limit"), table.counts("memory_bytes")
     check.holds(
         "memory_bytes, by stage", not said or len(said) == len(shape.ends), len(said), len(shape.ends)
     )
     for device in range(made.order.devices):
         ledger = made.ledger(device)
         check.at_most(
-            f"memory of stage {device}, above its limit", ledger.bytes, made.limit(device, wished) + 1
+            f"memory of stage {device}, above its limit", ledger.bytes, made.limit(device, requested) + 1
         )
         for part in made.order.stages_of(device) if said else []:
             check.bytes(f"memory_bytes of stage {part}", said[part], ledger.rounded)

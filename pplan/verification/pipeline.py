@@ -107,9 +107,9 @@ class Figures:
         """What the ledger of a part is made from."""
         return part_bytes(self.layers, *self.bounds(part), self.share(device))
 
-    def limit(self, device: int, wished: float | None) -> float:
+    def limit(self, device: int, requested: float | None) -> float:
         """Bytes that each replica may hold."""
-        own = [wished, *(kind.memory_bytes for kind in self._kinds(device))]
+        own = [requested, *(kind.memory_bytes for kind in self._kinds(device))]
         return min((float(size) for size in own if size is not None), default=inf)
 
     def ledger(self, device: int, weight_versions: float = 1) -> Ledger:

@@ -85,23 +85,23 @@ def _layers(check: Check, subject: Subject) -> None:
 
 
 def _cuts(check: Check, subject: Subject) -> None:
-    plan, layers, wishes = subject.plan, subject.layers, subject.plan.wishes
+    plan, layers, options = subject.plan, subject.layers, subject.plan.wishes
     names = plan.layer_names if layers is None else list(layers.names)
     ends = [end for end in plan.ends[:-1] if 0 < end < len(names)]
     check.holds("a cut behind the last layer", layers is None or len(ends) == len(plan.ends) - 1)
     for end in ends:
         allowed = layers is None or layers.cut_after[end - 1]
         check.holds(f"the profile allows no cut after layer {end - 1}, {names[end - 1]}", allowed)
-        for pattern in wishes.texts("keep_together"):
+        for pattern in options.texts("keep_together"):
             parted = fnmatchcase(names[end - 1], pattern) and fnmatchcase(names[end], pattern)
             check.holds(f"{pattern} was to be kept together, layer {end - 1} ends a stage", not parted)
-    for name in wishes.texts("cut_after") if names else []:
+    for name in options.texts("cut_after") if names else []:
         check.holds(f"no layer is named {name}", name in names)
         check.holds(f"a stage was to end after {name}", names.index(name) + 1 in plan.ends)
-    for pin in wishes.lists("pins") if names else []:
+    for pin in options.lists("pins") if names else []:
         _pinned(check, subject, names, pin)
-    most, stages = wishes.optional_count("max_stages"), len(plan.stages) // plan.virtual_stages
-    check.holds("more stages than wished", most is None or stages <= most, stages, most)
+    most, stages = options.optional_count("max_stages"), len(plan.stages) // plan.virtual_stages
+    check.holds("more stages than requested", most is None or stages <= most, stages, most)
     if layers is None:
         check.leave(subject.no_profile)
 
@@ -116,7 +116,7 @@ def _pinned(check: Check, subject: Subject, names: list[str], pin: list[object])
 
 
 def _devices(check: Check, subject: Subject) -> None:
-    plan, machine, wishes = subject.plan, subject.machine, subject.plan.wishes
+    plan, machine, options = subject.plan, subject.machine, subject.plan.wishes
     for number, stage in enumerate(plan.stages):
         check.same(f"replicas of stage {number}", stage.replicas, len(stage.devices))
         check.holds(f"stage {number} has a device twice", len(set(stage.devices)) == len(stage.devices))
@@ -137,22 +137,22 @@ def _devices(check: Check, subject: Subject) -> None:
         check.holds("gpus_per_node", plan.gpus_per_node in (None, node), plan.gpus_per_node, node)
         reached = min(node, machine.gpus) if one_process(plan.runtime) else machine.gpus
         check.holds("devices of other nodes than one process has", max(used) < reached, max(used), reached)
-        if wishes.flag("use_all", False) and not plan.was_given:
-            check.same("devices in use, where all were wished", len(used), reached)
+        if options.flag("use_all", False) and not plan.was_given:
+            check.same("devices in use, where all were requested", len(used), reached)
 
 
 def _micro_batches(check: Check, subject: Subject) -> None:
-    plan, wishes = subject.plan, subject.plan.wishes
+    plan, options = subject.plan, subject.plan.wishes
     made = plan.micro_batches * plan.micro_batch_size
     check.same("mini_batch, of micro_batches times micro_batch_size", plan.mini_batch, made)
     most = max(stage.replicas for stage in plan.stages)
     check.at_most("replicas of a micro-batch", most, plan.micro_batch_size)
     for key, own in (("mini_batch", plan.mini_batch), ("micro_batches", plan.micro_batches)):
-        wished = wishes.optional_count(key)
-        check.holds(f"{key} is not the wished one", wished in (None, own), own, wished)
+        requested = options.optional_count(key)
+        check.holds(f"{key} is not the requested one", requested in (None, own), own, requested)
     for key, word, default in (("schedule", plan.schedule, "auto"), ("optimizer", plan.optimizer, None)):
-        wish = wishes.text(key, default or word)
-        check.holds(f"{key} is not the wished one", wish in ("auto", word), word, wish)
+        name = options.text(key, default or word)
+        check.holds(f"{key} is not the requested one", name in ("auto", word), word, name)
 
 
 def _recompute(check: Check, subject: Subject) -> None:
@@ -161,8 +161,8 @@ def _recompute(check: Check, subject: Subject) -> None:
         mixed = plan.recompute == "selective"
         fine = stage.recompute in RECOMPUTES[:3] if mixed else stage.recompute in (None, plan.recompute)
         check.holds(f"recomputation of stage {number}", fine, stage.recompute, plan.recompute)
-    wish = plan.wishes.text("recompute", "auto")
-    check.holds("it is not the wished one", wish in ("auto", plan.recompute), plan.recompute, wish)
+    mode = plan.wishes.text("recompute", "auto")
+    check.holds("it is not the requested one", mode in ("auto", plan.recompute), plan.recompute, mode)
     last = plan.schedule == "gpipe" or "except_last" not in plan.modes
     check.holds(
         "except_last is of gpipe, whose backwards begin with the last micro-batch", last, plan.schedule
@@ -170,14 +170,14 @@ def _recompute(check: Check, subject: Subject) -> None:
 
 
 def _training(check: Check, subject: Subject) -> None:
-    plan, wishes = subject.plan, subject.plan.wishes
+    plan, options = subject.plan, subject.plan.wishes
     training = training_of(plan)
     if subject.profile is not None:
         check.same("amp", plan.profile.optional_text("amp"), _known(plan, "amp", subject.profile))
     for key, default in (("precision", "auto"), ("gradient_dtype", "auto")):
-        own, wish = plan.whole.optional_text(key), wishes.text(key, default)
-        check.holds(f"{key} is not the wished one", wish in ("auto", own), own, wish)
-    check.same("zero, and the wished one", training.zero, wishes.count("zero", training.zero))
+        own, requested = plan.whole.optional_text(key), options.text(key, default)
+        check.holds(f"{key} is not the requested one", requested in ("auto", own), own, requested)
+    check.same("zero, and the requested one", training.zero, options.count("zero", training.zero))
     if plan.runtime in RULES:
         known = training.zero in RULES[plan.runtime].zero
         check.holds(f"{plan.runtime} does not run this stage of ZeRO", known, training.zero)
@@ -190,8 +190,8 @@ def _known(plan: StatedPlan, key: str, profile: Table) -> str | None:
 
 def _runtime(check: Check, subject: Subject) -> None:
     plan = subject.plan
-    wished = plan.wishes.optional_text("runtime")
-    check.same("runtime, and the wished one", plan.runtime, wished)
+    requested = plan.wishes.optional_text("runtime")
+    check.same("runtime, and the requested one", plan.runtime, requested)
     if plan.runtime is None:
         return
     check_runtime(

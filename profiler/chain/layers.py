@@ -9,14 +9,20 @@ from fnmatch import fnmatchcase
 from torch import Tensor, fx, nn
 
 from ...cost_models.errors import ModelError
+from ..comparison.model_check import Comparison, ModelCheck
 from ..graphs.cutting import Flow, parts
 from ..graphs.frontends import trace_model
 from ..graphs.granularity import Granularity, refuse_unmatched
+from ..graphs.graph import TracedGraph
 from ..graphs.segments import GraphSegment
+from ..graphs.sequential_graph import ELEMENTS
+from ..graphs.trial import Trial
 from ..user_model.failures import layer_failure as layer_failure
 from ..user_model.loaded_model import ModelInput, refuse_lazy
+from ..user_model.seeding import seeded
 from .layer_sequential import LayerSequential, model_name
 from .shared_parameters import storage_aliases, tensors_used
+from .sharing import registered_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +77,10 @@ class LayerChain:
     """Names of different parameters and buffers that lie in the same memory."""
     drops_checkpoints: bool = False
     """Whether the model recomputes parts of itself (torch.utils.checkpoint), which its layers do not."""
+    tool: str = "torch.fx"
+    """What drew the graph that was cut."""
+    comparison: Comparison | None = None
+    """With the model, by value; None: not asked for."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -84,6 +94,8 @@ def build_chain(
     granularity: str = "block",
     keep_together: Sequence[str] = (),
     aliases: tuple[tuple[str, ...], ...] | None = None,
+    verify: bool = False,
+    tool: str | None = None,
 ) -> LayerChain:
     """Takes `model` apart into layers; deterministic, and without changing it.
 
@@ -99,8 +111,13 @@ def build_chain(
     whose names match a pattern of `keep_together`. `aliases`: the names of parameters and buffers that lie
     in the same memory, for a copy of a model, which has parted them; None: as `storage_aliases` finds them.
 
+    `verify`: layers and model are run on copies, forward and backward, and must leave the same outputs,
+    gradients, buffers and random state (see `ModelCheck`); on a difference another tool traces the model.
+    `tool`: the only one to trace it, as the chain of another copy of this model names it.
+
     Raises ModelError: not traceable (with the line), with hooks of its own, lazy, failing on this input, or a
-    pattern that nothing matches; UsageError for an unknown granularity.
+    pattern that nothing matches; with `verify` also where all tools' layers differ from the model, or where
+    it fails in training; UsageError for an unknown granularity.
     """
     wanted = Granularity.parse(granularity)
     name = name or model_name(model)
@@ -110,7 +127,7 @@ def build_chain(
     if isinstance(model, LayerSequential) and wanted.kind != "module":
         # Its elements are the layers that it was made of.
         wanted, told = Granularity("block"), model.granularity
-    segments, flow = _segments(model, example, name, wanted)
+    segments, flow, comparison = _segments(model, example, name, wanted, verify=verify, tool=tool)
     modules = [segment.bind(model) for segment in segments]
     names = _names(model, segments)
     reasons = _overwritten_reasons(model, segments, names, flow)
@@ -140,13 +157,50 @@ def build_chain(
         pins,
         aliases,
         flow.traced.recomputes,
+        flow.traced.tool,
+        comparison,
     )
 
 
 def _segments(
-    model: nn.Module, given: ModelInput, name: str, granularity: Granularity
+    model: nn.Module,
+    given: ModelInput,
+    name: str,
+    granularity: Granularity,
+    *,
+    verify: bool,
+    tool: str | None,
+) -> tuple[list[GraphSegment], Flow, Comparison | None]:
+    check = ModelCheck(model, given, name) if verify else None
+
+    def compared(traced: TracedGraph, trial: Trial) -> tuple[list[GraphSegment], Flow, Comparison | None]:
+        segments, flow = _cut(traced, trial, name, granularity)
+        if check is None:
+            return segments, flow, None
+        if traced.tool == ELEMENTS and not _any_shared([segment.bind(model) for segment in segments]):
+            # The model does nothing else than to call these modules.
+            return segments, flow, Comparison()
+
+        def bound_to(copy: nn.Module) -> nn.Sequential:
+            modules = [segment.bind(copy) for segment in segments]
+            return nn.Sequential(*registered_once(modules, on_clone=flow.overwrites_input))
+
+        return segments, flow, check.compare(bound_to, _names(model, segments), traced.tool)
+
+    with seeded(0):
+        return trace_model(model, given, name, granularity, compared, tool)
+
+
+def _any_shared(modules: Sequence[nn.Module]) -> bool:
+    """Whether a parameter or buffer is in several of them."""
+    found = [{id(tensor) for tensor in tensors_used(module)} for module in modules]
+    return len(frozenset[int]().union(*found)) < sum(map(len, found))
+
+
+def _cut(
+    traced: TracedGraph, trial: Trial, name: str, granularity: Granularity
 ) -> tuple[list[GraphSegment], Flow]:
-    flow = Flow(*trace_model(model, given, name, granularity))
+    flow = Flow(traced, trial)
     if not flow.reaches_output:
         raise ModelError(
             f"{name}: its output does not depend on its input", "Return what is computed from the input."

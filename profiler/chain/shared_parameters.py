@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-
 _COPY = "own_copy"
 """What a stand-in registers where no earlier layer does."""
 

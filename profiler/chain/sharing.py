@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 from torch import fx, nn
 
 from ..graphs.graph import graph_module
-from .shared_parameters import Again, Borrowed, Borrows
+from .shared_parameters import Again, Borrowed, Borrows, OnClone
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def registered_once(modules: Sequence[nn.Module], *, on_clone: bool) -> list[nn.Module]:
+    """The elements of an nn.Sequential of these layers; `on_clone`: the first overwrites its input."""
+    sharing = Sharing()
+    children = [sharing.own(module) for module in modules]
+    return [OnClone(children[0]), *children[1:]] if on_clone else children
 
 
 class Sharing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from torch import nn
 
@@ -11,21 +12,31 @@ from ...cost_models.errors import ModelError
 from ..user_model.loaded_model import ModelInput
 from .granularity import Granularity, refuse_unmatched
 from .graph import TracedGraph
-from .sequential_graph import has_hooks, is_plain_sequential, sequential_graph
+from .sequential_graph import ELEMENTS, has_hooks, is_plain_sequential, sequential_graph
 from .tracing import INSTEAD, called_with, container_paths, trace_symbolically
 from .tracing_patches import notice_checkpoints
-from .trial import Trial, runs_on_meta
+from .trial import NotTheModel, Trial, runs_on_meta
 
 _Frontend = Callable[[nn.Module, ModelInput, str], TracedGraph]
+_Made = TypeVar("_Made")
 
 
 def trace_model(
-    model: nn.Module, given: ModelInput, name: str, granularity: Granularity
-) -> tuple[TracedGraph, Trial]:
-    """The graph of `model`, by the first tool whose graph runs as the model does, and its trial.
+    model: nn.Module,
+    given: ModelInput,
+    name: str,
+    granularity: Granularity,
+    make: Callable[[TracedGraph, Trial], _Made],
+    tool: str | None = None,
+) -> _Made:
+    """What `make` makes of the graph of `model` by the first tool whose graph runs as the model does.
+
+    `make` is called with a graph and its trial, and raises NotTheModel where that is another model's. `tool`:
+    the only one to be tried, as a graph of another copy of this model names it.
 
     Raises ModelError: no tool can draw it (with the lines of the model that stopped them), it fails on this
-    input, a pattern matches no module, `given` does not fit forward, or the model has hooks.
+    input, a pattern matches no module, `given` does not fit forward, or the model has hooks; and what `make`
+    raises.
     """
     if has_hooks(model):
         raise ModelError(
@@ -36,43 +47,50 @@ def trace_model(
     refuse_unmatched(granularity.patterns, modules, "module", name)
     if is_plain_sequential(model) and granularity.kind == "block":
         elements = sequential_graph(model, given, name)
-        return elements, Trial(elements, model, given, name)
+        return make(elements, Trial(elements, model, given, name))
     called_with(model, given, name)
     failures: list[ModelError] = []
-    for frontend in _frontends(model, granularity):
+    for words, frontend in _frontends(model, granularity):
+        if tool not in (None, words):
+            continue
         try:
             with notice_checkpoints() as noticed:
                 traced = frontend(model, given, name)
-            traced = dataclasses.replace(traced, recomputes=bool(noticed))
+            traced = dataclasses.replace(traced, recomputes=bool(noticed), tool=words)
         except ModelError as error:
             failures.append(error)
             continue
         try:
             trial = Trial(traced, model, given, name)
             trial.check_against_model(name)
-            return traced, trial
         except ModelError as error:
             if not runs_on_meta(model, given, name):
                 raise
             failures.append(error)
+            continue
+        try:
+            return make(traced, trial)
+        except NotTheModel as error:
+            failures.append(error)
     raise _combined(failures, name)
 
 
-def _frontends(model: nn.Module, granularity: Granularity) -> Iterator[_Frontend]:
-    yield trace_symbolically
+def _frontends(model: nn.Module, granularity: Granularity) -> Iterator[tuple[str, _Frontend]]:
+    """Each with its name."""
+    yield "torch.fx", trace_symbolically
     matched = [path for path, _ in model.named_modules() if path and granularity.outermost(path) == path]
     if matched:
-        yield _with_leaves(matched)
+        yield "torch.fx around these modules", _with_leaves(matched)
     if is_plain_sequential(model):
-        yield sequential_graph
+        yield ELEMENTS, sequential_graph
         return
 
     from .exporting import export_graph
 
-    yield export_graph
+    yield "torch.export", export_graph
     containers = container_paths(model)
     if containers:
-        yield _with_leaves([*matched, *containers])
+        yield "torch.fx around modules of torch.nn", _with_leaves([*matched, *containers])
 
 
 def _with_leaves(leaves: list[str]) -> _Frontend:
@@ -84,4 +102,5 @@ def _combined(failures: list[ModelError], name: str) -> ModelError:
     told = list(dict.fromkeys(failure.what for failure in failures))
     prefix = f"{name} cannot be traced by "
     parts = [told[0], *(what.removeprefix(prefix) for what in told[1:])]
-    return ModelError("; nor by ".join(parts), INSTEAD)
+    differs = next((failure for failure in failures if isinstance(failure, NotTheModel)), None)
+    return ModelError("; nor by ".join(parts), INSTEAD if differs is None else differs.hint)

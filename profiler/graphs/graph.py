@@ -29,6 +29,8 @@ class TracedGraph:
     """Makes what the model returns of the output node's value; None: that is it."""
     recomputes: bool = False
     """Whether the model recomputes parts of itself (torch.utils.checkpoint), which the graph does not."""
+    tool: str = "torch.fx"
+    """What drew it, in words."""
 
 
 def graph_module(graph: fx.Graph, *sources: nn.Module, name: str = "GraphModule") -> fx.GraphModule:

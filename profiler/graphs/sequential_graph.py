@@ -8,6 +8,9 @@ from ...cost_models.errors import ModelError
 from ..user_model.loaded_model import ModelInput
 from .graph import TracedGraph
 
+ELEMENTS = "its elements"
+"""The tool of a graph that was not traced."""
+
 
 def is_plain_sequential(module: nn.Module) -> bool:
     """Whether running the elements one after another is all that the module does."""
@@ -49,7 +52,7 @@ def sequential_graph(model: nn.Module, given: ModelInput, name: str) -> TracedGr
         value = graph.call_module(path, (value,))
         placed[value] = path
     graph.output(value)
-    return TracedGraph(graph, inputs, nn.Module(), placed)
+    return TracedGraph(graph, inputs, nn.Module(), placed, tool=ELEMENTS)
 
 
 def _elements(module: nn.Module, prefix: str) -> list[str]:

@@ -26,6 +26,10 @@ _MORE_SAMPLES = (1, 3)
 """Of further runs, above the first's: two tell what moves with the batch, three that it does so evenly."""
 
 
+class NotTheModel(ModelError):
+    """A graph that runs, and does other than the model it was made of."""
+
+
 class Trial:
     """Of a graph with the modules of a copy of `model`; the first run is made at once, others when needed."""
 
@@ -37,7 +41,8 @@ class Trial:
             # Batch norm in training refuses one value a channel, whatever the model.
             samples.append(given.repeated(2))
         failures: list[Exception] = []
-        for place, some in itertools.product((_on_meta, _for_real), samples):
+        # With gradients only where it has to be: a model may put hooks on what needs one.
+        for self._gradients, place, some in itertools.product((False, True), (_on_meta, _for_real), samples):
             try:
                 self._copy, self._given = place(model, some, name)
                 self.first: GraphRun = self._run(self._given)
@@ -66,9 +71,9 @@ class Trial:
         return found
 
     def check_against_model(self, name: str) -> None:
-        """Raises ModelError where the model itself runs there, and returns other tensors than the graph."""
+        """Raises NotTheModel where the model itself runs there, and returns other tensors than the graph."""
         try:
-            with _trying(self._given):
+            with _trying(self._given, gradients=self._gradients):
                 own = seen(self._given.clone().call(self._copy))
         except Exception as error:
             if is_out_of_memory(error):
@@ -76,13 +81,13 @@ class Trial:
             # The graph may run on the meta device where the model's own code does not.
             return
         if _tensors(own) != _tensors(self.first.output):
-            raise ModelError(
+            raise NotTheModel(
                 f"{name} cannot be traced by torch.fx: the traced graph returns other tensors than the model",
                 "Its forward may ask for isinstance(x, Tensor), which is not so while it is traced.",
             )
 
     def _run(self, given: ModelInput) -> GraphRun:
-        with _trying(given):
+        with _trying(given, gradients=self._gradients):
             return run_graph(self._traced, self._copy, given)
 
 
@@ -100,11 +105,11 @@ def runs_on_meta(model: nn.Module, given: ModelInput, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _trying(given: ModelInput) -> Iterator[None]:
-    """No gradients, one seed; what is made without naming a device is on meta where the input is."""
+def _trying(given: ModelInput, *, gradients: bool = False) -> Iterator[None]:
+    """One seed; what is made without naming a device is on meta where the input is."""
     device = given.tensors[0].device
     default = torch.device("meta") if device.type == "meta" else contextlib.nullcontext()
-    with torch.no_grad(), seeded(0), warnings.catch_warnings(), default:
+    with torch.set_grad_enabled(gradients), seeded(0), warnings.catch_warnings(), default:
         warnings.simplefilter("ignore")
         yield
 

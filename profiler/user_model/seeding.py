@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,16 +42,45 @@ def whole_numbers(shape: Sequence[int], below: int, device: torch.device, seed: 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch draws from `seed`; afterwards the caller's random state is as it was.
+    """Inside, torch, `random` and numpy draw from `seed`; afterwards the caller's random state is as it was.
 
     CUDA's, too, where CUDA has been initialised by now: whoever computes there enters the device first.
     """
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.manual_seed_all(seed)
-        yield
+    numbers, python = sys.modules.get("numpy"), random.getstate()
+    arrays = numbers.random.get_state() if numbers else None
+    try:
+        with torch.random.fork_rng(devices=_cuda_devices()):
+            reseed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        if numbers and arrays is not None:
+            numbers.random.set_state(arrays)
+
+
+def reseed(seed: int) -> None:
+    """For good: torch on all devices, `random`, and numpy where it is loaded. See `seeded`."""
+    torch.default_generator.manual_seed(seed)
+    if _cuda_devices():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def random_states() -> dict[str, Any]:
+    """By who draws, a value that is another after a draw."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate()}
+    for index in _cuda_devices():
+        found[f"torch on cuda:{index}"] = torch.cuda.get_rng_state(index).numpy().tobytes()
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        found["numpy.random"] = (kind, keys.tobytes(), *rest)
+    return found
+
+
+def _cuda_devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
 
 def noise(shape: Sequence[int], seed: int, samples: int = 2) -> Tensor:

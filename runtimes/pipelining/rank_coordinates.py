@@ -69,9 +69,9 @@ def _in_mesh(mesh: DeviceMesh, document: TorchExport) -> RankCoordinates:
 
 def _ranks(mesh: DeviceMesh, document: TorchExport) -> tuple[tuple[int, ...], ...]:
     """By device of the pipeline and replica, those of the mesh that differ from this process in no more."""
-    names = [name for name in mesh.mesh_dim_names or () if name in ("pp", "dp")]
-    own = mesh[tuple(names)].mesh.reshape([mesh.size((mesh.mesh_dim_names or ()).index(n)) for n in names])
-    table = own.T if names == ["dp", "pp"] else own
+    names = tuple(name for name in mesh.mesh_dim_names or () if name in ("pp", "dp"))
+    own = mesh[names].mesh
+    table = own.T if names == ("dp", "pp") else own
     return tuple(map(tuple, table.reshape(len(document.stages), document.replicas).tolist()))
 
 

@@ -143,16 +143,16 @@ def tie_stages(
     *,
     sharded: bool,
 ) -> TiedGradients:
-    """The copies in the `stages` of this process, which are on their device and not yet wrapped, made equal to
-    the first stage's.
+    """The copies in the `stages` of this process, which are on their device and not yet wrapped, made equal
+    to the first stage's. Where weights are tied, all processes of the job are to call it.
 
-    `device_of`: by stage, its device of the pipeline. Where replicas are `sharded`, each adds up its part with
-    its likes of the other stages.
+    `device_of`: by stage, its device of the pipeline. Where replicas are `sharded`, each adds up its part
+    with its likes of the other stages.
     """
     held, tables = [], _tables(coordinates) if tied else []
     for index, weight in enumerate(tied):
         devices = list(dict.fromkeys(device_of[stage] for stage in weight.stages))
-        groups = _Groups.of(tables, coordinates, devices)
+        groups = _Groups.of(tables, devices)
         copies = {stage: own[stage].copies[index] for stage in stages if stage in weight.stages}
         if copies and groups.every is not None:
             first, *others = [parameter.detach() for parameter in copies.values()]
@@ -185,9 +185,8 @@ class _Groups:
     likes: Any
 
     @classmethod
-    def of(
-        cls, tables: Sequence[Sequence[Sequence[int]]], coordinates: RankCoordinates, devices: Sequence[int]
-    ) -> _Groups:
+    def of(cls, tables: Sequence[Sequence[Sequence[int]]], devices: Sequence[int]) -> _Groups:
+        """Of one weight, on these devices of every pipeline."""
         own, every, likes = dist.get_rank(), None, None
         for ranks in tables:
             held = [ranks[device] for device in devices]

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.cli.compare_command import share
-from pplan.cli.compare_tables import print_comparison
+from pplan.cli.compare_command import print_comparison, share
 from pplan.cost_models.errors import UsageError
 from pplan.planner.explanation.compare import Compared, Comparison
 from pplan.planner.plan_file import Plan

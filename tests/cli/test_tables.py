@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from pplan.cli.ledger_table import planned_memory, print_ledger
 from pplan.cli.plan_answer import answer_lines
-from pplan.cli.plan_tables import print_answer, print_plan
+from pplan.cli.plan_tables import planned_memory, print_answer, print_ledger, print_plan
 from pplan.cli.profile_tables import print_profile
-from pplan.cli.table_style import figure, table, text, word
+from pplan.cli.table import Column, number, print_table, table, text, word
 from pplan.cost_models.document import MadeBy
 from pplan.cost_models.quantities import counted
 from pplan.planner.plan_file import Plan
@@ -211,11 +210,16 @@ def test_no_figure_is_cut_at_any_width(plan: Plan, profile: Profile, width: int,
 
 
 def test_the_least_important_columns_go_first(terminal: Terminal) -> None:
-    columns = [word("a"), figure("bb", leaves=2), figure("cc", leaves=1), figure("dd", leaves=2), text("e")]
-    rows = [["x", "12", "34", "56", "y" * 30]]
+    columns: list[Column[str]] = [
+        word("a", str),
+        number("bb", lambda _: 12, drop=2),
+        number("cc", lambda _: 34, drop=1),
+        number("dd", lambda _: 56, drop=2),
+        text("e", lambda _: "y" * 30),
+    ]
 
     def heads(width: int) -> list[str]:
-        return [str(column.header) for column in table(terminal(width), columns, rows).columns]
+        return [str(column.header) for column in table(terminal(width), columns, ["x"]).columns]
 
     assert heads(1 + 3 * 3 + 25) == ["a", "bb", "cc", "dd", "e"]
     assert heads(1 + 3 * 3 + 24) == ["a", "bb", "dd", "e"]
@@ -227,7 +231,8 @@ def test_a_text_is_whole_where_it_fits(terminal: Terminal) -> None:
     long = "encoder.layers.11.self_attention.out_proj"
     for width, whole in ((5 + 1 + len(long), True), (4 + 1 + len(long), False)):
         console = terminal(width)
-        console.print(table(console, [figure("stage"), text("layer")], [["0", long]]))
+        columns: list[Column[str]] = [number("stage", lambda _: 0), text("layer", str)]
+        print_table(console, columns, [long])
         assert (long in console.text) is whole
         assert long in "".join(console.text.split("─")[-1].split()[1:])
 

@@ -1,4 +1,4 @@
-"""From costs and wishes to a plan: the winner, its comparisons, alternatives, notes and refusals."""
+"""From costs and options to a plan: the winner, its comparisons, alternatives, notes and refusals."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MakeTopology = Callable[..., Topology]
 REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
-def solved(chain: Chain, topology: Topology, **wishes: object) -> Plan:
-    return solve(chain, topology, PlanOptions(**wishes), model="toy", profile=REFERENCE)  # type: ignore[arg-type]
+def solved(chain: Chain, topology: Topology, **options: object) -> Plan:
+    return solve(chain, topology, PlanOptions(**options), model="toy", profile=REFERENCE)  # type: ignore[arg-type]
 
 
-def problem(chain: Chain, topology: Topology, **wishes: object) -> Problem:
-    return Problem(chain, topology, PlanOptions(**wishes))  # type: ignore[arg-type]
+def problem(chain: Chain, topology: Topology, **options: object) -> Problem:
+    return Problem(chain, topology, PlanOptions(**options))  # type: ignore[arg-type]
 
 
 def with_parameters(chain: Chain, size: float) -> Chain:
@@ -210,7 +210,7 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
 
 
 @pytest.mark.parametrize(
-    ("wishes", "message"),
+    ("options", "message"),
     [
         ({"mini_batch": 0}, "mini_batch=0: must be at least 1"),
         ({"mini_batch": 64, "micro_batches": 0}, "micro_batches=0: must be at least 1"),
@@ -235,10 +235,10 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
     ],
 )
 def test_impossible_wishes(
-    wishes: dict[str, object], message: str, make_chain: MakeChain, make_topology: MakeTopology
+    options: dict[str, object], message: str, make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        solved(make_chain(1, 5), make_topology(2), **wishes)
+        solved(make_chain(1, 5), make_topology(2), **options)
     assert message in caught.value.what
     assert caught.value.hint
 
@@ -301,14 +301,14 @@ def test_deepspeed_trains_every_stage(make_chain: MakeChain, make_topology: Make
     assert fastest(without.space, [linear_pipeline(config, range(2, 9, 2))]) is not None
 
 
-@pytest.mark.parametrize("wishes", [{"micro_batches": 8}, {"micro_batches": 16}, {"recompute": "always"}])
+@pytest.mark.parametrize("options", [{"micro_batches": 8}, {"micro_batches": 16}, {"recompute": "always"}])
 def test_wishes_do_not_cripple_what_the_plan_is_compared_with(
-    wishes: dict[str, object], make_chain: MakeChain, make_topology: MakeTopology
+    options: dict[str, object], make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     chain, topology = with_parameters(make_chain(1, 6), 0.001), make_topology(4)
     free = {base.name: base.step_seconds for base in solved(chain, topology, mini_batch=16).baselines}
     in_flight = {
-        base.name: base.step_seconds for base in solved(chain, topology, mini_batch=16, **wishes).baselines
+        base.name: base.step_seconds for base in solved(chain, topology, mini_batch=16, **options).baselines
     }
     for name in ("one-gpu", "data-parallel"):
         assert in_flight[name] == free[name] is not None

@@ -35,8 +35,8 @@ REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 MIB = 2**20
 
 
-def solved(chain: Chain, topology: Topology, **wishes: Any) -> Plan:
-    return solve(chain, topology, PlanOptions(**wishes), model="toy", profile=REFERENCE)
+def solved(chain: Chain, topology: Topology, **options: Any) -> Plan:
+    return solve(chain, topology, PlanOptions(**options), model="toy", profile=REFERENCE)
 
 
 def uneven_nodes() -> Topology:
@@ -99,10 +99,10 @@ class TestTheReadmesExample:
         assert "interleaved" not in plan.prediction.bound_covers
 
     @pytest.mark.parametrize(
-        "wishes", [{"schedule": "zb-h1"}, {"runtime": "torch"}], ids=["named", "runtime"]
+        "options", [{"schedule": "zb-h1"}, {"runtime": "torch"}], ids=["named", "runtime"]
     )
-    def test_what_is_proposed_is_not(self, wishes: dict[str, Any]) -> None:
-        plan = solved(gpt(), four_gpus(6), **TRAINING, **wishes)
+    def test_what_is_proposed_is_not(self, options: dict[str, Any]) -> None:
+        plan = solved(gpt(), four_gpus(6), **TRAINING, **options)
         predicted = plan.prediction
         assert plan.schedule == "zb-h1"
         assert predicted.step_seconds == pytest.approx(0.415, rel=2e-3)
@@ -113,9 +113,9 @@ class TestTheReadmesExample:
 
     def test_naive_replicas_share_a_micro_batch(self) -> None:
         """Nothing overlaps, and four replicas take a quarter of the time all the same."""
-        wishes = {"mini_batch": 64, "micro_batches": 16, "schedule": "naive"}
-        best = solved(gpt(), four_gpus(40), **wishes).prediction
-        even = solved(gpt(), four_gpus(40), planner="even", **wishes).prediction
+        options = {"mini_batch": 64, "micro_batches": 16, "schedule": "naive"}
+        best = solved(gpt(), four_gpus(40), **options).prediction
+        even = solved(gpt(), four_gpus(40), planner="even", **options).prediction
         assert best.step_seconds < even.step_seconds / 1.9
         assert not even.exact
         assert even.lower_bound_seconds <= best.step_seconds

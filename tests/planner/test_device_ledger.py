@@ -35,21 +35,21 @@ def _machine(name: str, memory: int | None = None) -> Topology:
     return two_level_topology(Device(name, memory), 4, 4, Link(20.0, 0.0), Link(5.0, 0.0))
 
 
-def _solved(chain: Chain, topology: Topology, dtype: str = "float32", **wishes: Any) -> Plan:
+def _solved(chain: Chain, topology: Topology, dtype: str = "float32", **options: Any) -> Plan:
     profile = ProfileReference(file="", sha256="", dtype=dtype)
-    return solve(chain, topology, PlanOptions(**wishes), model="toy", profile=profile)
+    return solve(chain, topology, PlanOptions(**options), model="toy", profile=profile)
 
 
 PIPELINE: dict[str, Any] = {"schedule": "1f1b", "mini_batch": 16}
 
 
-@pytest.mark.parametrize("wishes", [PIPELINE, {"mini_batch": 16}], ids=["pipeline", "replicas"])
+@pytest.mark.parametrize("options", [PIPELINE, {"mini_batch": 16}], ids=["pipeline", "replicas"])
 @pytest.mark.parametrize("name", ["RTX 4090", "NVIDIA GeForce RTX 4090"])
-def test_every_stage_has_the_context_of_its_gpu(chain: Chain, name: str, wishes: dict[str, Any]) -> None:
-    light = replace(chain, trainable_bytes=np.zeros(12)) if "schedule" not in wishes else chain
-    plan, bare = (_solved(light, _machine(device), **wishes) for device in (name, "CPU"))
+def test_every_stage_has_the_context_of_its_gpu(chain: Chain, name: str, options: dict[str, Any]) -> None:
+    light = replace(chain, trainable_bytes=np.zeros(12)) if "schedule" not in options else chain
+    plan, bare = (_solved(light, _machine(device), **options) for device in (name, "CPU"))
     assert (plan.balance, plan.replicas) == (bare.balance, bare.replicas)
-    assert max(plan.replicas) == (1 if "schedule" in wishes else 4)
+    assert max(plan.replicas) == (1 if "schedule" in options else 4)
     for stage, without in zip(plan.stages, bare.stages, strict=True):
         assert stage.memory == without.memory | {"context": CONTEXT}
         assert stage.memory_bytes == without.memory_bytes + CONTEXT
@@ -104,13 +104,13 @@ def test_adamw_in_mixed_precision_takes_16_bytes_a_parameter(chain: Chain) -> No
     big = replace(chain, parameter_bytes=np.full(12, count / 6), trainable_bytes=np.full(12, count / 6))
     limit = int(79.18 * 2**30)
     alone = two_level_topology(Device("toy", limit), 1, 1, Link(20.0, 0.0), Link(5.0, 0.0))
-    wishes: dict[str, Any] = {"optimizer": "adamw", "schedule": "1f1b", "mini_batch": 4}
+    options: dict[str, Any] = {"optimizer": "adamw", "schedule": "1f1b", "mini_batch": 4}
     with pytest.raises(InfeasibleError, match=r"master.weights"):
-        _solved(big, alone, "bfloat16", **wishes)
-    pure = _solved(big, alone, "bfloat16", **wishes, precision="bf16")
+        _solved(big, alone, "bfloat16", **options)
+    pure = _solved(big, alone, "bfloat16", **options, precision="bf16")
     assert any("pure bf16" in note for note in pure.notes)
     for gradient_dtype, each in (("auto", 16), ("fp32", 18)):
-        plan = _solved(big, _machine("toy", limit), "bfloat16", **wishes, gradient_dtype=gradient_dtype)
+        plan = _solved(big, _machine("toy", limit), "bfloat16", **options, gradient_dtype=gradient_dtype)
         names = ("weights", "gradients", "master_weights", "optimizer")
         in_flight = sum(stage.memory[name] for stage in plan.stages for name in names)
         buffers = float(big.buffer_bytes.sum())

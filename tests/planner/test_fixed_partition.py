@@ -23,8 +23,8 @@ MakeTopology = Callable[..., Topology]
 PROFILE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
-def plan_of(chain: Chain, topology: Topology, given: FixedPartition, **wishes: object) -> Plan:
-    problem = Problem(chain, topology, PlanOptions(**{"mini_batch": 16, **wishes}))  # type: ignore[arg-type]
+def plan_of(chain: Chain, topology: Topology, given: FixedPartition, **options: object) -> Plan:
+    problem = Problem(chain, topology, PlanOptions(**{"mini_batch": 16, **options}))  # type: ignore[arg-type]
     return plan_partition(problem, given, model="toy", profile=PROFILE)
 
 

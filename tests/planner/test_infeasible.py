@@ -28,7 +28,7 @@ def refused(problem: Problem) -> InfeasibleError:
 
 def changed(problem: Problem, words: str) -> Problem:
     """The problem with what a hint says, read as fields."""
-    wishes, topology = problem.wishes, problem.topology
+    options, topology = problem.options, problem.topology
     for field, value in re.findall(r"([a-z_]+)='?([^ ']+)", words.split("(")[0]):
         if field == "gpus":
             topology = topology.with_gpus(int(value))
@@ -37,11 +37,11 @@ def changed(problem: Problem, words: str) -> Problem:
             groups = tuple(
                 group._replace(device=replace(group.device, memory_bytes=size)) for group in topology.groups
             )
-            topology, wishes = replace(topology, groups=groups), replace(wishes, memory_limit=None)
+            topology, options = replace(topology, groups=groups), replace(options, memory_limit=None)
         else:
             known: dict[str, Any] = {"mini_batch": int, "micro_batches": lambda _: None}
-            wishes = replace(wishes, **{field: known.get(field, str)(value)})
-    made = Problem(problem.chain, topology, wishes)
+            options = replace(options, **{field: known.get(field, str)(value)})
+    made = Problem(problem.chain, topology, options)
     return made.freest if "leave `micro_batches`" in words else made
 
 
@@ -61,21 +61,21 @@ WISHES: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wishes", WISHES, ids=lambda wishes: "-".join(wishes) or "free")
+@pytest.mark.parametrize("options", WISHES, ids=lambda options: "-".join(options) or "free")
 def test_every_change_that_is_named_fits(
-    wishes: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology
+    options: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     chain, named = make_chain(3, 8, cuts=1.1), 0
     for memory in (400, 600, 800):
-        problem = Problem(chain, make_topology(2, memory=memory), PlanOptions(mini_batch=8, **wishes))
+        problem = Problem(chain, make_topology(2, memory=memory), PlanOptions(mini_batch=8, **options))
         if find(problem, []).best is not None:
             continue
         error = no_plan_fits(problem)
         assert error.exit_status == 3
         assert "a GPU" in error.what
         if error.hint.startswith("Leave out "):
-            bare = replace(problem.wishes, pins=(), cut_after=(), use_all=False)
-            assert find(replace(problem, wishes=bare), []).best is not None
+            bare = replace(problem.options, pins=(), cut_after=(), use_all=False)
+            assert find(replace(problem, options=bare), []).best is not None
             continue
         for words in error.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
             assert find(changed(problem, words), []).best is not None, words
@@ -89,10 +89,10 @@ def test_wishes_that_leave_no_plan_whatever_the_memory(
     """With or without a limit."""
     chain = make_chain(3, 8, cuts=1.1)
     pinned = PlanOptions(mini_batch=8, pins=(("layer3", 7),))
-    for wishes in (pinned, PlanOptions(mini_batch=8, cut_after=("layer1", "layer2", "layer3"))):
-        error = refused(Problem(chain, make_topology(2), wishes))
+    for options in (pinned, PlanOptions(mini_batch=8, cut_after=("layer1", "layer2", "layer3"))):
+        error = refused(Problem(chain, make_topology(2), options))
         assert error.what == "no plan is allowed by these options, whatever the memory"
-        assert error.hint == f"Leave out {'`pins`' if wishes.pins else '`cut_after`'}."
+        assert error.hint == f"Leave out {'`pins`' if options.pins else '`cut_after`'}."
 
 
 def test_a_planner_that_makes_none(make_chain: MakeChain, make_topology: MakeTopology) -> None:
@@ -109,6 +109,6 @@ def test_a_planner_that_makes_none(make_chain: MakeChain, make_topology: MakeTop
 
 def test_a_schedule_that_is_not_searched(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain = make_chain(3, 8, cuts=1.1)
-    wishes = PlanOptions(mini_batch=8, schedule="zb-h1")
-    error = refused(Problem(chain, make_topology(2, memory=100), wishes))
+    options = PlanOptions(mini_batch=8, schedule="zb-h1")
+    error = refused(Problem(chain, make_topology(2, memory=100), options))
     assert error.what == "no plan under zb-h1 was found that fits into 100 B a GPU"

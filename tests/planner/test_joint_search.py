@@ -1,4 +1,4 @@
-"""The best plan of a problem: what wishes leave, never worse than any planner, with less or with more."""
+"""The best plan of a problem: what options leave, never worse than any planner, with less or with more."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 
 
-def problem(chain: Chain, topology: Topology, **wishes: Any) -> Problem:
-    return Problem(chain, topology, PlanOptions(**wishes))
+def problem(chain: Chain, topology: Topology, **options: Any) -> Problem:
+    return Problem(chain, topology, PlanOptions(**options))
 
 
-def step(chain: Chain, topology: Topology, **wishes: Any) -> float:
+def step(chain: Chain, topology: Topology, **options: Any) -> float:
     """Of the best plan, which must be proven, but for one on devices in an order that is not searched; inf
     where none fits."""
-    found = find(problem(chain, topology, **wishes), []).found
+    found = find(problem(chain, topology, **options), []).found
     assert found.exact or found.universal
     return np.inf if found.best is None else found.best.step_seconds
 
@@ -116,14 +116,14 @@ WISHES: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wishes", WISHES, ids=lambda wishes: "-".join(wishes) or "free")
+@pytest.mark.parametrize("options", WISHES, ids=lambda options: "-".join(options) or "free")
 @pytest.mark.parametrize("seed", range(2))
 def test_never_worse_than_any_planner(
-    seed: int, wishes: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology
+    seed: int, options: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     """Nor is any planner below the bound; layers named as a transformer's, so that all planners have any."""
     chain = make_chain(seed, 12, cuts=1.1, traffic=[0.1, 1][seed])
-    made = problem(chain, make_topology(4, per_node=[8, 2][seed], memory=2500), mini_batch=16, **wishes)
+    made = problem(chain, make_topology(4, per_node=[8, 2][seed], memory=2500), mini_batch=16, **options)
     answer = find(made)
     assert set(answer.by_planner) == set(PLANNERS)
     assert answer.best is not None

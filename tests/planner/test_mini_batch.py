@@ -51,8 +51,8 @@ def machine(gpus: int, memory: int | None = None) -> Topology:
     return two_level_topology(Device("a GPU", memory), gpus, max(gpus, 1), link, link)
 
 
-def problem(sizes: tuple[int, ...], gpus: int, wishes: PlanOptions | None = None) -> Problem:
-    return Problem(chain(sizes), machine(gpus), wishes or PlanOptions())
+def problem(sizes: tuple[int, ...], gpus: int, options: PlanOptions | None = None) -> Problem:
+    return Problem(chain(sizes), machine(gpus), options or PlanOptions())
 
 
 @pytest.mark.parametrize("sizes", [(1,), (1, 2), (1, 2, 4, 8), (4, 8, 16, 64), (128, 256)])
@@ -100,7 +100,7 @@ def test_half_and_twice_of_it_are_shown() -> None:
     assert default.samples_per_device == 32
     assert [other.mini_batch for other in default.others] == [32, 128]
     for other in default.others:
-        asked = solved(replace(own, wishes=PlanOptions(mini_batch=other.mini_batch)))
+        asked = solved(replace(own, options=PlanOptions(mini_batch=other.mini_batch)))
         assert other.step_seconds == pytest.approx(asked.prediction.step_seconds)
         assert other.samples_per_second == pytest.approx(asked.prediction.samples_per_second)
         assert asked.default_mini_batch is None
@@ -115,8 +115,8 @@ def test_of_a_large_problem_they_are_left_out() -> None:
 
 def test_it_is_lessened_where_nothing_fits_and_that_is_said() -> None:
     """One micro-batch of 32 samples keeps 6 x 32 kB, and the device has 80 kB."""
-    wishes = PlanOptions(micro_batches=1, schedule="gpipe", recompute="never")
-    own = Problem(chain((1, 2, 4, 8, 16, 32), saved=1e3), machine(1, 80_000), wishes)
+    options = PlanOptions(micro_batches=1, schedule="gpipe", recompute="never")
+    own = Problem(chain((1, 2, 4, 8, 16, 32), saved=1e3), machine(1, 80_000), options)
     plan = solved(own)
     assert plan.mini_batch == 8
     assert "no plan with 32 samples a device fits: the global batch is 8, not 32" in plan.warnings

@@ -23,8 +23,8 @@ MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 
 
-def _solved(chain: Chain, topology: Topology, **wishes: object) -> Plan:
-    asked = PlanOptions(**wishes)  # type: ignore[arg-type]
+def _solved(chain: Chain, topology: Topology, **options: object) -> Plan:
+    asked = PlanOptions(**options)  # type: ignore[arg-type]
     return solve(chain, topology, asked, model="toy", profile=ProfileReference(file="", sha256=""))
 
 
@@ -40,14 +40,14 @@ WISHES = [
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("wishes", WISHES, ids=lambda wishes: "-".join(wishes.values()))
+@pytest.mark.parametrize("options", WISHES, ids=lambda options: "-".join(options.values()))
 def test_a_plan_as_it_is_takes_what_it_says(
-    make_chain: MakeChain, make_topology: MakeTopology, wishes: dict[str, str], seed: int
+    make_chain: MakeChain, make_topology: MakeTopology, options: dict[str, str], seed: int
 ) -> None:
     chain, topology = make_chain(seed, 12), make_topology(4, per_node=2, latency=0.01)
-    if "runtime" in wishes:
+    if "runtime" in options:
         topology = make_topology(4, per_node=4, latency=0.01)
-    plan = _solved(chain, topology, mini_batch=16, **wishes)
+    plan = _solved(chain, topology, mini_batch=16, **options)
     found = simulate_plan(plan, chain, topology)
     assert found.timeline.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-12)
     assert found.timeline.bubble == pytest.approx(plan.prediction.bubble, abs=1e-12)
@@ -204,8 +204,8 @@ def test_transfers_take_the_links_time(make_chain: MakeChain, make_topology: Mak
 
 def test_a_runtime_that_does_not_run_the_schedule(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain, topology = make_chain(5, 8), make_topology(2)
-    wishes = {"runtime": "torchgpipe", "recompute": "except_last"}
-    plan = _solved(chain, topology, mini_batch=8, micro_batches=4, **wishes)
+    options = {"runtime": "torchgpipe", "recompute": "except_last"}
+    plan = _solved(chain, topology, mini_batch=8, micro_batches=4, **options)
     own = simulate_plan(plan, chain, topology)
     assert own.timeline.costs.forward_launch is not None
     assert own.notes == ()

@@ -61,9 +61,9 @@ def topology_of(devices: int) -> Topology:
 
 
 def problem_of(devices: int, clock: Reading | None = None) -> Problem:
-    wishes = PlanOptions(mini_batch=4 * devices, time_limit=1.0)
+    options = PlanOptions(mini_batch=4 * devices, time_limit=1.0)
     budget = SearchBudget() if clock is None else SearchBudget.of_seconds(1.0, clock)
-    return Problem(chain_of(6), topology_of(devices), wishes, budget=budget)
+    return Problem(chain_of(6), topology_of(devices), options, budget=budget)
 
 
 @pytest.mark.slow

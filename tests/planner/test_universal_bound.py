@@ -51,14 +51,14 @@ def random_problem(seed: int, schedule: str, make_chain: MakeChain) -> Problem |
     inner = Level("node", int(rng.integers(1, 3)), Link(float(rng.choice([5, 50, 5e3])), 0.1))
     levels = (inner, Level("network", None, Link(5.0, float(rng.choice([0.0, 0.3])))))
     count, size = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2, 3]))
-    wishes = PlanOptions(
+    options = PlanOptions(
         mini_batch=count * size,
         micro_batches=count,
         schedule=schedule,
         recompute=["auto", "always"][seed % 2],
     )
     try:
-        return Problem(chain, Topology(tuple(groups), levels), wishes)
+        return Problem(chain, Topology(tuple(groups), levels), options)
     except UsageError:
         return None
 

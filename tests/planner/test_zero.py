@@ -33,7 +33,7 @@ MIXED = Precision(2, 4, 4)
 REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64, dtype="bfloat16")
 
 
-def wished(zero: int, **others: object) -> PlanOptions:
+def requested(zero: int, **others: object) -> PlanOptions:
     return PlanOptions(zero=zero, optimizer="adam", gradient_dtype="fp32", **others)  # type: ignore[arg-type]
 
 
@@ -59,7 +59,7 @@ def test_the_searched_step_is_the_simulated_one(
     """Of any plan: scored as in the search, simulated from its parts, and read back from its file."""
     chain = make_chain(seed, 9, cuts=1.1)
     topology = make_topology(6, per_node=3, latency=0.02, memory=8000)
-    problem = Problem(chain, topology, wished(zero, mini_batch=8), "bfloat16")
+    problem = Problem(chain, topology, requested(zero, mini_batch=8), "bfloat16")
     scored = 0
     for proposal in proposals(seed, chain, 12):
         best = fastest(problem.space, [proposal])
@@ -85,7 +85,7 @@ def test_no_plan_is_faster_than_the_one_that_is_found(
     """Against every cut and number of replicas of two searched schedules, where the search says exact."""
     chain = make_chain(seed, 5, cuts=1.1)
     topology = make_topology(3, per_node=2, latency=0.05, memory=3500)
-    problem = Problem(chain, topology, wished(zero, mini_batch=4, schedule="1f1b"), "bfloat16")
+    problem = Problem(chain, topology, requested(zero, mini_batch=4, schedule="1f1b"), "bfloat16")
     answer = find(problem)
     assert answer.best is not None
     everything = [
@@ -154,7 +154,7 @@ def test_states_shrink_and_the_network_pays(make_chain: MakeChain, make_topology
     proposal = Proposal(PipelineConfig("1f1b", "never", 4, 2), (6,), ((0, 1),))
     needs, steps = [], []
     for zero in range(4):
-        space = Problem(chain, topology, wished(zero, mini_batch=8), "bfloat16").space
+        space = Problem(chain, topology, requested(zero, mini_batch=8), "bfloat16").space
         made = assemble(space, proposal, ["never"])
         needs.append({name: round(amount, 6) for name, amount in made.ledger(0).items()})
         found = fastest(space, [proposal])
@@ -177,7 +177,7 @@ def test_one_replica_spreads_nothing(make_chain: MakeChain, make_topology: MakeT
     chain, topology = make_chain(5, 6, cuts=1.1), make_topology(2)
     proposal = Proposal(PipelineConfig("1f1b", "never", 4, 2), (3, 6), ((0,), (1,)))
     made = [
-        fastest(Problem(chain, topology, wished(zero, mini_batch=8), "bfloat16").space, [proposal])
+        fastest(Problem(chain, topology, requested(zero, mini_batch=8), "bfloat16").space, [proposal])
         for zero in range(4)
     ]
     assert len({plan.step_seconds for plan in made if plan is not None}) == 1

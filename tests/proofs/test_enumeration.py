@@ -38,7 +38,7 @@ MACHINES = [
 @pytest.mark.parametrize(("seed", "kind"), [(0, "levels"), (3, "ports"), (4, "kinds")])
 def test_no_step_is_below_the_least_seconds(seed: int, kind: str, schedule: str) -> None:
     case = case_of(seed, kind)
-    problem = Problem(case.chain, case.topology, case.wishes, profiles=case.profiles)
+    problem = Problem(case.chain, case.topology, case.options, profiles=case.profiles)
     every = Enumeration(problem, [schedule], scope="any")
     looked_at = 0
     sizes = every.rules.sizes[:3]

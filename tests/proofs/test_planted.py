@@ -67,8 +67,8 @@ def test_bounds_a_hundredth_too_high() -> None:
 
 def test_plans_that_are_called_exact() -> None:
     def even(case: Case, problem: Problem) -> Plan:
-        own = replace(case, wishes=replace(case.wishes, planner="even"))
-        plan = quickly_solved(own, replace(problem, wishes=own.wishes))
+        own = replace(case, options=replace(case.options, planner="even"))
+        plan = quickly_solved(own, replace(problem, options=own.options))
         return predicting(exact=lambda _: True)(plan)
 
     assert found([case_of(seed, "levels") for seed in range(4)], even)["exact"] > 0
@@ -110,7 +110,7 @@ class TestFrontier:
         broken: set[str] = set()
         for seed in range(4):
             case = case_of(seed, "frontier")
-            problem = build_problem(case.chain, case.topology, case.wishes, attack.REFERENCE, case.profiles)
+            problem = build_problem(case.chain, case.topology, case.options, attack.REFERENCE, case.profiles)
             result = Result(seed, "frontier")
             frontiers.check(problem, lambda *args, **more: change(build_frontier(*args, **more)), result)
             broken |= {violation.check for violation in result.violations}

@@ -17,8 +17,8 @@ from pplan.planner.build_plan import build_problem
 def test_relaxed_bound_where_a_cut_is_asked_for(seed: int, kind: str) -> None:
     """No stage of all layers may be: the prices of the devices were no numbers, and all plans left out."""
     case, result = case_of(seed, kind), Result(seed, kind)
-    assert case.wishes.cut_after
-    terms.relaxed(build_problem(case.chain, case.topology, case.wishes, REFERENCE, case.profiles), result)
+    assert case.options.cut_after
+    terms.relaxed(build_problem(case.chain, case.topology, case.options, REFERENCE, case.profiles), result)
     assert result.checks["relaxed"] == 1
     assert not result.violations
 
@@ -34,7 +34,7 @@ def test_nothing_of_the_searched_schedules_fits() -> None:
     """Of interleaved, which the runtime runs, too, there is a plan that is not among those proposed."""
     with made_up_runtimes():
         case = case_of(41030, "runtimes")
-        problem = build_problem(case.chain, case.topology, case.wishes, REFERENCE, case.profiles)
+        problem = build_problem(case.chain, case.topology, case.options, REFERENCE, case.profiles)
         with pytest.raises(InfeasibleError, match=r"^no plan of 1f1b or gpipe is allowed "):
             quickly_solved(case, problem)
 
@@ -42,7 +42,7 @@ def test_nothing_of_the_searched_schedules_fits() -> None:
 def test_asynchronous_plans_are_proven_for_the_orders_that_are_searched() -> None:
     """The bound on the others holds for any order of the devices, and it was said of all."""
     case = case_of(101366, "throughput")
-    problem = build_problem(case.chain, case.topology, case.wishes, REFERENCE, case.profiles)
+    problem = build_problem(case.chain, case.topology, case.options, REFERENCE, case.profiles)
     covers = quickly_solved(case, problem).prediction.bound_covers
     assert (
         "any order of the devices; and pipedream and pipedream-2bw of two stages or more, consecutive"

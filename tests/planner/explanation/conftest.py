@@ -36,10 +36,10 @@ class Solved:
 
 @pytest.fixture
 def solved() -> Callable[..., Solved]:
-    """A function of (chain, topology, **wishes): the plan, without what it is compared with."""
+    """A function of (chain, topology, **options): the plan, without what it is compared with."""
 
-    def solve(chain: Chain, topology: Topology, **wishes: object) -> Solved:
-        problem = Problem(chain, topology, PlanOptions(**wishes))  # type: ignore[arg-type]
+    def solve(chain: Chain, topology: Topology, **options: object) -> Solved:
+        problem = Problem(chain, topology, PlanOptions(**options))  # type: ignore[arg-type]
         answer = find(problem)
         assert answer.best is not None
         reference = ProfileReference(file="toy.profile.json", sha256="0" * 64)

@@ -28,9 +28,9 @@ SCALE = 1e6
 
 @pytest.fixture
 def make_problem(make_chain: MakeChain) -> Callable[..., Problem]:
-    """A function of (seed, layers, gpus, *, memory, **wishes): bytes in millions, one node."""
+    """A function of (seed, layers, gpus, *, memory, **options): bytes in millions, one node."""
 
-    def make(seed: int, layers: int, gpus: int, *, memory: float | None = None, **wishes: object) -> Problem:
+    def make(seed: int, layers: int, gpus: int, *, memory: float | None = None, **options: object) -> Problem:
         chain = make_chain(seed, layers, traffic=[0.1, 1.0, 4.0][seed % 3], cuts=0.9)
         scaled = {
             name: np.asarray(values) * SCALE
@@ -41,7 +41,7 @@ def make_problem(make_chain: MakeChain) -> Callable[..., Problem]:
         device = Device("toy", None if memory is None else round(memory * SCALE))
         link = Link(20 * SCALE, [0.0, 0.05][seed % 2])
         topology = two_level_topology(device, gpus, 8, link, link)
-        return Problem(chain, topology, PlanOptions(**({"mini_batch": 4} | wishes)))  # type: ignore[arg-type]
+        return Problem(chain, topology, PlanOptions(**({"mini_batch": 4} | options)))  # type: ignore[arg-type]
 
     return make
 

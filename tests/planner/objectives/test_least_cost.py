@@ -87,7 +87,7 @@ def test_the_cheapest_devices_may_stand_last(
 
 
 def test_the_mini_batch_is_that_of_all_devices(make_problem: MakeProblem) -> None:
-    """Without a wish it grows with the devices: fewer of them train the same one."""
+    """Where no global batch is requested it grows with the devices: fewer of them train the same one."""
     problem = make_problem(1, 3, 3, mini_batch=None)
     outcome = least_cost(problem, {"": 1.0})
     assert outcome.best is not None

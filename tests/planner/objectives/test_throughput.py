@@ -124,7 +124,7 @@ def test_throughput_is_the_best_of_both_kinds(
 
 
 @pytest.mark.parametrize(
-    ("wishes", "word"),
+    ("options", "word"),
     [
         ({"schedule": "gpipe"}, "schedule gpipe"),
         ({"planner": "even"}, "planner even"),
@@ -132,9 +132,9 @@ def test_throughput_is_the_best_of_both_kinds(
     ],
 )
 def test_wishes_that_leave_no_asynchronous_plan_are_said(
-    wishes: dict[str, str], word: str, make_problem: MakeProblem
+    options: dict[str, str], word: str, make_problem: MakeProblem
 ) -> None:
-    outcome = throughput(make_problem(0, 4, 2, **wishes))
+    outcome = throughput(make_problem(0, 4, 2, **options))
     assert word in outcome.notes[0]
     assert outcome.best == outcome.answer.best
 

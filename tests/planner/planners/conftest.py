@@ -16,10 +16,10 @@ from pplan.planner.problem import Problem
 
 @pytest.fixture
 def make_problem(make_topology: Callable[..., Topology]) -> Callable[..., Problem]:
-    """A function of (chain, gpus, **wishes): the problem on two nodes of half the devices each."""
+    """A function of (chain, gpus, **options): the problem on two nodes of half the devices each."""
 
-    def make(chain: Chain, gpus: int, **wishes: object) -> Problem:
-        return Problem(chain, make_topology(gpus, per_node=-(-gpus // 2)), PlanOptions(**wishes))  # type: ignore[arg-type]
+    def make(chain: Chain, gpus: int, **options: object) -> Problem:
+        return Problem(chain, make_topology(gpus, per_node=-(-gpus // 2)), PlanOptions(**options))  # type: ignore[arg-type]
 
     return make
 

@@ -39,8 +39,8 @@ def chain(make_chain: MakeChain) -> Chain:
     )
 
 
-def shared(chain: Chain, topology: Topology, **wishes: Any) -> ScoredPlan | str:
-    problem = Problem(chain, topology, PlanOptions(**wishes))
+def shared(chain: Chain, topology: Topology, **options: Any) -> ScoredPlan | str:
+    problem = Problem(chain, topology, PlanOptions(**options))
     return plan_with(planner_named("data-parallel"), problem)
 
 
@@ -55,8 +55,8 @@ def test_one_accumulation_is_best_where_overheads_count(chain: Chain, make_topol
 
 def test_memory_makes_it_accumulate_or_recompute(chain: Chain, make_topology: MakeTopology) -> None:
     """Weights, gradients and buckets take 240 B; saved activations 200 B a sample; 5 % on top."""
-    wishes = {"mini_batch": 8, "recompute": "never"}
-    plan = shared(chain, make_topology(2), memory_limit=1.05 * (240 + 2 * 200), **wishes)
+    options = {"mini_batch": 8, "recompute": "never"}
+    plan = shared(chain, make_topology(2), memory_limit=1.05 * (240 + 2 * 200), **options)
     assert isinstance(plan, ScoredPlan)
     assert (plan.config.micro_batches, plan.recompute) == (2, ("never",))
     assert shared(chain, make_topology(2), memory_limit=300.0, mini_batch=8) == "does not fit"

@@ -36,8 +36,8 @@ PROBLEMS: dict[str, tuple[list[int] | None, int, dict[str, object]]] = {
 def problem(
     request: pytest.FixtureRequest, make_named: Callable[..., Chain], make_problem: MakeProblem
 ) -> Problem:
-    cuts, gpus, wishes = PROBLEMS[request.param]
-    return make_problem(make_named(GPT, cuts=cuts), gpus, **wishes)
+    cuts, gpus, options = PROBLEMS[request.param]
+    return make_problem(make_named(GPT, cuts=cuts), gpus, **options)
 
 
 @pytest.mark.parametrize("name", PLANNERS)
@@ -58,9 +58,9 @@ def check(proposal: Proposal, problem: Problem) -> None:
     assert set(ranks) <= set(range(problem.topology.gpus))
     assert len(ranks) == proposal.used * config.virtual_stages
     assert config.mini_batch == problem.mini_batch
-    assert problem.wishes.micro_batches in (None, config.micro_batches)
-    if problem.wishes.schedule != "auto":
-        assert config.schedule == problem.wishes.schedule
+    assert problem.options.micro_batches in (None, config.micro_batches)
+    if problem.options.schedule != "auto":
+        assert config.schedule == problem.options.schedule
     if runtime is not None:
         assert config.schedule in runtime.schedules
         assert runtime.runs_replicas(proposal.replicas)

@@ -21,7 +21,7 @@ SCALE = 1e6
 
 @pytest.fixture
 def make_problem(make_chain: Callable[..., Chain]) -> Callable[..., Problem]:
-    """A function of (seed, layers, gpus, *, spread, uncertainty, mixed, **wishes): `spread` is the most that
+    """A function of (seed, layers, gpus, *, spread, uncertainty, mixed, **options): `spread` is the most that
     a layer has, the same at all sizes; `mixed`: every second device takes 1.5 times as long."""
 
     def make(
@@ -32,7 +32,7 @@ def make_problem(make_chain: Callable[..., Chain]) -> Callable[..., Problem]:
         spread: float = 0.3,
         uncertainty: float | None = 0.02,
         mixed: bool = False,
-        **wishes: Any,
+        **options: Any,
     ) -> Problem:
         chain = make_chain(seed, layers, cuts=0.9)
         scaled = {name: SCALE * values for name, values in vars(chain).items() if name.endswith("_bytes")}
@@ -50,7 +50,7 @@ def make_problem(make_chain: Callable[..., Chain]) -> Callable[..., Problem]:
             kinds = (Device("toy", None), Device("slow", None, speed=1 / 1.5))
             groups = tuple(Group(kinds[rank % 2], 1) for rank in range(gpus))
             topology = replace(topology, groups=groups)
-        return Problem(chain, topology, PlanOptions(**({"mini_batch": 8} | wishes)))
+        return Problem(chain, topology, PlanOptions(**({"mini_batch": 8} | options)))
 
     return make
 

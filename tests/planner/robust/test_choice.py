@@ -134,7 +134,7 @@ def solved(problem: Problem, objective: Objective | None = None) -> Plan:
 
 
 def test_the_plan_says_what_was_chosen(uncertain: Problem) -> None:
-    problem = replace(uncertain, wishes=replace(uncertain.wishes, robust=True))
+    problem = replace(uncertain, options=replace(uncertain.options, robust=True))
     plan, nominal = solved(problem), solved(uncertain)
     assert plan.balance == [1, 3]
     assert nominal.balance == [2, 2]
@@ -158,7 +158,7 @@ def test_the_plan_says_what_was_chosen(uncertain: Problem) -> None:
 
 def test_where_the_fastest_is_the_most_robust_it_stays(make_problem: MakeProblem) -> None:
     problem = make_problem(2, 5, 2, spread=0.0)
-    plan = solved(replace(problem, wishes=replace(problem.wishes, robust=True)))
+    plan = solved(replace(problem, options=replace(problem.options, robust=True)))
     nominal = solved(problem)
     assert plan.balance == nominal.balance
     assert plan.prediction == nominal.prediction
@@ -167,13 +167,13 @@ def test_where_the_fastest_is_the_most_robust_it_stays(make_problem: MakeProblem
 
 def test_refused_where_it_says_nothing(make_problem: MakeProblem) -> None:
     problem = make_problem(2, 5, 2)
-    wished = replace(problem, wishes=replace(problem.wishes, robust=True))
-    unknown = replace(wished, chain=replace(problem.chain, spread=None))
+    requested = replace(problem, options=replace(problem.options, robust=True))
+    unknown = replace(requested, chain=replace(problem.chain, spread=None))
     with pytest.raises(UsageError, match="does not tell how the layers' seconds vary"):
         solved(unknown)
     with pytest.raises(UsageError, match="`robust` with objective='memory'"):
-        solved(wished, Objective("memory"))
+        solved(requested, Objective("memory"))
     with pytest.raises(UsageError, match="`robust` with `frontier`"):
-        build_frontier(wished, model="toy", profile=PROFILE)
+        build_frontier(requested, model="toy", profile=PROFILE)
     with pytest.raises(UsageError, match="`robust` with planner='gpipe'"):
         PlanOptions(planner="gpipe", robust=True)

@@ -51,10 +51,10 @@ def free_links(devices: int, memory: int | None = None) -> Topology:
 
 def test_odd_replicas_beside_single_devices_are_bounded() -> None:
     chain = chain_of([5e-4] * 17 + [0.0], [0.0] * 17 + [5e-4])
-    wishes = PlanOptions(
+    options = PlanOptions(
         mini_batch=256 * 48, micro_batches=256, schedule="1f1b", recompute="never", time_limit=2.0
     )
-    problem = Problem(chain, free_links(66), wishes)
+    problem = Problem(chain, free_links(66), options)
     plan = replicated_pipeline(problem.configs[0], list(range(1, 19)), [1] * 17 + [48])
     assert problem.allows(plan)
     known = fastest(problem.space, [plan])
@@ -73,8 +73,8 @@ def test_no_number_of_replicas_is_below_the_bound(devices: int, seed: int) -> No
     chain = chain_of(list(rng.uniform(0, 1e-3, 3)), list(rng.uniform(0, 1e-4, 3)), saved=1.0)
     memory = int(rng.integers(150, 1200))
     size = int(rng.choice([48, 60, 64]))
-    wishes = PlanOptions(mini_batch=8 * size, micro_batches=8, schedule="1f1b", time_limit=0.2)
-    problem = Problem(chain, free_links(devices, memory), wishes)
+    options = PlanOptions(mini_batch=8 * size, micro_batches=8, schedule="1f1b", time_limit=0.2)
+    problem = Problem(chain, free_links(devices, memory), options)
     config = problem.configs[0]
     few = [1, 2, 3, 5, 9, 16, 17, 25, 31, 32, 33, 47, 48, 60, 61, 64]
     plans = [
@@ -93,8 +93,8 @@ def test_no_number_of_replicas_is_below_the_bound(devices: int, seed: int) -> No
 def test_the_bound_of_many_devices_sees_memory_and_bubbles() -> None:
     rng = np.random.default_rng(3)
     chain = chain_of(list(rng.uniform(0, 2e-4, 24)), list(rng.uniform(5e-4, 1e-3, 24)), 10.0, 100.0)
-    wishes = PlanOptions(mini_batch=4096, micro_batches=64, schedule="1f1b", time_limit=2.0)
-    problem = Problem(chain, free_links(256, 5_000), wishes)
+    options = PlanOptions(mini_batch=4096, micro_batches=64, schedule="1f1b", time_limit=2.0)
+    problem = Problem(chain, free_links(256, 5_000), options)
     found = run_search(problem)
     assert found.best is not None
     assert len(found.best.proposal.ends) > 1

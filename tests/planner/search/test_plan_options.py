@@ -1,4 +1,4 @@
-"""What wishes leave of the plans: pins, cuts and stages, against brute force with the same filter."""
+"""What options leave of the plans: pins, cuts and stages, against brute force with the same filter."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ BruteForce = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Whether stages with these ends and devices are what was wished, told from the wishes' own words."""
+    """Whether stages with these ends and devices are what was requested, told from the options' own words."""
 
-    wishes: PlanOptions
+    options: PlanOptions
     chain: Chain
     gpus: int
 
     def __call__(self, ends: tuple[int, ...], devices: Sequence[Sequence[int]]) -> bool:
-        names, wishes = self.chain.names, self.wishes
+        names, options = self.chain.names, self.options
         stages = [names[a:b] for a, b in pairwise((0, *ends))]
         return (
-            len(stages) <= (wishes.max_stages or len(stages))
-            and (not wishes.use_all or sum(map(len, devices)) == self.gpus)
-            and all(any(own[-1] == name for own in stages) for name in wishes.cut_after)
-            and all(stage < len(stages) and name in stages[stage] for name, stage in wishes.pins)
+            len(stages) <= (options.max_stages or len(stages))
+            and (not options.use_all or sum(map(len, devices)) == self.gpus)
+            and all(any(own[-1] == name for own in stages) for name in options.cut_after)
+            and all(stage < len(stages) and name in stages[stage] for name, stage in options.pins)
             and not any(self._parted(before[-1], after[0]) for before, after in pairwise(stages))
         )
 
     def _parted(self, last: str, first: str) -> bool:
         """Whether these layers are to be kept together."""
-        return any(fnmatchcase(last, p) and fnmatchcase(first, p) for p in self.wishes.keep_together)
+        return any(fnmatchcase(last, p) and fnmatchcase(first, p) for p in self.options.keep_together)
 
 
 def some_wishes(rng: np.random.Generator, layers: int, gpus: int, cuts: Sequence[int]) -> dict[str, Any]:
@@ -82,17 +82,17 @@ def test_wishes_against_brute_force(
     gpus, layers = int(rng.integers(2, 6)), len(chain)
     topology = make_topology(gpus, per_node=[2, 8][seed % 2], memory=[None, 900, 1500][seed % 3])
     cuts = [int(layer) for layer in np.flatnonzero(chain.cut_after)]
-    wishes = PlanOptions(mini_batch=4, recompute="never", **some_wishes(rng, layers, gpus, cuts))
-    answer = find(Problem(chain, topology, wishes), [])
+    options = PlanOptions(mini_batch=4, recompute="never", **some_wishes(rng, layers, gpus, cuts))
+    answer = find(Problem(chain, topology, options), [])
     space = Space(chain, topology, "sgd")
     own = pipeline_configs(4, ("1f1b", "gpipe"), ("never",), [1, 2, 4])
     families = [Family(s, p, tuple(range(1, gpus + 1))) for s in own for p in placements(topology)]
-    best = brute_force(space, families, Wanted(wishes, chain, gpus)).fastest()
+    best = brute_force(space, families, Wanted(options, chain, gpus)).fastest()
     if best is None:
         assert answer.best is None
         return
     assert answer.best is not None
-    assert Wanted(wishes, chain, gpus)(answer.best.proposal.ends, answer.best.proposal.devices)
+    assert Wanted(options, chain, gpus)(answer.best.proposal.ends, answer.best.proposal.devices)
     if answer.found.universal:  # on devices in an order that is not searched
         assert answer.best.step_seconds < best.step_seconds * (1 - 1e-9)
         return
@@ -111,8 +111,8 @@ def test_runtimes_against_brute_force(
     chain = make_chain(seed, 7, cuts=0.9, traffic=[0.1, 1][seed % 2])
     topology = make_topology(6, per_node=[3, 8][seed % 2], memory=[None, 1200][seed // 2])
     schedule = "gpipe" if name == "torchgpipe" else "1f1b"
-    wishes = PlanOptions(mini_batch=6, runtime=name, schedule=schedule)
-    answer = find(Problem(chain, topology, wishes), [])
+    options = PlanOptions(mini_batch=6, runtime=name, schedule=schedule)
+    answer = find(Problem(chain, topology, options), [])
     reached = topology.with_gpus(3) if runtime.one_process and seed % 2 == 0 else topology
     modes = ["by_stage"] if runtime.recompute_by_stage else sorted(runtime.recompute)
     own = pipeline_configs(6, (schedule,), modes, [1, 2, 3, 6])  # type: ignore[arg-type] # words of modes
@@ -141,7 +141,7 @@ def test_runtimes_against_brute_force(
 
 
 @pytest.mark.parametrize(
-    ("wishes", "what", "hint"),
+    ("options", "what", "hint"),
     [
         ({"pins": (("layer9", 0),)}, "pins='layer9': the model has no such layer", "Did you mean layer"),
         ({"pins": (("layer3", -1),)}, "pins[0][1]=-1: must be at least 0", "a whole number"),
@@ -164,12 +164,12 @@ def test_runtimes_against_brute_force(
     ],
 )
 def test_wishes_that_cannot_be(
-    wishes: dict[str, Any], what: str, hint: str, make_chain: MakeChain, make_topology: MakeTopology
+    options: dict[str, Any], what: str, hint: str, make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     chain = make_chain(1, 7, cuts=1.1)
     chain.cut_after[2] = False
     with pytest.raises(UsageError) as caught:
-        find(Problem(chain, make_topology(3), PlanOptions(mini_batch=4, **wishes)), [])
+        find(Problem(chain, make_topology(3), PlanOptions(mini_batch=4, **options)), [])
     assert what in caught.value.what
     assert hint in caught.value.hint
 

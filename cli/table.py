@@ -1,0 +1,208 @@
+"""A table: its columns, how it looks, and what a narrow terminal leaves out of it.
+
+Numbers are never cut: the least important columns are dropped first, then texts are folded, and a table that
+is too wide even so is printed as wide as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+
+from .field_names import as_options
+from .streams import printable
+
+Row = TypeVar("Row")
+Value = TypeVar("Value")
+
+ROOMY = 100
+"""Width of a terminal from which the columns stand two spaces apart."""
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """A column: its heading and the cell of a row.
+
+    `drop`: 0 stays on every terminal; of the others those with the smallest number are dropped first, those
+    with the same number together. `min_width`: for a text, the width that other columns do not take from it;
+    it is folded where it is longer. None: numbers and words that stay on one line. `shown`: whether the table
+    has the column at all.
+    """
+
+    heading: str
+    cell: Callable[[Row], str]
+    drop: int = 0
+    min_width: int | None = None
+    right: bool = False
+    shown: bool = True
+
+    def needs(self, natural: int) -> int:
+        """The width below which another column is dropped for this one."""
+        return natural if self.min_width is None else min(natural, self.min_width)
+
+
+def word(
+    heading: str,
+    value: Callable[[Row], Value | None],
+    format: Callable[[Value], str] = str,
+    drop: int = 0,
+    *,
+    none: str = "-",
+    shown: bool = True,
+) -> Column[Row]:
+    """A column of short words."""
+    return Column(heading, _cell(value, format, none), drop, shown=shown)
+
+
+def number(
+    heading: str,
+    value: Callable[[Row], Value | None],
+    format: Callable[[Value], str] = str,
+    drop: int = 0,
+    *,
+    none: str = "-",
+    shown: bool = True,
+) -> Column[Row]:
+    """A column of numbers, to the right."""
+    return Column(heading, _cell(value, format, none), drop, right=True, shown=shown)
+
+
+def text(
+    heading: str,
+    value: Callable[[Row], Value | None],
+    format: Callable[[Value], str] = str,
+    drop: int = 0,
+    *,
+    min_width: int = 24,
+    none: str = "-",
+    shown: bool = True,
+) -> Column[Row]:
+    """A column of texts of any length."""
+    return Column(heading, _cell(value, format, none), drop, min_width, shown=shown)
+
+
+def _cell(
+    value: Callable[[Row], Value | None], format: Callable[[Value], str], none: str
+) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        own = value(row)
+        return none if own is None else format(own)
+
+    return cell
+
+
+def print_table(
+    console: Console,
+    columns: Sequence[Column[Row]],
+    rows: Sequence[Row | None],
+    totals: Sequence[Row] = (),
+    *,
+    title: str = "",
+) -> None:
+    """Prints `table`, under its title after an empty line where it has one."""
+    if title:
+        console.print()
+        line(console, title, style="bold")
+    console.print(table(console, columns, rows, totals), crop=False)
+
+
+def table(
+    console: Console,
+    columns: Sequence[Column[Row]],
+    rows: Sequence[Row | None],
+    totals: Sequence[Row] = (),
+) -> Table:
+    """The table as far as it fits the console, with fields in the words of the command line.
+
+    A row that is None stands for those that are left out; totals stand below an empty line.
+    """
+    columns = [column for column in columns if column.shown]
+    cells = [
+        ["..." if row is None else printable(as_options(column.cell(row))) for column in columns]
+        for row in (*rows, *totals)
+    ]
+    apart = gap(console)
+    natural = [_width(c.heading, *(row[i] for row in cells)) for i, c in enumerate(columns)]
+    kept = _kept(columns, natural, console.width, apart)
+    widths = _widths([columns[i] for i in kept], [natural[i] for i in kept], console.width, apart)
+    whole = sum(widths) + apart * (len(widths) - 1)
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, apart - 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+        header_style="",
+        width=whole if whole > console.width else None,
+    )
+    headings = _headings([columns[i] for i in kept])
+    for index, heading, width in zip(kept, headings, widths, strict=True):
+        right = columns[index].right
+        made.add_column(heading, justify="right" if right else "left", width=width, overflow="fold")
+    for position, row in enumerate(cells):
+        if totals and position == len(rows):
+            made.add_section()
+        made.add_row(*(row[index] for index in kept))
+    return made
+
+
+def _headings(columns: Sequence[Column[Row]]) -> list[str]:
+    """Without an empty second line where no shown column has one."""
+    if any(column.heading.rstrip("\n").count("\n") for column in columns):
+        return [column.heading for column in columns]
+    return [column.heading.rstrip("\n") for column in columns]
+
+
+def gap(console: Console) -> int:
+    """Spaces between two columns."""
+    return 2 if console.width >= ROOMY else 1
+
+
+def _width(*texts: str) -> int:
+    return max(cell_len(line) for text in texts for line in text.split("\n"))
+
+
+def _kept(columns: Sequence[Column[Row]], natural: Sequence[int], width: int, apart: int) -> list[int]:
+    """Indices of the columns that are not dropped."""
+    kept = list(range(len(columns)))
+    while True:
+        needed = sum(columns[i].needs(natural[i]) for i in kept) + apart * (len(kept) - 1)
+        least = min((columns[i].drop for i in kept if columns[i].drop), default=None)
+        if needed <= width or least is None:
+            return kept
+        kept = [i for i in kept if columns[i].drop != least]
+
+
+def _widths(columns: Sequence[Column[Row]], natural: Sequence[int], width: int, apart: int) -> list[int]:
+    """Widths of the shown columns: what is left over goes to the texts, from left to right."""
+    widths = [column.needs(wanted) for column, wanted in zip(columns, natural, strict=True)]
+    spare = width - sum(widths) - apart * (len(widths) - 1)
+    for index, wanted in enumerate(natural):
+        more = max(0, min(spare, wanted - widths[index]))
+        widths[index] += more
+        spare -= more
+    return widths
+
+
+def print_head(console: Console, lines: Sequence[str]) -> None:
+    """The answer, in bold, and the lines under it."""
+    for position, text in enumerate(lines):
+        line(console, text, style=None if position else "bold")
+
+
+def print_notes(console: Console, notes: Sequence[str]) -> None:
+    """The notes, after an empty line where there are some."""
+    if notes:
+        console.print()
+    for note in notes:
+        line(console, f"Note: {note}")
+
+
+def line(console: Console, text: str, style: str | None = None) -> None:
+    """A line of text, with fields in the words of the command line; into a file or a pipe it goes whole."""
+    console.print(printable(as_options(text)), style=style, soft_wrap=not console.is_terminal)

@@ -1,0 +1,152 @@
+"""What of two passes is not the same, and how much of that may be rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .training_pass import PassResult
+
+_LAST_BITS = 16
+"""Units in the last place, of a tensor's largest value, that any change in the order of sums may cost."""
+_AMPLIFIED = 8
+"""Times what a change of the last bit of every parameter and input makes of a value."""
+_SMALL = 1e-2
+"""A gradient that is small beside the largest of its pass is a difference of large ones."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value that the layers leave another than the model does."""
+
+    kind: str
+    name: str
+    expected: Any
+    """Of the model."""
+    found: Any
+    """Of the layers."""
+
+    @property
+    def may_be_rounding(self) -> bool:
+        """Whether both are floating tensors of one shape, with NaN and infinity in the same places."""
+        a, b = self.expected, self.found
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or not _comparable(a, b):
+            return False
+        finite = torch.isfinite(a)
+        same = torch.equal(finite, torch.isfinite(b)) and _equal(a[~finite], b[~finite])
+        return same and (a.is_floating_point() or a.is_complex())
+
+    @property
+    def size(self) -> float:
+        """The largest difference of two finite elements."""
+        return _distance(self.expected, self.found)
+
+
+def differences(expected: PassResult, found: PassResult) -> list[Difference]:
+    """In the order of `PassResult.values`; none: equal bit for bit."""
+    if expected.structure != found.structure or len(expected.output) != len(found.output):
+        return [Difference("structure of the output", "", expected.structure, found.structure)]
+    own = {(kind, name): value for kind, name, value in found.values()}
+    return [
+        Difference(kind, name, value, own.get((kind, name)))
+        for kind, name, value in expected.values()
+        if not _same(value, own.get((kind, name)))
+    ]
+
+
+def beyond_rounding(several: list[Difference], expected: PassResult, varied: PassResult) -> list[Difference]:
+    """Those that are too large for rounding.
+
+    `varied`: of the model with the last bit of every parameter and input changed, a change as large as any
+    operation's rounding. What it makes of a value tells how much the model amplifies rounding; sums in
+    another order may cost a few times that, and never as much as half of a dtype's digits.
+    """
+    own = {(kind, name): value for kind, name, value in varied.values()}
+    scales = _scales(expected)
+    return [
+        difference
+        for difference in several
+        if not difference.may_be_rounding
+        or not difference.size
+        <= _allowed(difference, own.get((difference.kind, difference.name)), scales[difference.kind])
+    ]
+
+
+def _allowed(difference: Difference, varied: Any, scale: float) -> float:
+    value: Tensor = difference.expected
+    epsilon, own = torch.finfo(value.dtype).eps, _largest(value)
+    amplified = 0.0
+    if isinstance(varied, Tensor) and _comparable(value, varied):
+        amplified = _AMPLIFIED * _distance(value, varied)
+    most = math.sqrt(epsilon) * max(own, _SMALL * scale)
+    return min(max(amplified, _LAST_BITS * epsilon * own), most)
+
+
+def relative_size(several: list[Difference], expected: PassResult) -> float:
+    """The largest difference, in parts of the largest value of its kind."""
+    scales = _scales(expected)
+    return max(each.size / max(scales[each.kind], 1e-300) for each in several)
+
+
+def _scales(result: PassResult) -> Mapping[str, float]:
+    """By kind, the largest value."""
+    found: dict[str, float] = {}
+    for kind, _, value in result.values():
+        largest = _largest(value) if isinstance(value, Tensor) else 0.0
+        found[kind] = max(found.get(kind, 0.0), largest)
+    return found
+
+
+def not_finite(result: PassResult) -> Iterator[str]:
+    """What of the output holds NaN or infinity, in words."""
+    for index, leaf in enumerate(result.output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+            value = leaf.detach()
+            kinds = [word for word, has in (("NaN", value.isnan()), ("infinity", value.isinf())) if has.any()]
+            if kinds:
+                yield f"{' and '.join(kinds)} in {output_name(index, len(result.output))}"
+
+
+def output_name(index: int, count: int) -> str:
+    """Of a tensor of the model's output."""
+    return "the output" if count == 1 else f"output {index}"
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _comparable(a, b) and _equal(a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return False
+    return type(a) is type(b) and bool(a == b or a != a)
+
+
+def _comparable(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.layout == b.layout and a.device == b.device
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """NaN equals NaN."""
+    if torch.equal(a, b):
+        return True
+    if not (a.is_floating_point() or a.is_complex()) or a.layout is not torch.strided:
+        return False
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    if not a.numel():
+        return 0.0
+    size = (a.detach() - b.detach()).abs()
+    return float(torch.where(torch.isfinite(size), size, 0).max())
+
+
+def _largest(value: Tensor) -> float:
+    if not value.numel() or not (value.is_floating_point() or value.is_complex()):
+        return 0.0
+    size = value.detach().abs()
+    return float(torch.where(torch.isfinite(size), size, 0).max())

@@ -1,0 +1,133 @@
+"""Layers run beside the model they were made of, and are refused where they leave anything else behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...cost_models.errors import ModelError
+from ...cost_models.quantities import format_bytes
+from ..graphs.trial import NotTheModel
+from ..machine import free_host_bytes
+from ..user_model.failures import is_out_of_memory
+from ..user_model.loaded_model import ModelInput
+from ..user_model.seeding import seeded
+from .descriptions import describe
+from .side_by_side import Bind, LayersDiffer, ModelFails, SideBySide
+
+SECONDS = 10.0
+"""Longer than that only the first pass may take, by the time of the model's part of it."""
+LONGEST_SECONDS = 20.0
+"""A first pass that would take longer is not made."""
+_SHARE_OF_MEMORY = 0.5
+_COPIES = 4
+"""Of all weights: two copies of the model, and the gradients of both."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found; a difference is an error instead."""
+
+    batches: tuple[int, ...] = ()
+    """Of the passes, in order: of the model, and each time of the layers."""
+    why_not: str = ""
+    rounding: float = 0.0
+    """The largest difference, in parts of the largest value of its kind; 0: equal bit for bit."""
+    not_finite: str = ""
+    attributes: tuple[str, ...] = ()
+    """Of modules, that forward changes at each call and the layers do not."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a profile is to say of it; nothing where all is equal."""
+        said = []
+        if self.why_not:
+            said.append(f"layers and model were not compared by value: {self.why_not}")
+        if self.rounding:
+            said.append(
+                f"outputs and gradients of the layers are those of the model within rounding: they differ by "
+                f"{self.rounding:.1g} of the largest"
+            )
+        if self.not_finite:
+            said.append(f"the model's own output holds {self.not_finite}, on the example input")
+        if self.attributes:
+            said.append(
+                f"forward changes {', '.join(self.attributes)} at each call, in Python, which the layers do "
+                "not: where what it computes comes to depend on that, name the module a layer (`granularity`)"
+            )
+        return tuple(said)
+
+
+class ModelCheck:
+    """Compares layers with the model; those of several frontends in turn."""
+
+    def __init__(self, model: nn.Module, given: ModelInput, name: str) -> None:
+        self._model, self._name = model, name
+        self._why_not = _why_not(model, given)
+        if not self._why_not:
+            tensors = (*model.parameters(), *model.buffers(), *given.tensors)
+            self._given = given.to(tensors[0].device)
+
+    def compare(self, bind: Bind, layer_names: Sequence[str], how: str) -> Comparison:
+        """Raises NotTheModel where the layers that `bind` makes differ, ModelError where the model fails.
+
+        Both run on copies, with gradients, in the mode that the model is in, from one random state: on the
+        smallest batch that the model takes, on it again, and with one sample more. `how` the layers were
+        traced.
+        """
+        if self._why_not:
+            return Comparison(why_not=self._why_not)
+        failures: list[ModelError] = []
+        for smallest in dict.fromkeys((1, 2, self._given.batch)):
+            side = SideBySide(self._model, self._given, self._name, bind)
+            try:
+                with seeded(side.seed):
+                    return _compared(side, smallest)
+            except ModelFails as error:
+                failures.append(error)
+            except LayersDiffer as error:
+                with seeded(side.seed):
+                    what, hint = describe(side, error, layer_names)
+                raise NotTheModel(f"{self._name} cannot be traced by {how}: {what}", hint) from None
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                return Comparison(why_not="memory ran out")
+        raise failures[0]
+
+
+def _compared(side: SideBySide, smallest: int) -> Comparison:
+    """As many passes as the time allows, of the model and each time of the layers."""
+    if not side.begin(smallest, LONGEST_SECONDS / 2):
+        return Comparison(why_not=f"a pass of the model takes {side.seconds:.0f} s")
+    seconds = 2 * side.seconds
+    for batch in (smallest, smallest + 1):
+        seconds += 2 * side.seconds * batch / smallest
+        if seconds > SECONDS:
+            break
+        try:
+            side.go_on(batch)
+        except ModelFails:
+            break
+    return Comparison(
+        tuple(side.batches), "", side.rounding, side.not_finite, tuple(side.changes_of_attributes())
+    )
+
+
+def _why_not(model: nn.Module, given: ModelInput) -> str:
+    """Why the model cannot be run here; empty where it can, as far as its weights tell."""
+    tensors = (*model.parameters(), *model.buffers(), *given.tensors)
+    if any(tensor.is_meta for tensor in tensors):
+        return "tensors on the meta device have no values"
+    needed = _COPIES * sum(tensor.nbytes for tensor in tensors)
+    free = _free_bytes(tensors[0].device)
+    if free is not None and needed > _SHARE_OF_MEMORY * free:
+        return f"it would need {format_bytes(needed)} for weights, {format_bytes(free)} are free"
+    return ""
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()

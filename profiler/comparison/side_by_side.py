@@ -1,0 +1,162 @@
+"""Passes of a model and of its layers in turn, each on a copy of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...cost_models.errors import ModelError
+from ..user_model.copies import copy_model
+from ..user_model.failures import at_user_line, first_line, is_out_of_memory
+from ..user_model.loaded_model import ModelInput
+from .differences import Difference, beyond_rounding, differences, not_finite, relative_size
+from .training_pass import PassResult, Trainee, plain_attributes
+
+Bind = Callable[[nn.Module], nn.Sequential]
+"""Makes the layers anew of a copy of the model, one element a layer."""
+
+
+class ModelFails(ModelError):
+    """The model itself does not run on this batch."""
+
+
+class LayersDiffer(Exception):
+    """What differed after which passes; `failure` where the layers did not run."""
+
+    def __init__(
+        self, several: Sequence[Difference], batches: Sequence[int], failure: Exception | None = None
+    ) -> None:
+        super().__init__()
+        self.differences, self.batches, self.failure = several, tuple(batches), failure
+
+
+@dataclass(eq=False)
+class SideBySide:
+    """One comparison; see `ModelCheck.compare`."""
+
+    model: nn.Module
+    given: ModelInput
+    name: str
+    bind: Bind
+    seed: int = 0
+    batches: list[int] = field(default_factory=list, init=False)
+    """Of the passes so far."""
+    seconds: float = field(default=0.0, init=False)
+    """Of the model's first pass."""
+    rounding: float = field(default=0.0, init=False)
+    not_finite: str = field(default="", init=False)
+    _states: list[dict[str, Any]] = field(default_factory=list, init=False)
+    """Attributes of the model's modules after each pass."""
+
+    def begin(self, batch: int, limit_seconds: float) -> bool:
+        """The first pass, of `batch` samples. Raises ModelFails, LayersDiffer.
+
+        Whether there was one of the layers: not where the model's took longer than the limit.
+        """
+        self._own, self._layers = self.plain(), self.layered()
+        begun = time.perf_counter()
+        expected = self._model_pass(batch)
+        self.seconds = time.perf_counter() - begun
+        if self.seconds > limit_seconds:
+            return False
+        self._compare(expected)
+        return True
+
+    def go_on(self, batch: int) -> None:
+        """A further pass, in the state that the ones before left. Raises as `begin` does."""
+        self._compare(self._model_pass(batch))
+
+    def changes_of_attributes(self) -> Iterator[str]:
+        """Those that were another after each pass of the model, and are so in its copy alone."""
+        own = plain_attributes(self._layers.model)
+        *earlier, last = self._states
+        for name, value in last.items():
+            changes = earlier and all(name in state for state in earlier) and earlier[-1][name] != value
+            if changes and own.get(name) != value:
+                yield name
+
+    def plain(self) -> Trainee:
+        """A copy of the model."""
+        copy = copy_model(self.model, self.name)
+        return Trainee(copy, lambda given: given.call(copy))
+
+    def layered(self) -> Trainee:
+        """The layers of a copy."""
+        copy = copy_model(self.model, self.name)
+        layers = self.bind(copy)
+        return Trainee(copy, lambda given: layers(given.handed), tuple(layers))
+
+    def example(self, batch: int) -> ModelInput:
+        """So many samples that differ: those of the example, then the same with their elements rotated.
+
+        Rotated values are still of the kind that the model takes: indices, masks, probabilities.
+        """
+
+        def rotated(tensor: Tensor, source: Tensor) -> Tensor:
+            if source.dim() > 1 and len(source) == self.given.batch:
+                for sample in range(self.given.batch, batch):
+                    tensor[sample] = tensor[sample].roll(sample // self.given.batch, dims=-1)
+            return tensor.requires_grad_(source.requires_grad)
+
+        sources = iter(self.given.tensors)
+        plain = self.given.repeated(batch).clone()
+        return plain.mapped(lambda tensor: rotated(tensor, next(sources)))
+
+    def _model_pass(self, batch: int) -> PassResult:
+        try:
+            result = self._own.train_once(self.example(batch), self.seed)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelFails(
+                f"{self.name} does not train on a batch of {batch}: {first_line(error)}{at_user_line(error)}",
+                "Forward and backward must run on inputs like the example.",
+            ) from error
+        self.batches.append(batch)
+        self._states.append(plain_attributes(self._own.model))
+        self.not_finite = self.not_finite or ", ".join(not_finite(result))
+        return result
+
+    def _compare(self, expected: PassResult) -> None:
+        try:
+            found = self._layers.train_once(self.example(self.batches[-1]), self.seed)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise LayersDiffer([], self.batches, error) from error
+        several = differences(expected, found)
+        soft = [each for each in several if each.may_be_rounding]
+        if soft:
+            several = beyond_rounding(several, expected, self._varied())
+        if several:
+            raise LayersDiffer(several, self.batches)
+        if soft:
+            self.rounding = max(self.rounding, relative_size(soft, expected))
+
+    def _varied(self) -> PassResult:
+        """What the model leaves by now with the last bit of parameters and inputs changed."""
+        varied = self.plain()
+        with torch.no_grad():
+            for parameter in varied.model.parameters():
+                _change_last_bits(parameter)
+        for batch in self.batches:
+            given = self.example(batch)
+            with torch.no_grad():
+                for tensor in given.tensors:
+                    _change_last_bits(tensor)
+            result = varied.train_once(given, self.seed)
+        return result
+
+
+def _change_last_bits(tensor: Tensor) -> None:
+    """In place: every other element a step up, the others a step down."""
+    if tensor.is_floating_point():
+        flat = tensor.detach().flatten()
+        steps = torch.ones_like(flat)
+        steps[::2] = -1
+        tensor.copy_((flat * (1 + steps * torch.finfo(flat.dtype).eps)).reshape(tensor.shape))

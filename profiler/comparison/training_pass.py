@@ -1,0 +1,111 @@
+"""A forward and backward pass of a model, or of its layers, and every value that it leaves."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..graphs.flat_output import flat
+from ..user_model.loaded_model import ModelInput
+from ..user_model.seeding import normal_like, random_states, reseed
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, eq=False)
+class Trainee:
+    """A copy of a model, and what is run on its parameters: the copy itself, or layers bound to it."""
+
+    model: nn.Module
+    run: Callable[[ModelInput], Any]
+    layers: tuple[nn.Module, ...] = ()
+
+    def train_once(self, given: ModelInput, seed: int) -> PassResult:
+        """Forward, and backward from random gradients, which add up to those of the passes before.
+
+        `given` is worked on: in place, and for gradients of what needs them.
+        """
+        result = PassResult(self.model)
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reseed(seed)
+            result.output, result.structure = flat(self.run(given))
+            starts = [leaf for leaf in result.output if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if starts:
+                gradients = [normal_like(leaf, seed + index) for index, leaf in enumerate(starts)]
+                torch.autograd.backward(starts, gradients)
+            result.random = random_states()
+        result.inputs = given.tensors
+        return result
+
+
+@dataclass(eq=False)
+class PassResult:
+    """What is there after a pass. Gradients and buffers are the model's own, so later passes change them."""
+
+    model: nn.Module
+    output: list[Any] = field(default_factory=list)
+    structure: object = None
+    inputs: tuple[Tensor, ...] = ()
+    random: dict[str, Any] = field(default_factory=dict)
+
+    def values(self) -> Iterator[tuple[str, str, Any]]:
+        """Kind, name and value of all that can be told apart, outputs first; None: no gradient."""
+        for index, leaf in enumerate(self.output):
+            value = leaf.detach() if isinstance(leaf, Tensor) else leaf
+            yield "output", str(index), value if isinstance(value, (Tensor, *_PLAIN)) else type(value)
+        for index, leaf in enumerate(self.output):
+            if isinstance(leaf, Tensor):
+                yield "need of a gradient", str(index), leaf.requires_grad
+        for name, parameter in self.model.named_parameters():
+            yield "gradient", name, parameter.grad
+        for index, tensor in enumerate(self.inputs):
+            if tensor.requires_grad and tensor.is_leaf:
+                yield "gradient of input", str(index), tensor.grad
+        for name, buffer in self.model.named_buffers():
+            yield "buffer", name, buffer.detach()
+        for name, parameter in self.model.named_parameters():
+            yield "parameter", name, parameter.detach()
+        for name, state in self.random.items():
+            yield "random state", name, state
+        yield from (("random state", name, state) for name, state in own_generators(self.model))
+
+
+def own_generators(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The states of random number generators that modules hold, by dotted name."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, random.Random):
+                yield _dotted(path, name), value.getstate()
+            elif type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+                yield _dotted(path, name), repr(value.bit_generator.state)
+
+
+def plain_attributes(model: nn.Module) -> dict[str, Any]:
+    """What modules keep in Python, by dotted name: numbers, words, and lists and dicts of them."""
+    return {
+        _dotted(path, name): copy.deepcopy(value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
+
+
+def _dotted(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
