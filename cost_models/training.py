@@ -61,8 +61,9 @@ class Training:
 
         DistributedDataParallel's buckets hold the gradients once more, but for those of copies of tied
         weights. With ZeRO stage 1 gradients are reduced where they lie, after the last backward: what a
-        reduction needs besides comes when the activations are gone. From stage 2 on the gradients of two neighbouring layers are whole at a time,
-        with stage 3 the parameters too: of the layer at work and of the next one.
+        reduction needs besides comes when the activations are gone. From stage 2 on the gradients of two
+        neighbouring layers are whole at a time, with stage 3 the parameters too: of the layer at work and of
+        the next one.
         """
         if self.replicas == 1:
             return 0.0

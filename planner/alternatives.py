@@ -11,7 +11,7 @@ from .candidate import ScoredPlan
 from .joint_search import JointSearchResult, is_small, run_search
 from .pipeline_config import SEARCHED
 from .plan_file import Alternative
-from .plan_stages import plan_recompute, plan_stages
+from .plan_stages import plan_recompute, plan_stages, shared_weights
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult
@@ -83,6 +83,7 @@ def _interleaved(problem: Problem, answer: JointSearchResult) -> Iterator[Altern
             if INTERLEAVED in runtime.schedules
             and runtime.trains(problem.precision.name, problem.options.zero)
             and _recomputes(runtime, plan)
+            and _keeps_weights(runtime, problem, plan)
         ]
         if not names:
             return
@@ -91,6 +92,14 @@ def _interleaved(problem: Problem, answer: JointSearchResult) -> Iterator[Altern
         than = f"{ratio:.3g} x slower" if ratio > 1 else f"{1 / ratio:.3g} x faster"
         reason = f"a heuristic's proposal, {than} than the plan: interleaved is not searched"
         yield _alternative(problem, found, plan, names, reason)
+
+
+def _keeps_weights(runtime: Runtime, problem: Problem, plan: ScoredPlan) -> bool:
+    """Whether the runtime trains the weights that the plan's stages share."""
+    return all(
+        runtime.tied == "any" or (runtime.tied == "ends" and own.stages == [0, len(plan.proposal.ends) - 1])
+        for own in shared_weights(problem.space, plan)
+    )
 
 
 def _recomputes(runtime: Runtime, plan: ScoredPlan) -> bool:

@@ -100,8 +100,8 @@ def _check_cuts(problem: Problem, given: FixedPartition) -> None:
             )
         if not together[end - 1]:
             raise UsageError(
-                f"stage {stage} ends after layer {end - 1}, {chain.names[end - 1]}, between layers that share "
-                f"a weight ({problem.untied_reason})",
+                f"stage {stage} ends after layer {end - 1}, {chain.names[end - 1]}, between layers that "
+                f"share a weight ({problem.untied_reason})",
                 "Move the cut, or plan for another runtime: runtime='torch' trains it.",
             )
 

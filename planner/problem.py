@@ -137,7 +137,7 @@ class Problem:
 
     @cached_property
     def cut_chain(self) -> Chain:
-        """The chain without the cuts between users of one weight, where these may not be (`untied_reason`)."""
+        """The chain, without the cuts between users of one weight where there is an `untied_reason`."""
         return self.chain.without_tied_cuts() if self.untied_reason else self.chain
 
     @property

@@ -91,8 +91,8 @@ def replicate_stage(
     """A stage whose replicas begin alike, and average its gradients after the last backward of a step.
 
     `apart`: names of parameters whose gradients are added up elsewhere; sharded ones are averaged all the
-    same, and where `splits_backward`, DistributedDataParallel does not see the weight gradients come: then it is the
-    module as it was, and `average_gradients` is to be called.
+    same. Where `splits_backward`, DistributedDataParallel does not see the weight gradients come: then it is
+    the module as it was, and `average_gradients` is to be called.
     """
     if how not in ("ddp", "fsdp"):
         raise UsageError(f"replicate {how!r} is unknown", "Use 'ddp' or 'fsdp'.")
