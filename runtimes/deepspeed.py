@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from deepspeed.pipe import PipelineModule
     from torch import nn
 
+    from .pipelining.tied_weights import StageLayers, TiedWeight
+
 __all__ = ["DeepspeedExport", "build"]
 
 
@@ -44,24 +46,27 @@ def build(
     Pass the result to `deepspeed.initialize(model=..., config=..., model_parameters=...)` with the `config`
     of the export. Its `train_batch` takes an iterator over (input, target) of a micro-batch of one replica,
     the input a tensor or the tuple of all tensors of the input.
-    Raises UsageError, FileError; ExportError where the model is not the one of the plan, stages share
-    parameters, the plan is not for DeepSpeed, or a stage has no parameters, which DeepSpeed's optimizers
+    Weights that stages share are DeepSpeed's tied modules, one a weight.
+    Raises UsageError, FileError; ExportError where the model is not the one of the plan, stages share a
+    buffer, the plan is not for DeepSpeed, or a stage has no parameters, which DeepSpeed's optimizers
     refuse; ModelError as `pplan.sequential` does; MachineError without DeepSpeed, before
     `deepspeed.init_distributed()` or with another number of processes.
     """
     from ..profiler.user_model.loaded_model import ModelInput
     from .pipelining.cut_hooks import guard_cuts
-    from .pipelining.plan_layers import check_sharing, match_layers
+    from .pipelining.plan_layers import match_layers
+    from .pipelining.tied_weights import find_tied_weights, split_stage
 
     document = resolve_document(source, DeepspeedExport, export)
     example = None if example_input is None else ModelInput.of(example_input)
     count = document.parts[-1]
     layers = match_layers(document, count, model, example, layer_names, granularity=document.granularity)
-    _check_parameters(document, layers)
-    check_sharing(layers, document.parts)
+    tied = find_tied_weights(layers, document.parts)
+    _check_parameters(document, layers, tied)
     try:
         import torch.distributed
         from deepspeed.pipe import PipelineModule
+        from torch import nn
     except ImportError as error:
         raise missing_package("deepspeed", error) from error
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -77,12 +82,21 @@ def build(
         )
 
     of_one = document.micro_batch_size // document.replicas
+    stage = torch.distributed.get_rank() // document.replicas
+    own = split_stage(layers, document.parts, stage, tied)
+    first, end = document.parts[stage : stage + 2]
+    layers = nn.Sequential(*layers[:first], *own.layers, *layers[end:])
     safe = guard_cuts(layers, document.parts, example, of_one, packs_all=True)
-    return _partitioned(PipelineModule, document)(safe, num_stages=document.num_stages, loss_fn=loss_fn)
+    kind = _partitioned(PipelineModule, document, tied, own)
+    return kind(safe, num_stages=document.num_stages, loss_fn=loss_fn)
 
 
-def _partitioned(kind: Any, document: DeepspeedExport) -> Any:
-    """DeepSpeed's class with the plan's partition: its own knows only its rules."""
+def _partitioned(kind: Any, document: DeepspeedExport, tied: Sequence[TiedWeight], own: StageLayers) -> Any:
+    """DeepSpeed's class with the plan's partition, of which its own knows only its rules, and with the
+    weights that stages share: its own takes only layers that share all they have."""
+
+    def index_tied_modules(module: Any) -> dict[str, dict[str, Any]]:
+        return _tied_modules(module, document, tied, own)
 
     def partition_layers(module: Any, method: str = "") -> None:
         del method
@@ -90,12 +104,37 @@ def _partitioned(kind: Any, document: DeepspeedExport) -> Any:
         module.parts = document.parts
         module._set_bounds(document.parts[stage], document.parts[stage + 1])
 
-    return type("PlannedPipelineModule", (kind,), {"_partition_layers": partition_layers})
+    methods = {"_partition_layers": partition_layers, "_index_tied_modules": index_tied_modules}
+    return type("PlannedPipelineModule", (kind,), methods)
 
 
-def _check_parameters(document: DeepspeedExport, model: nn.Sequential) -> None:
+def _tied_modules(
+    module: Any, document: DeepspeedExport, tied: Sequence[TiedWeight], own: StageLayers
+) -> dict[str, dict[str, Any]]:
+    """Of a PipelineModule, as it keeps them for its TiedLayerSpecs: by name, who has copies of the weights of
+    this process. It makes them equal when it begins, and adds up their gradients before each update."""
+    import torch
+
+    found: dict[str, dict[str, Any]] = {}
+    for index, weight in enumerate(tied):
+        for replica in range(document.replicas):
+            ranks = [stage * document.replicas + replica for stage in weight.stages]
+            group = torch.distributed.new_group(ranks)
+            if module.global_rank in ranks:
+                holder = torch.nn.Module()
+                holder.register_parameter("weight", own.copies[index])
+                own.copies[index].ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
+                name = f"tied_{index}"
+                module.tied_modules[name], module.tied_weight_attrs[name] = holder, ["weight"]
+                found[name] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": holder}
+    return found
+
+
+def _check_parameters(document: DeepspeedExport, model: nn.Sequential, tied: Sequence[TiedWeight]) -> None:
     for stage, (first, end) in enumerate(pairwise(document.parts)):
-        if not any(parameter.requires_grad for layer in model[first:end] for parameter in layer.parameters()):
+        own = [parameter for layer in model[first:end] for parameter in layer.parameters()]
+        own += [weight.parameter for weight in tied if stage in weight.stages]
+        if not any(parameter.requires_grad for parameter in own):
             raise ExportError(
                 f"stage {stage} (layers {first} to {end - 1}) has no parameters to train: "
                 "DeepSpeed's optimizers refuse an empty list",
