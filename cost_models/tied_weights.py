@@ -109,15 +109,25 @@ def copied_bytes(tied: Sequence[TiedWeight], cut_points: Sequence[int], *, train
     return made
 
 
-def shared_bytes(tied: Sequence[TiedWeight], cut_points: Sequence[int]) -> list[tuple[float, Floats]]:
-    """By weight that is trained: its trainable bytes, and (n, n), 1 where the layers from cut point i to
-    before cut point j have a user of it and others have one, too."""
-    points = np.array(cut_points)
-    made = []
+def least_seconds_after(
+    tied: Sequence[TiedWeight],
+    cut_points: Sequence[int],
+    topology: Topology,
+    precision: Precision,
+    replicas: int,
+) -> Floats | float:
+    """(n, n): seconds that the sums of a stage's weights take at the least, where its layers from cut point i
+    to before cut point j have some of their users and not all. Every sum is over its `replicas` and another
+    stage's device: each sends 2 (r - 1) / r of the bytes, over the fastest link at best."""
+    points, made = np.array(cut_points), np.zeros((len(cut_points),) * 2)
+    if not any(weight.trainable_bytes for weight in tied) or topology.gpus < 2:
+        return 0.0
+    fastest = max(level.link.bandwidth_bytes_per_second for level in topology.levels)
+    share = 2 * replicas / (replicas + 1) * (precision.gradient / precision.weight)
     for weight in tied:
-        whole = (points <= weight.layers[0])[:, None] & (points > weight.layers[-1])[None, :]
-        if weight.trainable_bytes:
-            made.append((weight.trainable_bytes, (_has_user(weight, points) & ~whole).astype(np.float64)))
+        has_all = (points <= weight.layers[0])[:, None] & (points > weight.layers[-1])[None, :]
+        seconds = share * weight.trainable_bytes / fastest
+        made += seconds * (_has_user(weight, points) & ~has_all)
     return made
 
 

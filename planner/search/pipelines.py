@@ -121,6 +121,13 @@ class Pipelines:
             limit = None if limit is None else min(limit, float(steps[row]))
         return steps
 
+    def after_tied_sums(self, ends: Floats) -> Floats:
+        """(stages, pipelines): when the stages are done, whose own gradients are ready at `ends`."""
+        if self.routes is None or not any(self.routes.tied):
+            return ends
+        pairs = zip(ends.T, self.routes.tied, strict=True)
+        return np.array([ends_after_sums(own, sums) for own, sums in pairs]).T
+
     def without_sharing(self) -> Pipelines:
         """The same where every transfer and every all-reduce has ports of its own, and no weight is tied."""
         return replace(self, routes=None)

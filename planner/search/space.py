@@ -21,7 +21,7 @@ from ...cost_models.port_sharing import PortSharings
 from ...cost_models.precision import training_precision
 from ...cost_models.routes import Routes
 from ...cost_models.runtime import Runtime
-from ...cost_models.tied_weights import reduction_seconds
+from ...cost_models.tied_weights import least_seconds_after, reduction_seconds
 from ...cost_models.topology import Topology
 from ..plan_options import CutLimits
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
@@ -264,6 +264,13 @@ class Space:
             limit=self.limit(devices),
             optimizer=self.optimizer,
             ledger=ledger_options(least, self.dtype, self.number_bytes, self.zero),
+            least_tied=self.least_tied(self.table(per_replica_batch), len(devices)),
+        )
+
+    def least_tied(self, table: StageTable, replicas: int) -> Floats | float:
+        """`least_seconds_after` of the stages of a table."""
+        return least_seconds_after(
+            self.chain.tied, table.cut_points, self.topology, self.number_bytes, replicas
         )
 
     def timed(self, kind: Device, size: float) -> StageTable:
@@ -295,6 +302,8 @@ class ReplicaGroupCosts:
     limit: float
     optimizer: str
     ledger: LedgerOptions
+    least_tied: Floats | float = 0.0
+    """Of sums of tied weights' gradients, at the least: they follow the all-reduce."""
     _room: dict[str, Floats] = field(default_factory=dict)
 
     def room(self, recompute: Recompute, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> Floats:

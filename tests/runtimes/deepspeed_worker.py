@@ -77,8 +77,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     own = parts_of(kind, document)[replica :: document.replicas]
     losses = [engine.train_batch(iter(own)).item() for _ in range(STEPS)]
     plain = made(kind)
-    layers = plain
-    if not isinstance(plain, nn.Sequential):
+    if isinstance(plain, nn.Sequential):
+        layers = plain
+    else:
         layers = pplan.sequential(plain, example, granularity=document.granularity)
     start = {name: value.detach().clone() for name, value in layers.named_parameters()}
     plain_losses = train_plainly(kind, document, layers, plain)

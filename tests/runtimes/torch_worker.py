@@ -113,9 +113,10 @@ class TiedLike(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.block = nn.Embedding(11, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        linear = nn.Linear(6, 6)
+        self.embedding, self.block = nn.Embedding(11, 6), nn.Sequential(linear, nn.Tanh())
         self.norm, self.again = nn.LayerNorm(6), nn.Linear(6, 6)
-        self.again.weight = self.block[0].weight
+        self.again.weight = linear.weight
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embedding.weight
 
