@@ -42,6 +42,7 @@ def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str])
             gradient_dtype=problem.precision.gradient_dtype,
         )
         own = replace(problem, options=options)
+        own.space  # noqa: B018  raises where the options cut between layers that it keeps together
     except UsageError:
         return  # the options leave nothing that it runs
     if not own.families:

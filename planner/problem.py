@@ -157,7 +157,7 @@ class Problem:
     @cached_property
     def space(self) -> Space:
         """The plans under the limits, for the runtime."""
-        chain, limits = limit_cuts(self.cut_chain, self.options)
+        chain, limits = limit_cuts(self.cut_chain, self.options, untied_reason=self.untied_reason)
         return Space(
             chain=chain,
             topology=self.topology,
