@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing import reductions
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from pplan.profiler.torch_internals import TorchDispatchMode, storage_key, tree_leaves
 
 _weak: Any = reductions.StorageWeakRef
 Context = Callable[[], AbstractContextManager[Any]]
@@ -37,7 +37,7 @@ class LiveStorages(TorchDispatchMode):
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self._seen[storage._cdata] = _weak(storage), storage.nbytes()
+                self._seen[storage_key(storage)] = _weak(storage), storage.nbytes()
 
     @property
     def bytes(self) -> int:

@@ -20,7 +20,7 @@ import torch
 
 import pplan
 from pplan.profiler import size_run
-from pplan.profiler.machine import device_named
+from pplan.profiler.local_machine import device_named
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import load_model
 from pplan.profiler.passes.clocks import Clock, CpuClock, CudaClock

@@ -18,7 +18,7 @@ from pplan.planner.planners.pipedream_instance import PAPER
 from pplan.planner.planners.pipedream_planner import PUBLISHED, plan_asynchronous
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.search.space import Space
-from pplan.profiler.importing.importer import ImportOptions, import_profile
+from pplan.profiler.importing.importer import ProfileImportOptions, import_profile
 
 PROFILES = {"pipedream-vgg16": "pipedream-vgg16-graph.txt", "dapple-vgg19": "dapple-vgg19-batch32.txt"}
 
@@ -36,7 +36,7 @@ class Row:
 
 def imported(folder: Path, name: str, micro_batch_size: int) -> Chain:
     """The chain of a published profile, an operation a layer."""
-    options = ImportOptions(micro_batch_size=micro_batch_size, granularity="fine")
+    options = ProfileImportOptions(micro_batch_size=micro_batch_size, granularity="fine")
     return import_profile(folder / PROFILES[name], options).chain()
 
 

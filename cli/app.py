@@ -27,12 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from .invocation import GIVEN
         from .streams import begin
-        from .verbs import Session, app
+        from .verbs import Session, root
 
         begin()
         GIVEN.set(tuple(given))
         session = Session()
-        status = app(args=given, prog_name="pplan", standalone_mode=False, obj=session)
+        status = root(args=given, prog_name="pplan", standalone_mode=False, obj=session)
         sys.stdout.flush()
     except SystemExit as end:
         # typer leaves so where the reader of the pipe has gone
@@ -126,9 +126,9 @@ def _usage_error(error: Exception, given: Sequence[str]) -> PplanError | None:
     if "typer" not in sys.modules:
         return None  # it is what could not be imported
     from .usage import explain_usage, is_usage_error
-    from .verbs import app
+    from .verbs import root
 
-    return explain_usage(error, app, given) if is_usage_error(error) else None
+    return explain_usage(error, root, given) if is_usage_error(error) else None
 
 
 def _one_line(text: str) -> str:

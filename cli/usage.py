@@ -7,7 +7,7 @@ they offer, not by their classes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
@@ -20,36 +20,35 @@ def is_usage_error(error: Exception) -> bool:
     return isinstance(error, typer.Abort) or hasattr(error, "format_message")
 
 
-def explain_usage(error: Exception, app: typer.Typer, given: Sequence[str]) -> UsageError:
-    """The refusal of the arguments `given`, with the nearest options or verbs."""
+def explain_usage(error: Exception, root: Any, given: Sequence[str]) -> UsageError:
+    """The refusal of the arguments `given`, with the nearest options or verbs of `root`, the program."""
     if isinstance(error, typer.Abort):
         return UsageError("aborted", "Nothing was done.")
     refusal: Any = error
     message = str(refusal.format_message()).rstrip(".")
-    verb = next((word for word in given if word in _commands(app)), "")
+    verb = next((word for word in given if word in root.commands), "")
     path, where = (f"pplan {verb}", f"{verb}: ") if verb else ("pplan", "")
     if message.startswith("No such command"):
         unknown = message.split("'")[1]
-        return UsageError(f"no such verb: {unknown}", _near_verb(unknown, app))
+        return UsageError(f"no such verb: {unknown}", _near_verb(unknown, root))
     hint = f"See {path} --help"
     if hasattr(refusal, "possibilities"):
         message = f"no such option: {refusal.option_name}"
-        hint = _near_option(refusal.option_name, verb, app) or hint
+        hint = _near_option(refusal.option_name, verb, root) or hint
     elif message.startswith("Missing") and getattr(refusal, "param", None) is not None:
         hint = f"Give it: {path} {_form(refusal.param)}. {hint}"
     return UsageError(f"{where}{message[:1].lower()}{message[1:]}", hint)
 
 
-def _near_verb(verb: str, app: typer.Typer) -> str:
-    verbs = list(_commands(app))
+def _near_verb(verb: str, root: Any) -> str:
+    verbs: list[str] = list(root.commands)
     near = difflib.get_close_matches(verb, verbs, n=2, cutoff=0.5)
     guess = f"Did you mean {' or '.join(near)}? " if near else ""
     return f"{guess}The verbs are: {', '.join(verbs)}."
 
 
-def _near_option(option: str, verb: str, app: typer.Typer) -> str:
-    root: Any = typer.main.get_command(app)
-    commands = _commands(app)
+def _near_option(option: str, verb: str, root: Any) -> str:
+    commands: Mapping[str, Any] = root.commands
     own = _option_names(commands.get(verb, root))
     if verb and option in _option_names(root):
         return f"{option} stands before the verb: pplan {option} {verb} ..."
@@ -65,11 +64,6 @@ def _form(parameter: Any) -> str:
     """An option or argument as it is written: `--gpus N`."""
     option = next((name for name in parameter.opts if name.startswith("--")), "")
     return f"{option} {parameter.metavar or ''}".strip()
-
-
-def _commands(app: typer.Typer) -> dict[str, Any]:
-    group: Any = typer.main.get_command(app)
-    return dict(group.commands)
 
 
 def _option_names(command: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -76,3 +76,7 @@ def options_before_the_verb(
     context.ensure_object(Session).debug = debug
     if context.invoked_subcommand is None:
         print(context.get_help())
+
+
+root: Any = typer.main.get_command(app)
+"""The command made of all the above, once: typer would read every verb's parameters again at each call."""

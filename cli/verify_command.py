@@ -31,7 +31,7 @@ def verify_command(
     plan_file: PlanFile = None, profile_file: ProfileFile = None, as_json: AsJson = False
 ) -> None:
     """Verify a plan: everything in it worked out again, by code that shares nothing with the planner."""
-    from ..verification.verify import verify_files
+    from ..verification.verify_files import verify_files
     from .default_input import named_or_newest
     from .streams import console, remark, result
 

@@ -114,12 +114,12 @@ class Topology:
         outer = self.levels[-1].size
         return None if outer is None else self._inner[-1] * outer
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[Device, ...]:
         """The different kinds of devices, in the order of their first ranks."""
         return tuple(dict.fromkeys(device for device, _ in self.groups))
 
-    @property
+    @cached_property
     def gpus_per_node(self) -> int:
         """How many devices one machine has: those of the level called `node`, else of the innermost."""
         index = next((i for i, level in enumerate(self.levels) if level.name == NODE), 0)

@@ -20,7 +20,7 @@ from ..cost_models.machines.roofline_file import load_roofline
 from ..cost_models.machines.rooflines import ROOFLINES, Roofline, find_roofline
 from .build_profile import build_profile
 from .counting_operations import LayerOperations, Operation, count_operations
-from .efficiency import Curves, Efficiency, Vector, Work, fit_efficiency
+from .efficiency import Curves, Efficiency, OperationWork, Vector, fit_efficiency
 from .measurement_target import MeasurementTarget
 from .passes.layer_stamps import LayerTimes, LossTimes
 from .passes.timed_passes import TimedPasses
@@ -31,14 +31,16 @@ DEVICE = "analytic"
 
 
 @dataclass(frozen=True)
-class Target:
+class AnalyticTarget:
     """The GPU to estimate for, and a measured profile of the same model to take the efficiencies from."""
 
     roofline: Roofline
     measured: Profile | None = None
 
 
-def parse_analytic_device(device: str | None, calibrate: str | Path | Profile | None = None) -> Target | None:
+def parse_analytic_device(
+    device: str | None, calibrate: str | Path | Profile | None = None
+) -> AnalyticTarget | None:
     """Of `analytic:NAME` or `analytic:FILE.toml`; None for another device.
 
     Raises UsageError, FileError.
@@ -59,11 +61,11 @@ def parse_analytic_device(device: str | None, calibrate: str | Path | Profile | 
             f"`calibrate`: the profile of {measured.model} is {kind}",
             "Give one that was measured on a GPU, without `compile`.",
         )
-    return Target(roofline, measured)
+    return AnalyticTarget(roofline, measured)
 
 
 def estimate(
-    subject: MeasurementTarget, results: Sequence[SizeResult], notes: Sequence[str], target: Target
+    subject: MeasurementTarget, results: Sequence[SizeResult], notes: Sequence[str], target: AnalyticTarget
 ) -> Profile:
     """The profile of `subject`, whose bytes are counted already on the meta device, with estimated seconds.
 
@@ -96,7 +98,7 @@ def _told(curve: Efficiency) -> str:
     return f"at most {curve.highest:.0%}, half of that in {curve.half_seconds * 1e6:.3g} µs"
 
 
-def _times(subject: MeasurementTarget, size: int, target: Target, curves: Curves) -> LayerTimes:
+def _times(subject: MeasurementTarget, size: int, target: AnalyticTarget, curves: Curves) -> LayerTimes:
     launch, host_launch = target.roofline.launch.value, target.roofline.host_launch.value
     rows = [
         [_work(part, target.roofline, tf32=subject.modes.tf32) for part in (layer.forward, layer.backward)]
@@ -110,7 +112,7 @@ def _times(subject: MeasurementTarget, size: int, target: Target, curves: Curves
     return LayerTimes(forward, backward, forward_host, backward_host, loss)
 
 
-def _work(operations: Sequence[Operation], roofline: Roofline, *, tf32: bool) -> Work:
+def _work(operations: Sequence[Operation], roofline: Roofline, *, tf32: bool) -> OperationWork:
     """Convolutions in float32 are in TF32 by torch's default, where the GPU has it."""
 
     def at_peak(operation: Operation) -> float:
@@ -121,7 +123,7 @@ def _work(operations: Sequence[Operation], roofline: Roofline, *, tf32: bool) ->
             dtype = "tf32"
         return operation.flops / roofline.peak(dtype)
 
-    return Work(
+    return OperationWork(
         np.array([at_peak(operation) for operation in operations], dtype=np.float64),
         np.array([operation.bytes / roofline.bandwidth.value for operation in operations], dtype=np.float64),
     )
@@ -131,7 +133,7 @@ def _calibrated(subject: MeasurementTarget, measured: Profile, roofline: Rooflin
     """The curves by which the measured layers take their seconds, and on what they were measured."""
     _check_same(subject, measured)
     own = _roofline_of(measured, roofline)
-    works: list[Work] = []
+    works: list[OperationWork] = []
     seconds: list[float] = []
     for position, size in enumerate(measured.micro_batch_sizes):
         layers = count_operations(subject, size)[: len(subject.chain)]
@@ -143,7 +145,7 @@ def _calibrated(subject: MeasurementTarget, measured: Profile, roofline: Rooflin
     return fit_efficiency(works, told, own.launch.value), measured.device_name
 
 
-def _works(layer: LayerOperations, roofline: Roofline, *, tf32: bool) -> list[Work]:
+def _works(layer: LayerOperations, roofline: Roofline, *, tf32: bool) -> list[OperationWork]:
     return [_work(part, roofline, tf32=tf32) for part in (layer.forward, layer.backward)]
 
 

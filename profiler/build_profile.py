@@ -9,7 +9,7 @@ from torch import nn
 
 from ..cost_models.errors import MachineError
 from .chain.layers import LayerChain, find_tensor_users
-from .machine import device_memory_bytes, device_name, versions
+from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
 from .profile_file import (
     InputTensor,
@@ -87,6 +87,7 @@ def build_profile(
             *(note for each in whole for note in closing_warning(each)),
             *_dominating_note(chain, layers),
             *_checkpoint_note(chain),
+            *_unused_note(chain),
             *(chain.comparison.notes if chain.comparison else ()),
         ],
         made_by=versions(),
@@ -201,6 +202,14 @@ def _checkpoint_note(chain: LayerChain) -> list[str]:
         "pplan plans recomputation itself"
     )
     return [note] if chain.drops_checkpoints else []
+
+
+def _unused_note(chain: LayerChain) -> list[str]:
+    if not chain.unused:
+        return []
+    first, count = chain.unused[0], len(chain.unused)
+    names = first if count == 1 else f"{first} and {count - 1} more parameters and buffers"
+    return [f"forward does not use {names}: no layer has them, nor the state dict of pplan.sequential"]
 
 
 def _dominating_note(chain: LayerChain, layers: Sequence[ProfiledLayer]) -> list[str]:

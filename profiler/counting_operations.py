@@ -9,13 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .measurement_target import MeasurementTarget
 from .passes.timing import OutputGradients, run_layers
 from .structure import as_on_the_cpu
+from .torch_internals import (
+    CPU_FLASH_BACKWARDS,
+    CPU_FLASH_FORWARDS,
+    FREE_OPERATORS,
+    OpOverload,
+    TorchDispatchMode,
+    tree_leaves,
+)
 from .user_model.loaded_model import ModelInput
 
 _aten: Any = torch.ops.aten
@@ -84,7 +90,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._now is not None and isinstance(func, torch._ops.OpOverload):
+        if self._now is not None and isinstance(func, OpOverload):
             made = _operation(func, args, kwargs, result)
             if made is not None:
                 self._now.append(made)
@@ -92,7 +98,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _operation(
-    func: torch._ops.OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Operation | None:
     """None for what runs no kernel: views, memory that is not written, numbers."""
     packet, written = func.overloadpacket, _tensors(result)
@@ -132,13 +138,13 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 _FLOPS: dict[Any, Any] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **dict.fromkeys(CPU_FLASH_FORWARDS, _attention),
+    **dict.fromkeys(CPU_FLASH_BACKWARDS, _attention_backward),
 }
 """What earlier torches do not count."""
 _FREE = {
     *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
-    *(_aten._unsafe_view, _aten._reshape_alias, _aten.lift_fresh, _aten.detach),
+    *(*FREE_OPERATORS, _aten.lift_fresh, _aten.detach),
 }
 _LOOK_UP = {_aten.embedding, _aten.index_select, _aten.index, _aten.gather}
 _CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward}

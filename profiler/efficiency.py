@@ -43,7 +43,7 @@ class Curves:
 
 
 @dataclass(frozen=True)
-class Work:
+class OperationWork:
     """Operations: seconds of their FLOPs and of their bytes at the GPU's limits, each of shape (n,)."""
 
     compute: Vector
@@ -60,11 +60,11 @@ class Work:
         return np.asarray((self.compute > 0) & (compute >= memory), dtype=np.bool_)
 
 
-def _both(work: Work, curves: Curves) -> tuple[Vector, Vector]:
+def _both(work: OperationWork, curves: Curves) -> tuple[Vector, Vector]:
     return curves.compute.seconds(work.compute), curves.memory.seconds(work.memory)
 
 
-def fit_efficiency(works: list[Work], seconds: Vector, launch: float) -> Curves:
+def fit_efficiency(works: list[OperationWork], seconds: Vector, launch: float) -> Curves:
     """The curves by which each of `works` takes about its measured `seconds`, shape (works,).
 
     Least squares of the relative errors. Given which operations are bound by what, the seconds are linear in
@@ -95,7 +95,7 @@ def _starts() -> Iterator[Curves]:
         )
 
 
-def _steps(works: list[Work], seconds: Vector, launch: float, curves: Curves) -> Iterator[Curves]:
+def _steps(works: list[OperationWork], seconds: Vector, launch: float, curves: Curves) -> Iterator[Curves]:
     seen: set[bytes] = set()
     for _ in range(_STEPS):
         bound = [work.is_bound_by_compute(curves) for work in works]
@@ -109,7 +109,7 @@ def _steps(works: list[Work], seconds: Vector, launch: float, curves: Curves) ->
 
 
 def _solved(
-    works: list[Work], bound: list[npt.NDArray[np.bool_]], seconds: Vector, launch: float
+    works: list[OperationWork], bound: list[npt.NDArray[np.bool_]], seconds: Vector, launch: float
 ) -> Curves | None:
     """The best of non-negative coefficients, by trying which of the half_seconds are 0; None: there is none.
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten
 
 from ..cost_models.document import sha256
 from .chain.layers import Layer, LayerChain
 from .chain.shared_parameters import modules_used, tensors_used
-from .machine import device_memory_bytes, device_name, versions
+from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
+from .torch_internals import tree_flatten
 
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..cost_models.errors import MachineError
-from .machine import device_memory_bytes, device_name, versions
+from .local_machine import device_memory_bytes, device_name, versions
 from .measured_links import MeasuredLinks, Member, PairTimes
 from .torchrun_env import TorchrunEnv
 

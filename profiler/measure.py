@@ -14,10 +14,10 @@ from torch import nn
 
 from ..cost_models.errors import ModelError, UsageError
 from ..cost_models.quantities import format_bytes
-from .analytic import Target, estimate
+from .analytic import AnalyticTarget, estimate
 from .build_profile import build_profile
 from .journal import Journal
-from .machine import device_named
+from .local_machine import device_named
 from .measurement_target import MeasurementTarget, Setup, build_target
 from .micro_batch_sizes import check_micro_batch_sizes
 from .models import from_module
@@ -31,12 +31,12 @@ from .size_sweep import Progress, SizeSweep, host_note
 from .structure import count_structure
 from .user_model.failures import DoesNotFit
 from .user_model.loaded_model import LoadedModel
-from .user_model.seeding import check_seed, seeded
+from .user_model.seeding import check_seed, fixed_seed
 from .whole_sweep import WholeSweep
 
 
 @dataclass(frozen=True)
-class Effort:
+class MeasurementLimits:
     """What is measured of it, and how long."""
 
     sizes: tuple[int, ...] | None
@@ -45,8 +45,8 @@ class Effort:
     parts: bool
     memory_bytes: int | None
     progress: Callable[[Progress], None] | None
-    estimate_for: Target | None = None
-    keeper: ProfileCache = field(default_factory=lambda: ProfileCache(None))
+    estimate_for: AnalyticTarget | None = None
+    profile_cache: ProfileCache = field(default_factory=lambda: ProfileCache(None))
 
     @property
     def request(self) -> Request:
@@ -85,7 +85,7 @@ def profile_model(
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
     clock: Clock | None = None,
-    estimate_for: Target | None = None,
+    estimate_for: AnalyticTarget | None = None,
     cache: bool = False,
     resume: bool = False,
     remark: Callable[[str], None] | None = None,
@@ -112,7 +112,7 @@ def profile_model(
     """
     seed = check_seed(seed)
     loaded = model if isinstance(model, LoadedModel) else from_module(*model)
-    check_effort(budget_seconds, rounds, memory_bytes)
+    check_limits(budget_seconds, rounds, memory_bytes)
     sizes = check_micro_batch_sizes(micro_batch_sizes)
     place = device_named(device)
     modes = Modes(compile=compile, channels_last=channels_last, amp=amp, tf32=tf32)
@@ -128,14 +128,16 @@ def profile_model(
         clock=clock or (CudaClock(place) if place.type == "cuda" else CpuClock()),
     )
     kept = place.type != "meta"
-    keeper = ProfileCache.of_user(cache=cache and kept, resume=resume and kept, remark=remark)
-    effort = Effort(sizes, budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, keeper)
+    profile_cache = ProfileCache.of_user(cache=cache and kept, resume=resume and kept, remark=remark)
+    limits = MeasurementLimits(
+        sizes, budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, profile_cache
+    )
     # The device first: CUDA has no random numbers to seed before it is initialised.
-    with _on(place), seeded(seed), torch.enable_grad():
-        return _measured(loaded, setup, effort)
+    with _on(place), fixed_seed(seed), torch.enable_grad():
+        return _measured(loaded, setup, limits)
 
 
-def check_effort(budget_seconds: float, rounds: int | None, memory_bytes: int | None) -> None:
+def check_limits(budget_seconds: float, rounds: int | None, memory_bytes: int | None) -> None:
     """Raises UsageError."""
     if not budget_seconds > 0 or budget_seconds == float("inf"):
         raise UsageError(f"budget_seconds={budget_seconds:g}: must be above 0", "As in budget_seconds=60.")
@@ -147,44 +149,44 @@ def check_effort(budget_seconds: float, rounds: int | None, memory_bytes: int | 
         )
 
 
-def _measured(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
+def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """As a whole where it fits, else in segments."""
     if setup.device.type == "meta":
-        return _structure(loaded, setup, effort)
+        return _structure(loaded, setup, limits)
     try:
-        return _in_one(loaded, setup, effort)
+        return _in_one(loaded, setup, limits)
     except DoesNotFit:
-        if setup.device.type != "cuda" and effort.memory_bytes is None:
+        if setup.device.type != "cuda" and limits.memory_bytes is None:
             raise
     # Only here, behind the except block, is nothing held by the traceback any more.
     release(setup.device)
-    return _in_segments(loaded, setup, effort)
+    return _in_segments(loaded, setup, limits)
 
 
-def _in_one(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
+def _in_one(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """With the whole model on the device. Raises DoesNotFit."""
-    subject = build_target(loaded, setup, effort.smallest)
-    _check_fits(subject, effort.smallest, effort.memory_bytes)
+    subject = build_target(loaded, setup, limits.smallest)
+    _check_fits(subject, limits.smallest, limits.memory_bytes)
 
-    sweep = partial(WholeSweep, parts=effort.parts, memory_bytes=effort.memory_bytes)
-    return _sweep_profile(subject, effort, sweep)
+    sweep = partial(WholeSweep, parts=limits.parts, memory_bytes=limits.memory_bytes)
+    return _sweep_profile(subject, limits, sweep)
 
 
-def _in_segments(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
+def _in_segments(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """With only a part of the weights on the device at a time. There is no journal of it."""
-    subject = build_target(loaded, setup, effort.smallest, host=True)
-    free = partial(_free_bytes, setup.device, effort.memory_bytes)
-    return _sweep_profile(subject, effort, partial(SegmentedSweep, free_bytes=free), way="-segments")
+    subject = build_target(loaded, setup, limits.smallest, host=True)
+    free = partial(_free_bytes, setup.device, limits.memory_bytes)
+    return _sweep_profile(subject, limits, partial(SegmentedSweep, free_bytes=free), way="-segments")
 
 
 def _sweep_profile(
-    subject: MeasurementTarget, effort: Effort, kind: Callable[..., SizeSweep[Any]], way: str = ""
+    subject: MeasurementTarget, limits: MeasurementLimits, kind: Callable[..., SizeSweep[Any]], way: str = ""
 ) -> Profile:
     """From the cache, or measured. Raises Interrupted."""
 
     def measure(journal: Journal | None) -> Profile:
-        limits = (effort.sizes, effort.budget_seconds, effort.rounds, effort.progress)
-        sweep = kind(subject, *limits, journal)
+        sweep_limits = (limits.sizes, limits.budget_seconds, limits.rounds, limits.progress)
+        sweep = kind(subject, *sweep_limits, journal)
         sweep.measure()
         results = sweep.results
         host = [note for note in map(host_note, results) if note]
@@ -194,7 +196,7 @@ def _sweep_profile(
             raise Interrupted(profile)
         return profile
 
-    return effort.keeper.profile(subject, effort.request, measure, way=way)
+    return limits.profile_cache.profile(subject, limits.request, measure, way=way)
 
 
 def _check_fits(subject: MeasurementTarget, size: int, memory_bytes: int | None) -> None:
@@ -221,12 +223,12 @@ def _free_bytes(device: torch.device, memory_bytes: int | None) -> int:
     return min(known)
 
 
-def _structure(loaded: LoadedModel, setup: Setup, effort: Effort) -> Profile:
+def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """On the meta device."""
-    subject = build_target(loaded, setup, effort.smallest)
-    results, notes = count_structure(subject, effort.sizes)
-    if effort.estimate_for is not None:
-        return estimate(subject, results, notes, effort.estimate_for)
+    subject = build_target(loaded, setup, limits.smallest)
+    results, notes = count_structure(subject, limits.sizes)
+    if limits.estimate_for is not None:
+        return estimate(subject, results, notes, limits.estimate_for)
     return build_profile(subject, results, (), notes)
 
 

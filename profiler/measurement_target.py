@@ -12,7 +12,7 @@ from torch import nn
 from ..cost_models.errors import ModelError
 from .chain.layers import LayerChain, build_chain
 from .chain.shared_parameters import storage_aliases
-from .machine import DTYPES, dtype_named
+from .local_machine import DTYPES, dtype_named
 from .passes.clocks import Clock
 from .passes.modes import Modes
 from .user_model.copies import copy_model, copy_to_host, copy_to_meta

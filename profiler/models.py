@@ -13,7 +13,7 @@ from .chain.layer_sequential import model_name
 from .loading.factories import call_factory
 from .named_model import may_name, shown
 from .user_model.loaded_model import LoadedModel, ModelInput, describe_type
-from .user_model.seeding import check_seed, noise, seeded
+from .user_model.seeding import check_seed, fixed_seed, noise
 
 _DEFAULT_SHAPE = (3, 224, 224)
 _TRANSFORMERS = "hf:"
@@ -118,7 +118,7 @@ def _from_transformers(
 def _from_factory(
     name: str, shape: tuple[int, ...] | None, settings: Mapping[str, object], seed: int
 ) -> LoadedModel:
-    with seeded(seed):
+    with fixed_seed(seed):
         made = call_factory(name, settings)
     module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):

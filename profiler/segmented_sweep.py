@@ -12,7 +12,7 @@ from ..cost_models.errors import MachineError
 from .chain.layer_sequential import LayerSequential
 from .chain.layers import LayerChain, build_chain
 from .offload.fitting import count_needs, plan_segments
-from .offload.segmented import Mover, Segmented
+from .offload.segmented import Mover, SegmentedMeasurement
 from .size_result import SizeResult
 from .size_run import no_collection, release
 from .size_sweep import SizeSweep
@@ -101,7 +101,7 @@ class SegmentedSweep(SizeSweep[SizeResult]):
         subject = self.subject
         subject.modes.forget_compiled()
         with no_collection():
-            run = Segmented(
+            run = SegmentedMeasurement(
                 subject.chain.layers,
                 segments,
                 subject.device,

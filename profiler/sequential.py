@@ -62,6 +62,7 @@ def as_sequential(chain: LayerChain) -> LayerSequential:
     layers.model_name = chain.model_name
     layers.layer_names = tuple(layer.name for layer in chain.layers)
     layers.granularity, layers.keep_together = chain.granularity, chain.keep_together
+    layers.unused_names = chain.unused
     layers.mode_bound = tuple(layer.name for layer in chain.layers if is_mode_bound(layer.module))
     layers.traced_mode = any(layer.module.training for layer in chain.layers)
     return layers
@@ -78,7 +79,7 @@ def state_dict_names(
         model.load_state_dict({old: from_layers[name] for old, name in names.items()})
 
     A tensor that the model knows by several names is in the nn.Sequential once: the second names lead to the
-    same place as the first. What no layer uses is left out.
+    same place as the first. What no layer uses is left out: see `LayerSequential.unused_names`.
     """
     chain = build_chain(model, example_input, granularity=granularity, verify=True)
     own = model.state_dict(keep_vars=True)

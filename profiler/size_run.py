@@ -18,8 +18,8 @@ from .memory.live_bytes import build_meter
 from .memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
 from .passes.activations import SavedBytes
 from .passes.backward_parts import PartTimes, run_parts
-from .passes.launch_lead import RunAhead
-from .passes.layer_stamps import LayerTimes, Stamps, tell_leads
+from .passes.launch_lead import LeadTuner
+from .passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
 from .passes.timed_passes import TimedPasses
 from .passes.timing import OutputGradients, WholeTimes, run_layers, run_whole, tensors_in
 from .passes.watchers import Watcher
@@ -56,7 +56,7 @@ class SizeRun:
         self._whole = modes.whole(subject.loaded.module)
         self._gradients = OutputGradients(subject.seed)
         self._context = partial(modes.forward_context, subject.device)
-        self._ahead = RunAhead()
+        self._ahead = LeadTuner()
         self.saved = SavedBytes(subject.loaded.module, len(subject.chain))
         self.memory: StepMemory | None = None
         self.loss_workspace: LossWorkspace | None = None
@@ -213,7 +213,7 @@ class SizeRun:
     def _warm_up_again(self) -> None:
         """As `warm_up`, for a size whose bytes are known."""
         self._is_warm = True
-        stamps = Stamps(self._subject.clock, len(self._layers))
+        stamps = LayerStamps(self._subject.clock, len(self._layers))
         self._layers_pass(stamps, self._subject.loss)
         self._whole_pass()
         if self._subject.clock.has_host:
@@ -259,7 +259,7 @@ class SizeRun:
         release(self._subject.device)
 
     def _stamped(self, loss: Loss | None) -> LayerTimes:
-        stamps = Stamps(self._subject.clock, len(self._layers), self._ahead.leads)
+        stamps = LayerStamps(self._subject.clock, len(self._layers), self._ahead.leads)
         self._layers_pass(stamps, loss)
         times = stamps.times()
         tell_leads(self._ahead, times)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..cost_models.quantities import format_bytes
-from .machine import free_host_bytes
+from .local_machine import free_host_bytes
 from .size_result import SizeResult
 from .size_run import SizeRun, release
 from .size_sweep import SizeSweep

@@ -6,9 +6,10 @@ Its PipelineModule partitions by its own rules only; `build` makes one that take
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..cost_models.errors import ExportError, MachineError
 from ..planner.plan_file import Plan
@@ -55,6 +56,7 @@ def build(
     from ..profiler.user_model.loaded_model import ModelInput
     from .pipelining.cut_hooks import guard_cuts
     from .pipelining.plan_layers import match_layers
+    from .pipelining.runtime_internals import partitioned
     from .pipelining.tied_weights import find_tied_weights, split_stage
 
     document = resolve_document(source, DeepspeedExport, export)
@@ -64,6 +66,7 @@ def build(
     tied = find_tied_weights(layers, document.parts)
     _check_parameters(document, layers, tied)
     try:
+        import deepspeed
         import torch.distributed
         from deepspeed.pipe import PipelineModule
         from torch import nn
@@ -87,29 +90,13 @@ def build(
     first, end = document.parts[stage : stage + 2]
     layers = nn.Sequential(*layers[:first], *own.layers, *layers[end:])
     safe = guard_cuts(layers, document.parts, example, of_one, packs_all=True)
-    kind = _partitioned(PipelineModule, document, tied, own)
+    tied_modules = partial(_tied_modules, document=document, tied=tied, own=own)
+    kind = partitioned(PipelineModule, document.parts, deepspeed.__version__, tied_modules)
     return kind(safe, num_stages=document.num_stages, loss_fn=loss_fn)
 
 
-def _partitioned(kind: Any, document: DeepspeedExport, tied: Sequence[TiedWeight], own: StageLayers) -> Any:
-    """DeepSpeed's class with the plan's partition, of which its own knows only its rules, and with the
-    weights that stages share: its own takes only layers that share all they have."""
-
-    def index_tied_modules(module: Any) -> dict[str, dict[str, Any]]:
-        return _tied_modules(module, document, tied, own)
-
-    def partition_layers(module: Any, method: str = "") -> None:
-        del method
-        stage = module._topo.get_coord(module.global_rank).pipe
-        module.parts = document.parts
-        module._set_bounds(document.parts[stage], document.parts[stage + 1])
-
-    methods = {"_partition_layers": partition_layers, "_index_tied_modules": index_tied_modules}
-    return type("PlannedPipelineModule", (kind,), methods)
-
-
 def _tied_modules(
-    module: Any, document: DeepspeedExport, tied: Sequence[TiedWeight], own: StageLayers
+    module: Any, *, document: DeepspeedExport, tied: Sequence[TiedWeight], own: StageLayers
 ) -> dict[str, dict[str, Any]]:
     """Of a PipelineModule, as it keeps them for its TiedLayerSpecs: by name, who has copies of the weights of
     this process. It makes them equal when it begins, and adds up their gradients before each update."""

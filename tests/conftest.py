@@ -87,9 +87,26 @@ def plans_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pplan, "solve", solve_and_verify)
 
 
+@pytest.fixture(scope="session")
+def solve_once() -> Callable[..., Plan]:
+    """`pplan.solve`, once for the same profile and options: for tests of what is done with a plan."""
+    known: dict[tuple[str, str], Plan] = {}
+
+    def solve(profile: Profile | Path, **options: Any) -> Plan:
+        import pplan
+
+        text = profile.read_text(encoding="utf-8") if isinstance(profile, Path) else profile.to_json()
+        key = (text, repr((type(profile), sorted(options.items()))))
+        if key not in known:
+            known[key] = pplan.solve(profile, **options)
+        return known[key]
+
+    return solve
+
+
 def verify_plan(plan: Plan, profile: Any, folder: Path) -> None:
     """Fails with the lines that differ. `profile`: a Profile, or its file."""
-    from pplan.verification.verify import Sources, verify
+    from pplan.verification.verify_files import Sources, verify
 
     if len(plan.stages) * plan.micro_batches > MOST_ACTIONS:
         return

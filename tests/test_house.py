@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import networkx
@@ -152,6 +152,66 @@ def test_torch_is_imported_in_the_profiler_and_the_runtimes_only() -> None:
             )
             assert not (top and trains), f"{path} imports {module} at its top"
     assert any(module == "torch" for path in sources("profiler") for module, _ in imported(path))
+
+
+INTERNALS = ("profiler/torch_internals.py", "runtimes/pipelining/runtime_internals.py")
+"""Where names stand that PyTorch and the runtimes do not promise to keep."""
+LIKE_PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_operator", "_constants", "_parser"}
+"""Of Python itself."""
+NAMES_OF_FILES = {"_PipelineScheduleRuntime": "runtimes/formats/torch_actions.py"}
+"""What pplan writes into an export, by the file that does."""
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name != "_"
+
+
+def own_names(trees: list[ast.Module]) -> set[str]:
+    """What pplan itself defines: functions, classes, fields, attributes, variables and modules' locals."""
+    names = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if ast.unparse(node.value) == "self" else set()
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def foreign_names(tree: ast.Module, own: set[str], known: Set[str] = frozenset()) -> Iterator[str]:
+    """Private names of other libraries: attributes, imported modules, objects. `known`: theirs for sure."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr):
+            of_self = ast.unparse(node.value) == "self"
+            if node.attr not in own or (node.attr in known and not of_self):
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            parts = (node.module or "").split(".")
+            yield from filter(private, (*parts, *(name.name for name in node.names)))
+        elif isinstance(node, ast.Import):
+            yield from (part for name in node.names for part in name.name.split(".") if private(part))
+
+
+def texts(tree: ast.Module) -> set[str]:
+    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return {value for value in constants if isinstance(value, str)}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_names_that_a_library_does_not_promise_stand_in_one_place(room: str) -> None:
+    """Also as texts, for getattr: those that the two files have."""
+    internals = [ast.parse((ROOT / path).read_text()) for path in INTERNALS]
+    files = [path for path in sources(room) if str(path.relative_to(ROOT)) not in INTERNALS]
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in files}
+    own = own_names(list(trees.values()))
+    known = {name for tree in internals for name in foreign_names(tree, own_names(internals))}
+    known |= {text for tree in internals for text in texts(tree) if text.isidentifier() and private(text)}
+    assert {"_cdata", "_sleep", "_load_csv", "_pytree", "_modules", "_INSTRUCTION_MAP"} <= known
+    for path, tree in trees.items():
+        found = set(foreign_names(tree, own, known)) - LIKE_PUBLIC
+        found |= {name for name in texts(tree) & known if NAMES_OF_FILES.get(name) != path}
+        assert not found, f"{path}: {sorted(found)} belong in {' or '.join(INTERNALS)}, with their reason"
 
 
 @pytest.fixture

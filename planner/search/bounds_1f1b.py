@@ -159,8 +159,9 @@ def stage_term(count: int, in_flight: float, f: Floats, b: Floats, occupancy: Fl
 def whole_bound(plans: Pipelines) -> Floats:
     """(plans,): the bound of whole plans, but for their launches."""
     count, stages = plans.config.micro_batches, plans.stages
-    cut = np.pad(plans.occupancy + plans.latency, ((0, 0), (0, 1)))
-    occupancy = np.pad(plans.occupancy, ((0, 0), (0, 1)))
+    after_last = np.zeros((len(plans), 1))
+    cut = np.hstack([plans.occupancy + plans.latency, after_last])
+    occupancy = np.hstack([plans.occupancy, after_last])
     f, b, e = plans.forward, plans.backward, plans.exposed_allreduce
     trips = np.zeros((stages + 1, len(plans)))
     for stage in reversed(range(stages)):

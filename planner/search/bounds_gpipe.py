@@ -176,10 +176,11 @@ class GPipeBound:
 
 def whole_bound(plans: Pipelines) -> Floats:
     """(plans,): the bound of whole plans, but for their launches."""
-    config, wide = plans.config, ((0, 0), (0, 1))
+    config, after_last = plans.config, np.zeros((len(plans), 1))
     f, b = plans.forward, plans.backward
     plain = plans.plain if config.recompute == "except_last" else b
-    o, c = np.pad(plans.occupancy, wide), np.pad(plans.occupancy + plans.latency, wide)
+    o = np.hstack([plans.occupancy, after_last])
+    c = np.hstack([plans.occupancy + plans.latency, after_last])
     backward = np.maximum(b, o)
     suffix, most = np.zeros(len(plans)), np.zeros(len(plans))
     ends = np.zeros((plans.stages, len(plans)))

@@ -65,7 +65,7 @@ def import_plan(
     the topology).
     """
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
-    options = ImportOptions(
+    options = PlanImportOptions(
         gpus=arguments.optional_whole("gpus", gpus),
         machine={
             "gpu": arguments.optional_word("gpu", gpu),
@@ -96,7 +96,7 @@ def import_plan(
 
 
 @dataclass(frozen=True)
-class ImportOptions:
+class PlanImportOptions:
     """What is asked beside the partition; None: as it says, else the best. `machine`: of `make_topology`."""
 
     gpus: int | None
@@ -116,7 +116,7 @@ class ImportOptions:
 
 
 def imported_plan(
-    source: str | Path, profile: Profile, reference: ProfileReference, options: ImportOptions
+    source: str | Path, profile: Profile, reference: ProfileReference, options: PlanImportOptions
 ) -> Plan:
     """The plan of `source`, a file or the partition itself. Raises FileError, UsageError."""
     text, where = _content(source)
@@ -154,7 +154,7 @@ def _is_file(source: str) -> bool:
         return False
 
 
-def _plan_options(read: Partition, given: FixedPartition, options: ImportOptions) -> PlanOptions:
+def _plan_options(read: Partition, given: FixedPartition, options: PlanImportOptions) -> PlanOptions:
     several = given.virtual_stages > 1
     mini_batch = options.mini_batch or read.mini_batch
     return PlanOptions(

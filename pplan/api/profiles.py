@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from ..cost_models import arguments
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import MachineError, UsageError
-from ..profiler.importing.importer import ImportOptions
+from ..profiler.importing.importer import ProfileImportOptions
 from ..profiler.importing.importer import import_profile as import_file
 from ..profiler.profile_file import Profile
 from .provenance import made_by
@@ -75,7 +75,7 @@ def profile(
     """
     _require_torch()
     from ..profiler.analytic import parse_analytic_device
-    from ..profiler.machine import device_named, dtype_named
+    from ..profiler.local_machine import device_named, dtype_named
     from ..profiler.measure import profile_model
 
     # A model can take long to build: what is refused anyway is refused before.
@@ -151,7 +151,7 @@ def import_profile(
 
     Raises UsageError, FileError (the file, with the line or index).
     """
-    options = ImportOptions(
+    options = ProfileImportOptions(
         format=arguments.optional_word("format", format),
         model=arguments.optional_word("model", model),
         micro_batch_size=arguments.optional_whole("micro_batch_size", micro_batch_size),
@@ -189,13 +189,14 @@ def sequential(
 
     granularity = arguments.word("granularity", granularity)
     keep_together = arguments.words("keep_together", keep_together)
+    verify = arguments.flag("verify", verify)
     arguments.instance("model", model, nn.Module, "Give a torch.nn.Module.")
     return as_sequential(
         model,
         example_input,
         granularity=granularity,
         keep_together=keep_together,
-        verify=arguments.flag("verify", verify),
+        verify=verify,
     )
 
 

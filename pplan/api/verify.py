@@ -9,8 +9,8 @@ from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from ..verification.documents import LARGEST_PROFILE, read_content
 from ..verification.report import Report
-from ..verification.verify import Sources, sources_of
-from ..verification.verify import verify as verify_sources
+from ..verification.verify_files import Sources, sources_of
+from ..verification.verify_files import verify as verify_sources
 from .load import check_is_plan
 
 

@@ -20,7 +20,7 @@ ENDS, ARRIVES, ASKS = range(3)
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class StepWork:
     """Seconds by action, in the order of the clock. `port`: what a transfer leaves through, None where it
     waits for no other; `launched` and `launch_end` on the host, None where it is never late. `blocking`: a
     device starts nothing until what it sent has arrived."""
@@ -45,7 +45,7 @@ class Ran:
 
 
 class _Loop:
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: StepWork) -> None:
         wiring = work.wired
         count = len(wiring)
         self.work, self.wiring = work, wiring
@@ -116,6 +116,6 @@ class _Loop:
         self._meets(self.wiring.target[index], now)
 
 
-def run(work: Work) -> Ran:
+def run(work: StepWork) -> Ran:
     """Runs all of it."""
     return _Loop(work).run()

@@ -6,20 +6,20 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from .orders import ASYNCHRONOUS
-from .report import EXACT, Check, Sheet
+from .report import EXACT, LineCheck, Sheet
 from .stated_plan import StatedStage
-from .subject import Subject, planned_order
+from .verification_inputs import VerificationInputs, planned_order
 from .wiring import check_order, most_in_flight
 
 if TYPE_CHECKING:
-    from .memory import Ledger
+    from .device_ledger import Ledger
 
 MOVING = ("activations", "stage_inputs", "workspace")
 
 
-def check_figures(sheet: Sheet, subject: Subject) -> None:
+def check_figures(sheet: Sheet, inputs: VerificationInputs) -> None:
     """Adds the lines."""
-    plan = subject.plan
+    plan = inputs.plan
     with sheet.line("order of actions", "") as check:
         if plan.schedule in ASYNCHRONOUS:
             check.leave(f"{plan.schedule} is asynchronous: it is never flushed")
@@ -30,28 +30,28 @@ def check_figures(sheet: Sheet, subject: Subject) -> None:
     with sheet.line(
         "seconds of stages", "forward and backward with what is run again, from the profile"
     ) as check:
-        _seconds(check, subject)
+        _seconds(check, inputs)
     with sheet.line(
         "memory of stages", "every term from the profile, their sums, and each under its limit"
     ) as check:
-        _memory(check, subject)
+        _memory(check, inputs)
     with sheet.line("step", "the event loop's") as check:
-        _step(check, subject)
+        _step(check, inputs)
     with sheet.line("ports", "the step is not below what the bytes through a port need") as check:
-        _ports(check, subject)
-    _check_prediction(sheet, subject)
+        _ports(check, inputs)
+    _check_prediction(sheet, inputs)
 
 
-def _seconds(check: Check, subject: Subject) -> None:
-    figures = subject.figures(check)
-    for part, stage in enumerate(subject.plan.stages):
+def _seconds(check: LineCheck, inputs: VerificationInputs) -> None:
+    figures = inputs.figures(check)
+    for part, stage in enumerate(inputs.plan.stages):
         forward, backward = figures.part_seconds(part)
         check.near(f"forward_seconds of stage {part}", stage.forward_seconds, forward)
         check.near(f"backward_seconds of stage {part}", stage.backward_seconds, backward)
 
 
-def _memory(check: Check, subject: Subject) -> None:
-    plan, figures = subject.plan, subject.figures(check)
+def _memory(check: LineCheck, inputs: VerificationInputs) -> None:
+    plan, figures = inputs.plan, inputs.figures(check)
     requested = plan.wishes.optional_number("memory_limit")
     told = (*plan.warnings, *plan.notes)
     lacking = plan.was_given and any(each.startswith("it does not fit") for each in told)
@@ -68,7 +68,7 @@ def _weight_versions(schedule: str, device: int, devices: int) -> int:
     return {"pipedream": devices - device, "pipedream-2bw": 2}.get(schedule, 1)
 
 
-def _stage_memory(check: Check, part: int, stage: StatedStage, ledger: Ledger, limit: float) -> None:
+def _stage_memory(check: LineCheck, part: int, stage: StatedStage, ledger: Ledger, limit: float) -> None:
     if stage.memory:
         unknown = sorted(set(stage.memory) ^ set(ledger.terms))
         check.holds(f"terms of stage {part}: {', '.join(unknown)}", not unknown)
@@ -85,28 +85,28 @@ def _stage_memory(check: Check, part: int, stage: StatedStage, ledger: Ledger, l
     check.same(f"memory_limit_bytes of stage {part}", stage.memory_limit_bytes, own)
 
 
-def _step(check: Check, subject: Subject) -> None:
-    said = subject.plan.prediction.number("step_seconds")
+def _step(check: LineCheck, inputs: VerificationInputs) -> None:
+    said = inputs.plan.prediction.number("step_seconds")
     check.holds("a step of no seconds", said > 0, said)
-    if subject.plan.schedule in ASYNCHRONOUS:
-        check.leave(f"{subject.plan.schedule} is asynchronous: its step is that of a steady state")
-    check.near("step_seconds", said, subject.figures(check).step.seconds)
+    if inputs.plan.schedule in ASYNCHRONOUS:
+        check.leave(f"{inputs.plan.schedule} is asynchronous: its step is that of a steady state")
+    check.near("step_seconds", said, inputs.figures(check).step.seconds)
 
 
-def _ports(check: Check, subject: Subject) -> None:
-    if subject.plan.schedule in ASYNCHRONOUS:
-        check.leave(f"{subject.plan.schedule} is asynchronous: sums of gradients go on beside later steps")
-    figures = subject.figures(check)
+def _ports(check: LineCheck, inputs: VerificationInputs) -> None:
+    if inputs.plan.schedule in ASYNCHRONOUS:
+        check.leave(f"{inputs.plan.schedule} is asynchronous: sums of gradients go on beside later steps")
+    figures = inputs.figures(check)
     if not figures.shared_ports:
         check.leave("ports were not to be shared")
     needed, port = figures.port_seconds
-    said = subject.plan.prediction.number("step_seconds")
+    said = inputs.plan.prediction.number("step_seconds")
     name = "" if port is None else f" through port {port[2]} of level {figures.machine.levels[port[0]].name}"
     check.holds(f"the bytes{name} need more than the step", said >= needed * (1 - 1e-9), said, needed)
 
 
-def _check_prediction(sheet: Sheet, subject: Subject) -> None:
-    plan, said = subject.plan, subject.plan.prediction
+def _check_prediction(sheet: Sheet, inputs: VerificationInputs) -> None:
+    plan, said = inputs.plan, inputs.plan.prediction
     step, bound = said.number("step_seconds"), said.number("lower_bound_seconds")
     with sheet.line("samples per second", "mini_batch / step_seconds") as check:
         check.holds("a step of no seconds", step > 0, step)
@@ -114,7 +114,7 @@ def _check_prediction(sheet: Sheet, subject: Subject) -> None:
     with sheet.line("bubble", "the idle share of the devices in the event loop") as check:
         if plan.schedule in ASYNCHRONOUS:
             check.leave(f"{plan.schedule} is asynchronous")
-        check.near("bubble", said.number("bubble", least=-1), subject.figures(check).step.bubble, around=1.0)
+        check.near("bubble", said.number("bubble", least=-1), inputs.figures(check).step.bubble, around=1.0)
     with sheet.line(
         "lower bound", "not above the step nor below the root's; that no plan is below it: not checked"
     ) as check:
@@ -133,7 +133,7 @@ def _check_prediction(sheet: Sheet, subject: Subject) -> None:
     with sheet.line(
         "uncertainty", "how far the layers' sum is from the whole model, by the profile"
     ) as check:
-        _uncertainty(check, subject)
+        _uncertainty(check, inputs)
     low, high = (said.optional_number(f"{end}_seconds") for end in ("low", "high"))
     with sheet.line("interval", "") as check:
         ordered = low is not None and high is not None and low <= high
@@ -143,13 +143,13 @@ def _check_prediction(sheet: Sheet, subject: Subject) -> None:
         )
 
 
-def _uncertainty(check: Check, subject: Subject) -> None:
-    if subject.layers is None:
-        check.leave(subject.no_profile)
+def _uncertainty(check: LineCheck, inputs: VerificationInputs) -> None:
+    if inputs.layers is None:
+        check.leave(inputs.no_profile)
     else:
-        plan = subject.plan
+        plan = inputs.plan
         shares = {-(-plan.micro_batch_size // stage.replicas) for stage in plan.stages}
-        known = [off for share in shares if (off := subject.layers.uncertainty(share)) is not None]
+        known = [off for share in shares if (off := inputs.layers.uncertainty(share)) is not None]
         said, found = plan.prediction.optional_number("uncertainty"), max(known) if known else None
         if said is None or found is None:
             check.same("uncertainty", said, found)

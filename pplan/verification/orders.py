@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .refusals import NotChecked, NotLegal
+from .report import NotChecked, NotLegal
 
 Action = tuple[str, int, int]
 Place = tuple[int, int]
@@ -19,7 +19,7 @@ MOST_CELLS = 2**21
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class ScheduleOrder:
     """`lists`: each device's actions in order. `routes`: the places that a micro-batch passes, one route or
     one a pipe; `route_of` each micro-batch; `shares`: what part of a micro-batch each entry is. `most_held`:
     the micro-batches that each device holds at the most, as the schedule's definition says. `rule` in words.
@@ -57,7 +57,7 @@ class Order:
         return [found[chunk] for chunk in range(len(found))]
 
 
-def order_of(schedule: str, p: int, m: int, v: int) -> Order:
+def order_of(schedule: str, p: int, m: int, v: int) -> ScheduleOrder:
     """The order of a schedule. Raises NotLegal for a name or numbers that cannot be, NotChecked for so many
     micro-batches and stages that it would not fit into memory."""
     if schedule not in _RULES:
@@ -69,7 +69,7 @@ def order_of(schedule: str, p: int, m: int, v: int) -> Order:
         raise NotLegal(f"{schedule} has {parts} parts of the layers on a device, the plan {v}")
     if p * m * v > MOST_CELLS:
         raise NotChecked(f"{m} micro-batches on {p * v} stages are more than {MOST_CELLS} together")
-    return Order(*build(p, m, v), rule=rule)
+    return ScheduleOrder(*build(p, m, v), rule=rule)
 
 
 Built = tuple[list[list[Action]], list[list[Place]], list[int], list[float], list[float]]

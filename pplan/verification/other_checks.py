@@ -9,9 +9,9 @@ from itertools import accumulate
 from .documents import Table
 from .orders import SYNCHRONOUS, order_of
 from .pipeline import Figures
-from .report import EXACT, ROUNDING, TOLERANCE, Check, Sheet
-from .rules import check_runtime, one_process
-from .subject import Subject
+from .report import EXACT, ROUNDING, TOLERANCE, LineCheck, Sheet
+from .runtime_rules import check_runtime, one_process
+from .verification_inputs import VerificationInputs
 
 _ONE_STAGE = re.compile(
     r"(?:1 stage, replicas (\d{1,9}); )?(\d{1,9}) x (\d{1,9}), ([\w-]+), recompute ([a-z ]+)"
@@ -21,24 +21,24 @@ FREE = ("one-gpu", "data-parallel")
 """Baselines that do their best whatever was requested."""
 
 
-def check_others(sheet: Sheet, subject: Subject) -> None:
+def check_others(sheet: Sheet, inputs: VerificationInputs) -> None:
     """Adds the lines."""
-    if subject.plan.objective is not None:
+    if inputs.plan.objective is not None:
         with sheet.line("objective", "the most that a device holds") as check:
-            _objective(check, subject, subject.plan.objective)
-    for table in subject.plan.baselines:
+            _objective(check, inputs, inputs.plan.objective)
+    for table in inputs.plan.baselines:
         name = table.text("name")
         with sheet.line(f"baseline {name}", "simulated again") as check:
-            _baseline(check, subject, name, table)
-    for number, table in enumerate(subject.plan.alternatives):
+            _baseline(check, inputs, name, table)
+    for number, table in enumerate(inputs.plan.alternatives):
         names = table.texts("runtimes")
         with sheet.line(
             f"alternative {number} ({', '.join(names[:2])})", "memory and step worked out again"
         ) as check:
-            _alternative(check, subject, names, table)
+            _alternative(check, inputs, names, table)
 
 
-def _objective(check: Check, subject: Subject, table: Table) -> None:
+def _objective(check: LineCheck, inputs: VerificationInputs, table: Table) -> None:
     name = table.text("name")
     value, bound = table.number("value"), table.number("lower_bound")
     check.at_most("lower_bound of the objective", bound, value)
@@ -46,13 +46,13 @@ def _objective(check: Check, subject: Subject, table: Table) -> None:
     check.holds("exact, with a gap", not table.flag("exact") or value <= least, value, bound)
     if name != "memory":
         check.leave(f"{name}: the file does not say what it is worked out from")
-    figures = subject.figures(check)
+    figures = inputs.figures(check)
     most = max(figures.ledger(device).bytes for device in range(figures.order.devices))
     check.near("value, the most that a device holds", value, most)
 
 
-def _baseline(check: Check, subject: Subject, name: str, table: Table) -> None:
-    plan, step = subject.plan, table.optional_number("step_seconds")
+def _baseline(check: LineCheck, inputs: VerificationInputs, name: str, table: Table) -> None:
+    plan, step = inputs.plan, table.optional_number("step_seconds")
     if step is None:
         check.holds("neither a step nor a reason", bool(table.text("reason", "")))
         check.leave("it has no step")
@@ -68,16 +68,18 @@ def _baseline(check: Check, subject: Subject, name: str, table: Table) -> None:
     if found is None:
         check.leave("the file does not say where its layers are")
     else:
-        _one_stage(check, subject, step, found, launches=name not in FREE and one_process(plan.runtime))
+        _one_stage(check, inputs, step, found, launches=name not in FREE and one_process(plan.runtime))
 
 
-def _one_stage(check: Check, subject: Subject, step: float, found: re.Match[str], *, launches: bool) -> None:
+def _one_stage(
+    check: LineCheck, inputs: VerificationInputs, step: float, found: re.Match[str], *, launches: bool
+) -> None:
     """All layers on one device, the first of its kind, or on replicas from rank 0 on."""
     replicas, count, size = (int(text or 1) for text in found.groups()[:3])
     schedule, mode = found[4], found[5].replace(" ", "_")
-    base, machine = subject.figures(check), subject.machine
+    base, machine = inputs.figures(check), inputs.machine
     assert machine is not None
-    check.same("its mini-batch", count * size, subject.plan.mini_batch)
+    check.same("its mini-batch", count * size, inputs.plan.mini_batch)
     check.holds("schedule", schedule in SYNCHRONOUS, schedule)
     check.at_most("its replicas", replicas, machine.gpus)
     starts = [0, *machine.ends[:-1]] if replicas == 1 else [0]
@@ -93,14 +95,14 @@ def _one_stage(check: Check, subject: Subject, step: float, found: re.Match[str]
             modes=(mode,),
             one_process=launches,
         )
-        if made.ledger(0).bytes <= made.limit(0, subject.plan.wishes.optional_number("memory_limit")) + 1:
+        if made.ledger(0).bytes <= made.limit(0, inputs.plan.wishes.optional_number("memory_limit")) + 1:
             steps.append(made.step.seconds)
     check.holds("it does not fit", bool(steps))
     check.near("step_seconds", step, min(steps, key=lambda own: abs(own - step)))
 
 
-def _alternative(check: Check, subject: Subject, names: list[str], table: Table) -> None:
-    plan = subject.plan
+def _alternative(check: LineCheck, inputs: VerificationInputs, names: list[str], table: Table) -> None:
+    plan = inputs.plan
     balance, replicas = table.counts("balance", least=1), table.count("replicas", 1, least=1, most=2**20)
     count = table.count("micro_batches", plan.micro_batches, least=1)
     size = table.count("micro_batch_size", plan.micro_batch_size, least=1)
@@ -126,7 +128,7 @@ def _alternative(check: Check, subject: Subject, names: list[str], table: Table)
     )
     _alternative_figures(
         check,
-        subject,
+        inputs,
         table,
         _Shape(schedule, balance, replicas, count, size, parts, modes, one_process(names[0])),
     )
@@ -165,14 +167,14 @@ class _Shape:
         )
 
 
-def _alternative_figures(check: Check, subject: Subject, table: Table, shape: _Shape) -> None:
-    base, machine = subject.figures(check), subject.machine
+def _alternative_figures(check: LineCheck, inputs: VerificationInputs, table: Table, shape: _Shape) -> None:
+    base, machine = inputs.figures(check), inputs.machine
     assert machine is not None
     check.at_most("its devices", shape.order.devices * shape.replicas, machine.gpus)
     for end in shape.ends[:-1]:
         check.holds(f"the profile allows no cut after layer {end - 1}", base.layers.cut_after[end - 1])
     made = shape.figures(base)
-    requested, said = subject.plan.wishes.optional_number("memory_limit"), table.counts("memory_bytes")
+    requested, said = inputs.plan.wishes.optional_number("memory_limit"), table.counts("memory_bytes")
     check.holds(
         "memory_bytes, by stage", not said or len(said) == len(shape.ends), len(said), len(shape.ends)
     )

@@ -10,14 +10,14 @@ from math import inf
 
 import numpy as np
 
-from .events import Ran, Work, run
+from .device_ledger import Ledger, PartBytes, ledger, part_bytes
+from .events import Ran, StepWork, run
 from .layer_costs import HOST, Layers
-from .machine import Kind, Machine, Port
-from .memory import Ledger, PartBytes, ledger, part_bytes
-from .orders import Order
-from .refusals import NotChecked, NotLegal
+from .orders import ScheduleOrder
+from .report import NotChecked, NotLegal
+from .stated_machine import Port, StatedDevice, StatedMachine
+from .stated_training import Exchange, StatedTraining
 from .traffic import Way, all_reduce_seconds, exposed_seconds, sum_loads, way
-from .training import Exchange, Training
 from .wiring import NONE, Wired, check_order, cuts_crossed
 
 COPIES = {"chimera": 2, "avgpipe": 3}
@@ -30,7 +30,7 @@ class Figures:
     its end, the ranks of its replicas, and what it recomputes. `profiles`: of kinds that have their own."""
 
     schedule: str
-    order: Order
+    order: ScheduleOrder
     size: int
     ends: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
@@ -38,8 +38,8 @@ class Figures:
     one_process: bool
     layers: Layers
     profiles: Mapping[str, Layers]
-    machine: Machine
-    training: Training
+    machine: StatedMachine
+    training: StatedTraining
     shared_ports: bool = True
 
     @cached_property
@@ -68,10 +68,10 @@ class Figures:
         """The first layer of a part, and the one after its last."""
         return (0, *self.ends)[part], self.ends[part]
 
-    def _kinds(self, device: int) -> list[Kind]:
+    def _kinds(self, device: int) -> list[StatedDevice]:
         return list(dict.fromkeys(self.machine.kind(rank) for rank in self.ranks[device]))
 
-    def _measured(self, kind: Kind) -> Layers:
+    def _measured(self, kind: StatedDevice) -> Layers:
         if kind.profile is None:
             return self.layers
         if kind.profile not in self.profiles:
@@ -238,7 +238,7 @@ def _simulated(figures: Figures) -> Step:
     return Step(end, 1 - busy / (figures.order.devices * end) if end else 0.0)
 
 
-def _work(figures: Figures, wiring: Wired) -> Work:
+def _work(figures: Figures, wiring: Wired) -> StepWork:
     order, last, splits = figures.order, len(figures.order.route_of) - 1, figures.order.splits
     split = {
         (device, *own[1:]) for device, actions in enumerate(order.lists) for own in actions if own[0] == "W"
@@ -273,7 +273,7 @@ def _work(figures: Figures, wiring: Wired) -> Work:
             launches.append(launch if kind == "F" else back)
     ports, occupancy, latency = _transfers(figures, wiring)
     ends = np.cumsum(launches).tolist() if launches else None
-    return Work(
+    return StepWork(
         wiring,
         seconds,
         ports,

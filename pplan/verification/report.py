@@ -10,7 +10,6 @@ from math import isfinite
 from typing import Literal, NoReturn
 
 from ..cost_models.errors import UsageError
-from .refusals import NotChecked, NotLegal
 
 TOLERANCE = 1e-9
 """Share by which a figure may differ: both sides add floats up, in another order."""
@@ -78,7 +77,7 @@ class _Stop(Exception):
 
 
 @dataclass
-class Check:
+class LineCheck:
     """What a line compares; the first difference ends it. `detail`: what is said where all agrees."""
 
     detail: str
@@ -121,9 +120,9 @@ class Sheet:
     lines: list[Line] = field(default_factory=list)
 
     @contextmanager
-    def line(self, name: str, detail: str) -> Iterator[Check]:
+    def line(self, name: str, detail: str) -> Iterator[LineCheck]:
         """A line: `detail` says what is checked, where all of it agrees."""
-        check = Check(detail)
+        check = LineCheck(detail)
         try:
             yield check
         except _Stop as stop:
@@ -145,3 +144,11 @@ def _plain(value: object) -> Value:
         shown = ", ".join(map(str, value[:16]))
         return f"{shown}, … ({len(value)})" if len(value) > 16 else shown
     return str(value)
+
+
+class NotLegal(Exception):
+    """The plan says what cannot be."""
+
+
+class NotChecked(Exception):
+    """The files do not say enough, or too much to go through."""

@@ -6,43 +6,43 @@ import hashlib
 from fnmatch import fnmatchcase
 
 from .documents import Table
-from .report import Check, Sheet
-from .rules import RULES, check_runtime, one_process
+from .report import LineCheck, Sheet
+from .runtime_rules import RULES, check_runtime, one_process
 from .stated_plan import RECOMPUTES, StatedPlan
-from .subject import Subject
-from .training import training_of
+from .stated_training import training_of
+from .verification_inputs import VerificationInputs
 
 
-def check_shape(sheet: Sheet, subject: Subject) -> None:
+def check_shape(sheet: Sheet, inputs: VerificationInputs) -> None:
     """Adds the lines."""
-    _check_files(sheet, subject)
+    _check_files(sheet, inputs)
     with sheet.line("layers", "every layer once and in order; balance and stages say the same") as check:
-        _layers(check, subject)
+        _layers(check, inputs)
     with sheet.line(
         "cuts", "the profile and the options allow every cut, and each one asked for is made"
     ) as check:
-        _cuts(check, subject)
+        _cuts(check, inputs)
     with sheet.line("devices", "each is in the machine, and used by the replicas of one stage") as check:
-        _devices(check, subject)
+        _devices(check, inputs)
     with sheet.line("micro-batches", "sizes divide; every replica has a sample; as the options say") as check:
-        _micro_batches(check, subject)
+        _micro_batches(check, inputs)
     with sheet.line("recomputation", "known words; as the options say") as check:
-        _recompute(check, subject)
+        _recompute(check, inputs)
     with sheet.line(
         "training", "the optimizer, the precision and ZeRO's stage, of this profile; as the options say"
     ) as check:
-        _training(check, subject)
+        _training(check, inputs)
     with sheet.line("runtime", "it runs this schedule, recomputation and these replicas") as check:
-        _runtime(check, subject)
+        _runtime(check, inputs)
 
 
-def _check_files(sheet: Sheet, subject: Subject) -> None:
-    stated, profile = subject.plan.profile, subject.profile
+def _check_files(sheet: Sheet, inputs: VerificationInputs) -> None:
+    stated, profile = inputs.plan.profile, inputs.profile
     with sheet.line(
         "profile", "the file's SHA-256, its dtype, device and kind are those of the plan"
     ) as check:
         if profile is None:
-            check.leave(subject.no_profile)
+            check.leave(inputs.no_profile)
         else:
             for key, default in (("dtype", "float32"), ("granularity", "block")):
                 check.same(key, stated.text(key, default), profile.text(key, default))
@@ -51,26 +51,26 @@ def _check_files(sheet: Sheet, subject: Subject) -> None:
             device = profile.text("device", "cpu")
             check.same("device", stated.text("device", "") or device, device)
             check.same("estimated", stated.flag("estimated", False), profile.flag("estimated", False))
-            check.same("model", subject.plan.whole.text("model"), profile.text("model"))
+            check.same("model", inputs.plan.whole.text("model"), profile.text("model"))
             said = stated.text("sha256", "")
-            if said != subject.profile_sha256 and not subject.is_file:
+            if said != inputs.profile_sha256 and not inputs.is_file:
                 check.leave(
                     "the profile was not given as the file that the plan names: no SHA-256 to compare"
                 )
-            check.same("SHA-256 of the profile file", said, subject.profile_sha256)
+            check.same("SHA-256 of the profile file", said, inputs.profile_sha256)
     with sheet.line("layer names", "the plan's, their SHA-256, and the profile's") as check:
-        names = subject.plan.layer_names
+        names = inputs.plan.layer_names
         if profile is None and not names:
-            check.leave(subject.no_profile)
-        measured = names if subject.layers is None else list(subject.layers.names)
+            check.leave(inputs.no_profile)
+        measured = names if inputs.layers is None else list(inputs.layers.names)
         said = stated.text("layers_sha256", "")
         check.holds("layer names", not names or names == measured, names, measured)
         found = hashlib.sha256("\n".join(measured).encode("utf-8", "surrogatepass")).hexdigest()
         check.holds("SHA-256 of the layer names", said in ("", found), said, found)
 
 
-def _layers(check: Check, subject: Subject) -> None:
-    plan, after = subject.plan, 0
+def _layers(check: LineCheck, inputs: VerificationInputs) -> None:
+    plan, after = inputs.plan, 0
     for number, stage in enumerate(plan.stages):
         check.same(f"first layer of stage {number}", stage.first_layer, after)
         check.holds(
@@ -78,14 +78,14 @@ def _layers(check: Check, subject: Subject) -> None:
         )
         after = stage.last_layer + 1
     check.same("balance", plan.balance, [own.last_layer - own.first_layer + 1 for own in plan.stages])
-    if subject.layers is not None:
-        check.same("number of layers", after, len(subject.layers))
+    if inputs.layers is not None:
+        check.same("number of layers", after, len(inputs.layers))
     elif plan.layer_names:
         check.same("number of layers", after, len(plan.layer_names))
 
 
-def _cuts(check: Check, subject: Subject) -> None:
-    plan, layers, options = subject.plan, subject.layers, subject.plan.wishes
+def _cuts(check: LineCheck, inputs: VerificationInputs) -> None:
+    plan, layers, options = inputs.plan, inputs.layers, inputs.plan.wishes
     names = plan.layer_names if layers is None else list(layers.names)
     ends = [end for end in plan.ends[:-1] if 0 < end < len(names)]
     check.holds("a cut behind the last layer", layers is None or len(ends) == len(plan.ends) - 1)
@@ -99,24 +99,24 @@ def _cuts(check: Check, subject: Subject) -> None:
         check.holds(f"no layer is named {name}", name in names)
         check.holds(f"a stage was to end after {name}", names.index(name) + 1 in plan.ends)
     for pin in options.lists("pins") if names else []:
-        _pinned(check, subject, names, pin)
+        _pinned(check, inputs, names, pin)
     most, stages = options.optional_count("max_stages"), len(plan.stages) // plan.virtual_stages
     check.holds("more stages than requested", most is None or stages <= most, stages, most)
     if layers is None:
-        check.leave(subject.no_profile)
+        check.leave(inputs.no_profile)
 
 
-def _pinned(check: Check, subject: Subject, names: list[str], pin: list[object]) -> None:
+def _pinned(check: LineCheck, inputs: VerificationInputs, names: list[str], pin: list[object]) -> None:
     fine = len(pin) == 2 and isinstance(pin[0], str) and isinstance(pin[1], int) and pin[0] in names
     check.holds("a pin of no layer", fine, str(pin)[:60])
     layer, number = names.index(str(pin[0])), int(str(pin[1]))
-    own = subject.plan.stages[number] if 0 <= number < len(subject.plan.stages) else None
+    own = inputs.plan.stages[number] if 0 <= number < len(inputs.plan.stages) else None
     inside = own is not None and own.first_layer <= layer <= own.last_layer
     check.holds(f"{pin[0]} was to be in stage {number}", inside)
 
 
-def _devices(check: Check, subject: Subject) -> None:
-    plan, machine, options = subject.plan, subject.machine, subject.plan.wishes
+def _devices(check: LineCheck, inputs: VerificationInputs) -> None:
+    plan, machine, options = inputs.plan, inputs.machine, inputs.plan.wishes
     for number, stage in enumerate(plan.stages):
         check.same(f"replicas of stage {number}", stage.replicas, len(stage.devices))
         check.holds(f"stage {number} has a device twice", len(set(stage.devices)) == len(stage.devices))
@@ -141,8 +141,8 @@ def _devices(check: Check, subject: Subject) -> None:
             check.same("devices in use, where all were requested", len(used), reached)
 
 
-def _micro_batches(check: Check, subject: Subject) -> None:
-    plan, options = subject.plan, subject.plan.wishes
+def _micro_batches(check: LineCheck, inputs: VerificationInputs) -> None:
+    plan, options = inputs.plan, inputs.plan.wishes
     made = plan.micro_batches * plan.micro_batch_size
     check.same("mini_batch, of micro_batches times micro_batch_size", plan.mini_batch, made)
     most = max(stage.replicas for stage in plan.stages)
@@ -155,8 +155,8 @@ def _micro_batches(check: Check, subject: Subject) -> None:
         check.holds(f"{key} is not the requested one", name in ("auto", word), word, name)
 
 
-def _recompute(check: Check, subject: Subject) -> None:
-    plan = subject.plan
+def _recompute(check: LineCheck, inputs: VerificationInputs) -> None:
+    plan = inputs.plan
     for number, stage in enumerate(plan.stages):
         mixed = plan.recompute == "selective"
         fine = stage.recompute in RECOMPUTES[:3] if mixed else stage.recompute in (None, plan.recompute)
@@ -169,11 +169,11 @@ def _recompute(check: Check, subject: Subject) -> None:
     )
 
 
-def _training(check: Check, subject: Subject) -> None:
-    plan, options = subject.plan, subject.plan.wishes
+def _training(check: LineCheck, inputs: VerificationInputs) -> None:
+    plan, options = inputs.plan, inputs.plan.wishes
     training = training_of(plan)
-    if subject.profile is not None:
-        check.same("amp", plan.profile.optional_text("amp"), _known(plan, "amp", subject.profile))
+    if inputs.profile is not None:
+        check.same("amp", plan.profile.optional_text("amp"), _known(plan, "amp", inputs.profile))
     for key, default in (("precision", "auto"), ("gradient_dtype", "auto")):
         own, requested = plan.whole.optional_text(key), options.text(key, default)
         check.holds(f"{key} is not the requested one", requested in ("auto", own), own, requested)
@@ -188,17 +188,17 @@ def _known(plan: StatedPlan, key: str, profile: Table) -> str | None:
     return profile.optional_text(key) if plan.whole.has("precision") else None
 
 
-def _shared(check: Check, subject: Subject, allowed: str) -> None:
+def _shared(check: LineCheck, inputs: VerificationInputs, allowed: str) -> None:
     """The weights that several stages use are those that the runtime keeps copies of."""
-    bounds = [(own.first_layer, own.last_layer + 1) for own in subject.plan.stages]
-    for weight in () if subject.layers is None else subject.layers.shared:
+    bounds = [(own.first_layer, own.last_layer + 1) for own in inputs.plan.stages]
+    for weight in () if inputs.layers is None else inputs.layers.shared:
         users = [stage for stage, own in enumerate(bounds) if weight.held_by(*own)]
         fine = len(users) == 1 or allowed == "any" or (allowed == "ends" and users == [0, len(bounds) - 1])
-        check.holds(f"{subject.plan.runtime} keeps no copies of {weight.name}", fine, users)
+        check.holds(f"{inputs.plan.runtime} keeps no copies of {weight.name}", fine, users)
 
 
-def _runtime(check: Check, subject: Subject) -> None:
-    plan = subject.plan
+def _runtime(check: LineCheck, inputs: VerificationInputs) -> None:
+    plan = inputs.plan
     requested = plan.wishes.optional_text("runtime")
     check.same("runtime, and the requested one", plan.runtime, requested)
     if plan.runtime is None:
@@ -212,10 +212,10 @@ def _runtime(check: Check, subject: Subject) -> None:
         virtual_stages=plan.virtual_stages,
         size=plan.micro_batch_size,
     )
-    _shared(check, subject, RULES[plan.runtime].shares)
-    if RULES[plan.runtime].trains_all and subject.layers is not None:
+    _shared(check, inputs, RULES[plan.runtime].shares)
+    if RULES[plan.runtime].trains_all and inputs.layers is not None:
         for number, stage in enumerate(plan.stages):
             own = stage.first_layer, stage.last_layer + 1
-            shared = any(weight.trains and weight.held_by(*own) for weight in subject.layers.shared)
-            trained = shared or subject.layers.trainable[slice(*own)].sum() > 0
+            shared = any(weight.trains and weight.held_by(*own) for weight in inputs.layers.shared)
+            trained = shared or inputs.layers.trainable[slice(*own)].sum() > 0
             check.holds(f"stage {number} has nothing to train, which {plan.runtime} refuses", bool(trained))

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import ceil, log2
 
-from .machine import Level, Machine, Port
+from .stated_machine import Port, StatedLevel, StatedMachine
 
 BUCKETS = (1 * 2**20, 25 * 2**20)
 """Bytes of the first bucket of gradients, and of each further: DistributedDataParallel's defaults."""
@@ -33,7 +33,7 @@ class Way:
         return max(self.loads.values())
 
 
-def way(machine: Machine, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Way:
+def way(machine: StatedMachine, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Way:
     """From the replicas of one stage to those of another."""
     latency, loads = 0.0, dict[Port, float]()
     whole, done = len(senders) * len(receivers), 0
@@ -49,7 +49,7 @@ def way(machine: Machine, senders: tuple[int, ...], receivers: tuple[int, ...]) 
     return Way(latency, loads, min(out, key=lambda port: (-out[port], port)))
 
 
-def all_reduce_seconds(machine: Machine, ranks: list[int], size: float) -> float:
+def all_reduce_seconds(machine: StatedMachine, ranks: list[int], size: float) -> float:
     """Of the ring, the two trees and the hierarchy of rings the fastest; 0 for one device or no bytes.
 
     Ring: 2 (n - 1) steps of size / n. Trees: up and down with 2 ceil(log2 n) latencies, the size twice. Both
@@ -63,7 +63,7 @@ def all_reduce_seconds(machine: Machine, ranks: list[int], size: float) -> float
     return min(2 * half_reduce_seconds(machine, ranks, size), tree)
 
 
-def half_reduce_seconds(machine: Machine, ranks: list[int], size: float) -> float:
+def half_reduce_seconds(machine: StatedMachine, ranks: list[int], size: float) -> float:
     """Of a reduce-scatter, or of an all-gather: the way there of the faster of ring and hierarchy."""
     n = len(ranks)
     if n < 2 or size <= 0:
@@ -81,12 +81,12 @@ def half_reduce_seconds(machine: Machine, ranks: list[int], size: float) -> floa
     return min(ring, total)
 
 
-def _used(machine: Machine, ranks: list[int]) -> list[Level]:
+def _used(machine: StatedMachine, ranks: list[int]) -> list[StatedLevel]:
     """The levels that join some of the devices."""
     return [level for i, level in enumerate(machine.levels) if max(_members(machine, ranks, i)) > 1]
 
 
-def _members(machine: Machine, ranks: list[int], index: int) -> set[int]:
+def _members(machine: StatedMachine, ranks: list[int], index: int) -> set[int]:
     """Of each group of a level that holds some of the devices, how many of its members do."""
     level = machine.levels[index]
     outermost = index == len(machine.levels) - 1
@@ -95,7 +95,7 @@ def _members(machine: Machine, ranks: list[int], index: int) -> set[int]:
 
 
 def exposed_seconds(
-    machine: Machine, ranks: list[int], backward: list[float], gradients: list[float]
+    machine: StatedMachine, ranks: list[int], backward: list[float], gradients: list[float]
 ) -> float:
     """Seconds from the end of a backward until its gradients are summed over the replicas, bucket by bucket
     while it runs; by layer, in the order of the forward. A bucket is complete with its last gradient."""
@@ -113,7 +113,7 @@ def exposed_seconds(
     return max(0.0, done - now)
 
 
-def sum_loads(machine: Machine, ranks: list[int], size: float) -> dict[Port, float]:
+def sum_loads(machine: StatedMachine, ranks: list[int], size: float) -> dict[Port, float]:
     """By port, the seconds that any all-reduce of so many bytes must send (and receive) through it: a member
     of k that hold some devices sends 2 (k - 1) / k of the bytes, in equal parts from its devices."""
     loads: dict[Port, float] = {}

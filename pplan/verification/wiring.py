@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .orders import Action, Order
-from .refusals import NotLegal
+from .orders import Action, ScheduleOrder
+from .report import NotLegal
 
 NONE = -1
 
@@ -22,7 +22,7 @@ class Wired:
     another device; `target`: what receives from it. `last`: whether it ends its micro-batch's work there.
     """
 
-    order: Order
+    order: ScheduleOrder
     device: list[int]
     action: list[Action]
     part: list[int]
@@ -40,7 +40,7 @@ Named = tuple[str, int, int]
 """A kind, a micro-batch and a part: of all actions one."""
 
 
-def wired(order: Order) -> Wired:
+def wired(order: ScheduleOrder) -> Wired:
     """Raises NotLegal for an order that misses or repeats an action, or whose actions wait in a circle."""
     devices = [device for device, own in enumerate(order.lists) for _ in own]
     actions = [action for own in order.lists for action in own]
@@ -61,7 +61,7 @@ def wired(order: Order) -> Wired:
     return _in_order(order, clock, devices, actions, names, needs, before, where)
 
 
-def _check_whole(order: Order, where: dict[Named, int]) -> None:
+def _check_whole(order: ScheduleOrder, where: dict[Named, int]) -> None:
     for batch in range(len(order.route_of)):
         for part in range(order.parts):
             if ("F", batch, part) not in where or ("B", batch, part) not in where:
@@ -101,7 +101,7 @@ def _by_clock(needs: list[list[int]]) -> list[int]:
 
 
 def _in_order(
-    order: Order,
+    order: ScheduleOrder,
     clock: list[int],
     devices: list[int],
     actions: list[Action],
@@ -132,7 +132,7 @@ def _in_order(
     )
 
 
-def most_in_flight(order: Order) -> list[float]:
+def most_in_flight(order: ScheduleOrder) -> list[float]:
     """By device, the most micro-batches that it holds: from the start of F to the end of W, of B without one.
     A chunk that is 1/v of the device's layers counts 1/v; whole copies of a stage count in full."""
     most = []
@@ -150,7 +150,7 @@ def most_in_flight(order: Order) -> list[float]:
     return most
 
 
-def check_order(order: Order) -> Wired:
+def check_order(order: ScheduleOrder) -> Wired:
     """The order with what waits for what. Raises NotLegal also where a device holds more micro-batches than
     its schedule's definition says."""
     made = wired(order)
@@ -160,7 +160,7 @@ def check_order(order: Order) -> Wired:
     return made
 
 
-def cuts_crossed(order: Order) -> list[tuple[int, int, int, int]]:
+def cuts_crossed(order: ScheduleOrder) -> list[tuple[int, int, int, int]]:
     """(route, part before the cut, device before, device after) where a cut lies between two devices."""
     return [
         (way, part, here, there)

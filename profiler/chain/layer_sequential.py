@@ -23,6 +23,9 @@ class LayerSequential(nn.Sequential):
     """The user's pins: patterns of layer names."""
     mode_bound: tuple[str, ...] = ()
     """Layers with operations that stay in the mode they were traced in: `F.dropout(x, p, self.training)`."""
+    unused_names: tuple[str, ...] = ()
+    """What the state dict of the model has and this one lacks: parameters and buffers that forward does not
+    use."""
     traced_mode: bool = True
     """Whether the model was in training mode then."""
 

@@ -20,7 +20,7 @@ from ..graphs.sequential_graph import ELEMENTS
 from ..graphs.trial import Trial
 from ..user_model.failures import layer_failure as layer_failure
 from ..user_model.loaded_model import ModelInput, refuse_lazy
-from ..user_model.seeding import seeded
+from ..user_model.seeding import fixed_seed
 from .layer_sequential import LayerSequential, model_name
 from .shared_parameters import storage_aliases, tensors_used
 from .sharing import registered_once
@@ -82,6 +82,8 @@ class LayerChain:
     """What drew the graph that was cut."""
     comparison: Comparison | None = None
     """With the model, by value; None: not asked for."""
+    unused: tuple[str, ...] = ()
+    """Parameters and buffers of the model that no layer uses, by name."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -161,7 +163,15 @@ def build_chain(
         flow.traced.recomputes,
         flow.traced.tool,
         comparison,
+        _unused(model, modules),
     )
+
+
+def _unused(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    used = {id(tensor) for module in modules for tensor in tensors_used(module)}
+    kept = model.state_dict(keep_vars=True)
+    own = (*model.named_parameters(), *model.named_buffers())
+    return tuple(name for name, tensor in own if name in kept and id(tensor) not in used)
 
 
 def _segments(
@@ -181,7 +191,7 @@ def _segments(
             return segments, flow, None
         if traced.tool == ELEMENTS and not _any_shared([segment.bind(model) for segment in segments]):
             # The model does nothing else than to call these modules.
-            return segments, flow, Comparison()
+            return segments, flow, check.look()
 
         def bound_to(copy: nn.Module) -> nn.Sequential:
             modules = [segment.bind(copy) for segment in segments]
@@ -189,7 +199,7 @@ def _segments(
 
         return segments, flow, check.compare(bound_to, _names(model, segments), traced.tool)
 
-    with seeded(0):
+    with fixed_seed(0):
         return trace_model(model, given, name, granularity, compared, tool)
 
 

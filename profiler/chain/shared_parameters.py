@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..torch_internals import forward_pre_hooks_of, storage_key
+
 _COPY = "own_copy"
 """What a stand-in registers where no earlier layer does."""
 
@@ -87,7 +89,7 @@ class Borrows:
 
     def add(self, user: nn.Module, field: str, owner: nn.Module, owners_field: str) -> None:
         """`user.field` is to be `owner.owners_field` from now on, and no parameter of `user`."""
-        del user._parameters[field]
+        delattr(user, field)
         self._fields.append((user, field, owner, owners_field))
         user.__dict__[field] = getattr(owner, owners_field)
 
@@ -118,8 +120,7 @@ def register_references(layers: nn.Sequential) -> None:
     owners = {
         id(parameter): (part, name)
         for part in layers.modules()
-        for name, parameter in part._parameters.items()
-        if parameter is not None
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
     }
     held = {id(part) for part in layers.modules()}
     for part in list(layers.modules()):
@@ -134,7 +135,7 @@ def _register_in(part: nn.Module, owners: _Owners, held: set[int]) -> None:
         part.add_module(_COPY, part.module)
         for inner in list(part.module.modules()):
             held.add(id(inner))
-            for name, parameter in inner._parameters.items():
+            for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
                 owners.setdefault(id(parameter), (inner, name))
             _register_in(inner, owners, held)
     elif isinstance(part, Borrowed):
@@ -143,7 +144,7 @@ def _register_in(part: nn.Module, owners: _Owners, held: set[int]) -> None:
             part.register_parameter(_COPY, value)
             owners[id(value)] = (part, _COPY)
         part._held_earlier = owners.get(id(value), part._held_earlier)
-    for hook in part._forward_pre_hooks.values():
+    for hook in forward_pre_hooks_of(part):
         if isinstance(hook, Borrows):
             _register_fields(hook, owners)
 
@@ -213,4 +214,4 @@ def _place(tensor: Tensor) -> tuple[int, int, int] | None:
     spans = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((int(length) - 1) * int(stride) for length, stride in spans)
     first = int(tensor.storage_offset()) * size
-    return storage._cdata, first, first + (last + 1) * size
+    return storage_key(storage), first, first + (last + 1) * size

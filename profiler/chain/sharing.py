@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ..graphs.graph import graph_module
+from ..torch_internals import children_of, own_registries
 from .shared_parameters import Again, Borrowed, Borrows, OnClone
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -45,9 +46,8 @@ class Sharing:
         result = self._without_held(layer)
         self._held |= self._made
         for part in result.modules():
-            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-                if tensor is not None:
-                    self._owners.setdefault(id(tensor), (part, name))
+            for name, tensor in _registered(part):
+                self._owners.setdefault(id(tensor), (part, name))
         return result
 
     def _without_held(self, module: nn.Module, borrows: Borrows | None = None) -> nn.Module:
@@ -87,12 +87,11 @@ class Sharing:
     def _shallow_copy(self, module: nn.Module, outer: Borrows | None) -> nn.Module:
         """The same tensors; of the parameters that earlier layers hold only references."""
         twin = copy.copy(module)
-        for name in ("_parameters", "_buffers", "_modules", "_forward_pre_hooks"):
-            twin.__dict__[name] = copy.copy(module.__dict__[name])
+        own_registries(twin)
         borrows = Borrows() if outer is None else outer
-        for name, child in module._modules.items():
-            twin._modules[name] = None if child is None else self._part(child, borrows)
-        for name, parameter in module._parameters.items():
+        for name, child in children_of(module).items():
+            children_of(twin)[name] = None if child is None else self._part(child, borrows)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in self._owners:
                 borrows.add(twin, name, *self._owners[id(parameter)])
         if outer is None and len(borrows):
@@ -139,3 +138,9 @@ def _with_hooks_of(source: fx.GraphModule, made: fx.GraphModule) -> fx.GraphModu
         if "hooks" in name:
             made.__dict__[name] = copy.copy(value)
     return made
+
+
+def _registered(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of its own."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ..torch_internals import tree_leaves
 from ..user_model.failures import at_user_line, first_line
 from .differences import Difference, output_name
 from .side_by_side import LayersDiffer, SideBySide

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +12,13 @@ from torch import nn
 from ...cost_models.errors import ModelError
 from ...cost_models.quantities import format_bytes
 from ..graphs.trial import NotTheModel
-from ..machine import free_host_bytes
+from ..local_machine import free_host_bytes
 from ..user_model.failures import is_out_of_memory
 from ..user_model.loaded_model import ModelInput
-from ..user_model.seeding import seeded
+from ..user_model.seeding import fixed_seed
+from .batch_dimension import mixing_module
 from .descriptions import describe
+from .differences import not_finite
 from .side_by_side import Bind, LayersDiffer, ModelFails, SideBySide
 
 SECONDS = 10.0
@@ -39,6 +42,8 @@ class Comparison:
     not_finite: str = ""
     attributes: tuple[str, ...] = ()
     """Of modules, that forward changes at each call and the layers do not."""
+    mixing: str = ""
+    """A module that takes the batch second, where samples along dimension 0 change each other's outputs."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -57,6 +62,12 @@ class Comparison:
             said.append(
                 f"forward changes {', '.join(self.attributes)} at each call, in Python, which the layers do "
                 "not: where what it computes comes to depend on that, name the module a layer (`granularity`)"
+            )
+        if self.mixing:
+            said.append(
+                f"dimension 0 of the input does not look like the batch: {self.mixing} takes the batch "
+                "second (batch_first=False), and the outputs of one sample change with the others; "
+                "micro-batch sizes count dimension 0: set batch_first=True, or transpose in forward"
             )
         return tuple(said)
 
@@ -84,12 +95,12 @@ class ModelCheck:
         for smallest in dict.fromkeys((1, 2, self._given.batch)):
             side = SideBySide(self._model, self._given, self._name, bind)
             try:
-                with seeded(side.seed):
+                with fixed_seed(side.seed), _gradients_left_alone(self._model, self._name):
                     return _compared(side, smallest)
             except ModelFails as error:
                 failures.append(error)
             except LayersDiffer as error:
-                with seeded(side.seed):
+                with fixed_seed(side.seed):
                     what, hint = describe(side, error, layer_names)
                 raise NotTheModel(f"{self._name} cannot be traced by {how}: {what}", hint) from None
             except Exception as error:
@@ -97,6 +108,19 @@ class ModelCheck:
                     raise
                 return Comparison(why_not="memory ran out")
         raise failures[0]
+
+    def look(self) -> Comparison:
+        """Of layers that are the model by construction: only what the model's own output tells."""
+        if self._why_not:
+            return Comparison()
+        side = SideBySide(self._model, self._given, self._name, lambda _: nn.Sequential())
+        try:
+            with fixed_seed(side.seed):
+                found = ", ".join(not_finite(side.plain().forward_once(side.example(1), side.seed)))
+                return Comparison(not_finite=found, mixing=mixing_module(side))
+        except Exception:
+            # Batch norm takes no single sample; what else is wrong shows when it is measured.
+            return Comparison()
 
 
 def _compared(side: SideBySide, smallest: int) -> Comparison:
@@ -113,8 +137,33 @@ def _compared(side: SideBySide, smallest: int) -> Comparison:
         except ModelFails:
             break
     return Comparison(
-        tuple(side.batches), "", side.rounding, side.not_finite, tuple(side.changes_of_attributes())
+        tuple(side.batches),
+        "",
+        side.rounding,
+        side.not_finite,
+        tuple(side.changes_of_attributes()),
+        mixing_module(side),
     )
+
+
+@contextmanager
+def _gradients_left_alone(model: nn.Module, name: str) -> Iterator[None]:
+    """Raises ModelError where training copies gives parameters of the model itself a gradient."""
+    before = [(path, parameter, parameter.grad) for path, parameter in model.named_parameters()]
+    for _, parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+        trained = [path for path, parameter, _ in before if parameter.grad is not None]
+    finally:
+        for _, parameter, gradient in before:
+            parameter.grad = gradient
+    if trained:
+        raise ModelError(
+            f"{name} cannot be copied: a copy of it trains {trained[0]} of the model itself",
+            "Something that copy.deepcopy does not copy, such as a function, holds the parameter: read it "
+            "from the module instead.",
+        )
 
 
 def _why_not(model: nn.Module, given: ModelInput) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import io
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..graphs.flat_output import flat
+from ..graphs.tracing_patches import leave_vmap
+from ..user_model.flat_output import flat
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import normal_like, random_states, reseed
 
@@ -34,7 +37,8 @@ class Trainee:
         `given` is worked on: in place, and for gradients of what needs them.
         """
         result = PassResult(self.model)
-        with torch.enable_grad(), warnings.catch_warnings():
+        # torch.fx prints where in the code of a graph an operation failed.
+        with torch.enable_grad(), leave_vmap(), warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             reseed(seed)
             result.output, result.structure = flat(self.run(given))
@@ -44,6 +48,15 @@ class Trainee:
                 torch.autograd.backward(starts, gradients)
             result.random = random_states()
         result.inputs = given.tensors
+        return result
+
+    def forward_once(self, given: ModelInput, seed: int) -> PassResult:
+        """Without gradients: the output alone."""
+        result = PassResult(self.model)
+        with torch.no_grad(), leave_vmap(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reseed(seed)
+            result.output, result.structure = flat(self.run(given))
         return result
 
 
@@ -66,7 +79,7 @@ class PassResult:
             if isinstance(leaf, Tensor):
                 yield "need of a gradient", str(index), leaf.requires_grad
         for name, parameter in self.model.named_parameters():
-            yield "gradient", name, parameter.grad
+            yield "gradient", name, _dense(parameter.grad)
         for index, tensor in enumerate(self.inputs):
             if tensor.requires_grad and tensor.is_leaf:
                 yield "gradient of input", str(index), tensor.grad
@@ -77,6 +90,11 @@ class PassResult:
         for name, state in self.random.items():
             yield "random state", name, state
         yield from (("random state", name, state) for name, state in own_generators(self.model))
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """Embeddings may have sparse ones."""
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
 
 def own_generators(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from torch import fx, nn
 
+from ..torch_internals import CONVERSION
 from .granularity import Granularity
 from .graph import TracedGraph
 from .node_order import fed_by_inputs, operations
@@ -16,7 +17,7 @@ from .size_recovery import TensorSeen, recover_sizes
 from .trial import Trial
 
 _MOVES = frozenset({
-    "reshape", "flatten", "contiguous", "unflatten", "ravel", "clone", "to", "type_as", "_to_copy",
+    "reshape", "flatten", "contiguous", "unflatten", "ravel", "clone", "to", "type_as", CONVERSION,
 })  # fmt: skip
 """Operations that compute nothing, even where they copy."""
 _MOVING_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten)
@@ -136,12 +137,22 @@ class Flow:
 
     def is_offered(self, position: Position) -> bool:
         """Whether tensors can be handed over there, and suffice: computed ones, and no input alone."""
-        if all(node.op == "placeholder" for node in position.handed):
+        if position.index in self._inside_vmap or all(node.op == "placeholder" for node in position.handed):
             return False
         values = [self._run.values[node] for node in position.handed]
         if not all(isinstance(value, TensorSeen) for value in values):
             return len(values) == 1 and not position.rest and _is_tuple_of_tensors(values[0])
         return not position.rest or self._can_be_found(position)
+
+    @cached_property
+    def _inside_vmap(self) -> frozenset[int]:
+        """Positions where torch.vmap is entered and not left: tensors there have one dimension less."""
+        found, depth = set[int](), 0
+        for index, node in enumerate(self.order):
+            name = getattr(node.target, "__name__", "")
+            depth += (name == "_vmap_increment_nesting") - (name == "_vmap_decrement_nesting")
+            found |= {index + 1} if depth else set()
+        return frozenset(found)
 
     def _can_be_found(self, position: Position) -> bool:
         values = self.trial.values

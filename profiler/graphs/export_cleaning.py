@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
 
+from ..torch_internals import EXPORT_CHECKS, EXPORT_GUARDS
 from .size_recovery import device_of
 
 _CHECKS = (
-    "_assert_tensor_metadata",
-    "_assert_scalar",
-    "_assert_async",
+    *EXPORT_CHECKS,
     "sym_constrain_range",
     "sym_constrain_range_for_size",
 )
@@ -21,7 +20,7 @@ _CHECKS = (
 def drop_checks(graph: fx.Graph) -> None:
     """Erases assertions, whose values hold at the traced batch size, and the sizes that only they ask for."""
     for node in list(graph.nodes):
-        is_guard = node.op == "call_module" and str(node.target).startswith("_guards_fn")
+        is_guard = node.op == "call_module" and str(node.target).startswith(EXPORT_GUARDS)
         if is_guard or _packet(node) in _CHECKS:
             graph.erase_node(node)
     drop_unused_sizes(graph)

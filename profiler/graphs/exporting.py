@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
-from torch.utils._pytree import tree_flatten
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import tree_flatten
 from ..user_model.copies import copy_model, copy_to_meta
 from ..user_model.failures import first_line, is_out_of_memory, user_line
+from ..user_model.flat_output import FlatOutput
 from ..user_model.loaded_model import ModelInput
 from .export_cleaning import ask_devices, drop_checks, drop_unused_sizes, value_kind, write_early
-from .flat_output import FlatOutput
 from .graph import TracedGraph
 from .regions import as_calls, bodies
 from .remodule import attribute, drop_aliases, leaf_calls_made_whole, path_of, tell_inputs_apart
@@ -114,7 +114,7 @@ def _exported(model: nn.Module, given: ModelInput, name: str) -> _Export:
         program = torch.export.export(model, given.args, given.kwargs, dynamic_shapes=shapes, strict=False)
         module = program.module()
     inputs = _placeholders(module, program, given)
-    _refuse_one_batch_size(inputs, given, name)
+    _refuse_some_batch_sizes(inputs, program, given, name)
     return _Export(module, model, given.tensors[0].device, inputs, output.finish)
 
 
@@ -156,13 +156,23 @@ def _placeholders(
     return tuple(places[id(tensor)] for tensor in given.tensors)
 
 
-def _refuse_one_batch_size(inputs: tuple[fx.Node, ...], given: ModelInput, name: str) -> None:
-    first = inputs[0]
-    if not is_concrete_int(first.meta["val"].shape[0]):
-        return
+def _refuse_some_batch_sizes(
+    inputs: tuple[fx.Node, ...], program: torch.export.ExportedProgram, given: ModelInput, name: str
+) -> None:
+    first = inputs[0].meta["val"]
+    size = first.shape[0]
+    if is_concrete_int(size):
+        sizes, line = f"{given.batch} samples only", _at(_specializing_line(first))
+    else:
+        span = program.range_constraints.get(size.node.expr)
+        endless = span is not None and bool(span.upper > 2**62)
+        if span is None or (endless and span.lower <= 2):
+            # 2: torch.export takes no size of 0 or 1 for a number that varies.
+            return
+        most = "more" if endless else span.upper
+        sizes, line = f"{span.lower} to {most} samples only", ""
     raise ModelError(
-        f"{name}: what its forward does holds for {given.batch} samples only"
-        f"{_at(_specializing_line(first.meta['val']))}",
+        f"{name}: what its forward does holds for {sizes}{line}",
         "Micro-batches have other sizes than the example: compute with x.shape[0], not len(x) or int(...), "
         "and let no loop run over the samples. " + _INSTEAD,
     )

@@ -9,13 +9,15 @@ from typing import TypeVar
 from torch import nn
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import has_hooks
+from ..user_model.failures import first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from .granularity import Granularity, refuse_unmatched
 from .graph import TracedGraph
-from .sequential_graph import ELEMENTS, has_hooks, is_plain_sequential, sequential_graph
+from .sequential_graph import ELEMENTS, is_plain_sequential, sequential_graph
 from .tracing import INSTEAD, called_with, container_paths, trace_symbolically
 from .tracing_patches import notice_checkpoints
-from .trial import NotTheModel, Trial, runs_on_meta
+from .trial import NotTheModel, Trial, refuse_failing, runs_on_meta
 
 _Frontend = Callable[[nn.Module, ModelInput, str], TracedGraph]
 _Made = TypeVar("_Made")
@@ -63,16 +65,26 @@ def trace_model(
         try:
             trial = Trial(traced, model, given, name)
             trial.check_against_model(name)
-        except ModelError as error:
-            if not runs_on_meta(model, given, name):
+        except Exception as error:
+            if is_out_of_memory(error):
                 raise
-            failures.append(error)
+            failure = _as_model_error(error, words, name)
+            if not runs_on_meta(model, given, name):
+                raise failure from error
+            failures.append(failure)
             continue
         try:
             return make(traced, trial)
         except NotTheModel as error:
             failures.append(error)
+    refuse_failing(model, given, name)
     raise _combined(failures, name)
+
+
+def _as_model_error(error: Exception, words: str, name: str) -> ModelError:
+    if isinstance(error, ModelError):
+        return error
+    return ModelError(f"{name} cannot be traced by {words}: {first_line(error)}", INSTEAD)
 
 
 def _frontends(model: nn.Module, granularity: Granularity) -> Iterator[tuple[str, _Frontend]]:

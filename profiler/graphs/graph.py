@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from ..torch_internals import is_persistent, make_transient
+
 
 @dataclass(frozen=True, eq=False)
 class TracedGraph:
@@ -68,7 +70,5 @@ def _keep_persistence(module: nn.Module, source: nn.Module, target: str) -> None
     """GraphModule registers every tensor that is no parameter as a buffer of the state."""
     path, _, field = target.rpartition(".")
     owner, of_source = module.get_submodule(path), source.get_submodule(path)
-    if owner is of_source or field not in owner._buffers:
-        return
-    if field not in of_source._buffers or field in of_source._non_persistent_buffers_set:
-        owner._non_persistent_buffers_set.add(field)
+    if owner is not of_source and not is_persistent(of_source, field):
+        make_transient(owner, field)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
+from ..torch_internals import CONVERSION, tree_leaves, version_of
 from ..user_model.failures import is_out_of_memory, layer_failure
 from ..user_model.loaded_model import ModelInput
 from .graph import TracedGraph, named
 from .size_recovery import seen
 
-_CONVERSIONS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy"})
+_CONVERSIONS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", CONVERSION})
 
 
 @dataclass(eq=False)
@@ -76,9 +76,9 @@ class _Runner:
             # A tensor that is neither parameter nor buffer stays behind when a model is moved to meta.
             on_meta = self._device.type == "meta" and isinstance(value, Tensor)
             return value.to("meta") if on_meta else value, frozenset()
-        before = [(tensor, tensor._version) for tensor in _tensors(list(self._now.values()))]
+        before = [(tensor, version_of(tensor)) for tensor in _tensors(list(self._now.values()))]
         value = self._call(node)
-        changed = [tensor for tensor, version in before if tensor._version != version]
+        changed = [tensor for tensor, version in before if version_of(tensor) != version]
         return value, self._storages(changed)
 
     def _call(self, node: fx.Node) -> Any:

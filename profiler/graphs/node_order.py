@@ -6,8 +6,8 @@ import operator
 from typing import Any
 
 from torch import Tag, fx
-from torch._ops import OpOverload
 
+from ..torch_internals import OpOverload
 from .graph_run import GraphRun
 
 _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "exponential", "uniform")

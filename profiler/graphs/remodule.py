@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map_only
+
+from ..torch_internals import EXPORT_NO_MODULE, tree_map_only
 
 
 def leaf_calls_made_whole(graph: fx.Graph, model: nn.Module) -> None:
@@ -73,7 +74,7 @@ def _innermost(node: fx.Node) -> tuple[str, str]:
     stack = node.meta.get("nn_module_stack") or {"": ("", "")}
     key, (path, _) = list(stack.items())[-1]
     # Passes of torch.export that add nodes leave a placeholder instead of a path.
-    return ("", "") if path.startswith("_empty_nn_module_stack") else (key, path)
+    return ("", "") if path.startswith(EXPORT_NO_MODULE) else (key, path)
 
 
 def _by_call(graph: fx.Graph) -> dict[str, list[fx.Node]]:

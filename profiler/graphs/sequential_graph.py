@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx, nn
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import children_of, has_hooks
 from ..user_model.loaded_model import ModelInput
 from .graph import TracedGraph
 
@@ -19,18 +20,6 @@ def is_plain_sequential(module: nn.Module) -> bool:
         and type(module).forward is nn.Sequential.forward
         and type(module).__call__ is nn.Module.__call__
         and not has_hooks(module)
-    )
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its forward."""
-    return any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
     )
 
 
@@ -57,7 +46,7 @@ def sequential_graph(model: nn.Module, given: ModelInput, name: str) -> TracedGr
 
 def _elements(module: nn.Module, prefix: str) -> list[str]:
     paths: list[str] = []
-    for key, child in module._modules.items():
+    for key, child in children_of(module).items():
         if child is not None:
             path = prefix + key
             paths += _elements(child, path + ".") if is_plain_sequential(child) else [path]

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
+
+from ..torch_internals import tree_map_only
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import tree_leaves
 from ..user_model.copies import copy_model, copy_to_meta
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
@@ -93,7 +93,7 @@ def _traced(
 def _refuse_assigned_buffers(copy: nn.Module, name: str) -> None:
     """`self.count = self.count + 1` is not in the graph: the stand-in stays with the copy."""
     for path, module in copy.named_modules():
-        for key, value in module._buffers.items():
+        for key, value in module.named_buffers(recurse=False, remove_duplicate=False):
             if isinstance(value, fx.Proxy):
                 raise ModelError(
                     f"{name} cannot be traced by torch.fx: forward gives the buffer "

@@ -1,8 +1,9 @@
 """What is replaced in torch and transformers while a model is traced.
 
 Calls of torch.autograd.Function: a tracer that looked through them would lose their backward.
-torch.utils.checkpoint: whether a model recomputes parts of itself, which tracing looks through. And the masks
-of transformers, which under torch.export are other ones than in training.
+torch.utils.checkpoint: whether a model recomputes parts of itself, which tracing looks through. The masks of
+transformers, which under torch.export are other ones than in training. And torch.vmap, which a graph that
+fails inside does not leave.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from unittest import mock
 from torch import fx, nn
 from torch.autograd import Function
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
+
+from ..torch_internals import checkpoint_functions, entered_transforms, leave_transforms, tree_leaves
 
 
 class CustomFunction(nn.Module):
@@ -70,10 +72,6 @@ def _instead_of_apply(applied: Callable[..., Any]) -> Any:
     return mock.patch.object(Function, "apply", classmethod(instead))
 
 
-_INNER = ("_checkpoint_impl", "_checkpoint_without_reentrant_generator")
-"""What torch.utils.checkpoint.checkpoint looks up when it is called, by torch's version."""
-
-
 @contextlib.contextmanager
 def notice_checkpoints() -> Iterator[list[bool]]:
     """Inside, every call of torch.utils.checkpoint adds to the list."""
@@ -88,7 +86,7 @@ def notice_checkpoints() -> Iterator[list[bool]]:
 
     with contextlib.ExitStack() as stack:
         for owner, name in (
-            *((checkpoint, name) for name in _INNER),
+            *((checkpoint, name) for name in checkpoint_functions()),
             (checkpoint.CheckpointFunction, "apply"),
         ):
             plain = getattr(owner, name, None)
@@ -119,3 +117,17 @@ def masks_as_in_training(*, one_text_a_row: bool = True) -> Iterator[None]:
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, replacement))
         yield
+
+
+@contextlib.contextmanager
+def leave_vmap() -> Iterator[None]:
+    """Afterwards no torch.vmap is entered that was not before.
+
+    torch.export writes entering and leaving as operations: a graph that fails in between leaves torch.randn
+    broken for the whole process.
+    """
+    before = entered_transforms()
+    try:
+        yield
+    finally:
+        leave_transforms(before)

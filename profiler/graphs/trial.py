@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import tree_leaves
 from ..user_model.copies import copy_model, copy_to_meta
-from ..user_model.failures import is_out_of_memory
+from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
-from ..user_model.seeding import seeded
+from ..user_model.seeding import fixed_seed
 from .graph import TracedGraph, named
 from .graph_run import GraphRun, run_graph
 from .size_recovery import Seen, TensorSeen, seen
+from .tracing_patches import leave_vmap
 
 _MORE_SAMPLES = (1, 3)
 """Of further runs, above the first's: two tell what moves with the batch, three that it does so evenly."""
@@ -104,12 +105,36 @@ def runs_on_meta(model: nn.Module, given: ModelInput, name: str) -> bool:
     return True
 
 
+def refuse_failing(model: nn.Module, given: ModelInput, name: str) -> None:
+    """Raises ModelError where the model itself fails on this input, which no tool can help."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *given.tensors)):
+        return
+    failures = []
+    for gradients in (False, True):
+        copy, some = _for_real(model, given, name)
+        try:
+            with _trying(some, gradients=gradients):
+                some.call(copy)
+            return
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            failures.append(error)
+    first = given.tensors[0]
+    raise ModelError(
+        f"{name} fails on its example input of shape {'x'.join(map(str, first.shape))} "
+        f"({str(first.dtype).removeprefix('torch.')}), batch first: {first_line(failures[0])}"
+        f"{at_user_line(failures[0])}",
+        "Give an input that the model takes.",
+    ) from failures[0]
+
+
 @contextlib.contextmanager
 def _trying(given: ModelInput, *, gradients: bool = False) -> Iterator[None]:
     """One seed; what is made without naming a device is on meta where the input is."""
     device = given.tensors[0].device
     default = torch.device("meta") if device.type == "meta" else contextlib.nullcontext()
-    with torch.set_grad_enabled(gradients), seeded(0), warnings.catch_warnings(), default:
+    with torch.set_grad_enabled(gradients), fixed_seed(0), leave_vmap(), warnings.catch_warnings(), default:
         warnings.simplefilter("ignore")
         yield
 

@@ -30,7 +30,7 @@ TABLE_SAMPLES = 1
 
 
 @dataclass(frozen=True)
-class ImportOptions:
+class ProfileImportOptions:
     """What the file does not say; None: as is usual for its format.
 
     `granularity` is for graphs: a table's rows are its layers.
@@ -53,7 +53,7 @@ class ImportOptions:
         precision_of(self.dtype)
 
 
-def import_profile(path: Path, options: ImportOptions) -> Profile:
+def import_profile(path: Path, options: ProfileImportOptions) -> Profile:
     """The profile of the file at `path`, without `made_by`.
 
     Raises UsageError for options that cannot be, or do not go with the file, FileError for the file.
@@ -96,7 +96,7 @@ def _recognised(text: str, path: Path) -> Format:
     )
 
 
-def _of_graph(text: str, path: Path, options: ImportOptions) -> Profile:
+def _of_graph(text: str, path: Path, options: ProfileImportOptions) -> Profile:
     size = options.micro_batch_size or PIPEDREAM_SAMPLES
     granularity = options.granularity or "block"
     graph = parse_graph(text, str(path))
@@ -126,7 +126,7 @@ def _of_graph(text: str, path: Path, options: ImportOptions) -> Profile:
     )
 
 
-def _of_table(rows: list[Row], path: Path, options: ImportOptions) -> Profile:
+def _of_table(rows: list[Row], path: Path, options: ProfileImportOptions) -> Profile:
     if options.granularity is not None:
         raise UsageError(
             f"granularity={options.granularity!r}: {path} is a table, its rows are the layers",
@@ -150,7 +150,7 @@ def _of_table(rows: list[Row], path: Path, options: ImportOptions) -> Profile:
 
 
 def _profile(
-    options: ImportOptions,
+    options: ProfileImportOptions,
     layers: list[ProfiledLayer],
     edges: list[tuple[str, str]],
     notes: list[str],

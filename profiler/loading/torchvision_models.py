@@ -14,7 +14,7 @@ from torch import nn
 from ...cost_models.errors import ModelError
 from ..user_model.failures import first_line, is_out_of_memory
 from ..user_model.loaded_model import LoadedModel, ModelInput
-from ..user_model.seeding import noise, seeded
+from ..user_model.seeding import fixed_seed, noise
 from .factories import refuse_module
 
 _DEFAULT_SIDE = 224
@@ -73,7 +73,7 @@ def _built(name: str, builder: Any, classes: int | None, seed: int, *, on_meta: 
         made: nn.Module = torchvision.models.get_model(name, weights=None, **options)
         return made
 
-    with warnings.catch_warnings(), seeded(seed):
+    with warnings.catch_warnings(), fixed_seed(seed):
         # torchvision announces changes of its default initialisation: nothing a user can act on here.
         warnings.simplefilter("ignore")
         if on_meta:

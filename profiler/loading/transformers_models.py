@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...cost_models.errors import MachineError, ModelError
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
-from ..user_model.seeding import seeded
+from ..user_model.seeding import fixed_seed
 from .repeated_blocks import block_patterns, record_call_order, registered_order
 from .transformers_config import configure_model, size_of
 from .transformers_session import transformers_session
@@ -65,7 +65,7 @@ def load_transformers(
     CPU in any case. `known_only`: `name` is a model type, and no path is read. Raises
     ModelError, FileError, UsageError, and MachineError without transformers.
     """
-    with transformers_session() as transformers, seeded(seed):
+    with transformers_session() as transformers, fixed_seed(seed):
         asked = configure_model(transformers, name, settings, known_only=known_only)
         module = _built(_class_of(transformers, asked.config, name), asked.config, name, torch.device(device))
         sequence = _sequence(module, asked.config, asked.sequence, name)

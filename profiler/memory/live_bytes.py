@@ -9,8 +9,8 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ..torch_internals import TorchDispatchMode, storage_key, tree_leaves
 
 
 class Meter(Protocol):
@@ -140,7 +140,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """The storages of these tensors, each once."""
     found = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
-    return list({storage._cdata: storage for storage in found}.values())
+    return list({storage_key(storage): storage for storage in found}.values())
 
 
 def lasting(model: nn.Module) -> list[Tensor]:

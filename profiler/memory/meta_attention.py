@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_internals import choose_attention, flash_attention_on_cpu, missing_for_attention, remove_library
+
 _NAME = "scaled_dot_product_attention"
 _KEY = "AutogradMeta"
 _FLASH = 1
-"""torch.nn.attention.SDPBackend.FLASH_ATTENTION, as `_fused_sdp_choice` tells it."""
+"""torch.nn.attention.SDPBackend.FLASH_ATTENTION, as `choose_attention` tells it."""
 
 _lock = threading.Lock()
 _entered = 0
@@ -32,27 +34,15 @@ def attention_as_on_the_cpu() -> Iterator[str | None]:
 
     Yields None, or where this torch cannot do it, why; attention is then what torch makes of it.
     """
-    missing = _missing()
+    missing = missing_for_attention()
     if missing is not None:
-        yield f"torch {torch.__version__} has no {missing}"
+        yield f"torch {torch.__version__} has no {missing.name}"
         return
     _enter()
     try:
         yield None
     finally:
         _leave()
-
-
-def _missing() -> str | None:
-    """The first name, no public one, that this torch lacks."""
-    aten = torch.ops.aten
-    needed: tuple[tuple[Any, str], ...] = (
-        (torch, "_fused_sdp_choice"),
-        (aten, "_scaled_dot_product_flash_attention_for_cpu"),
-        (aten.scaled_dot_product_attention.default, "decompose"),
-        (torch.library.Library, "_destroy"),
-    )
-    return next((name for owner, name in needed if not hasattr(owner, name)), None)
 
 
 def _enter() -> None:
@@ -69,7 +59,7 @@ def _leave() -> None:
     with _lock:
         _entered -= 1
         if _entered == 0:
-            _library._destroy()
+            remove_library(_library)
             _library = None
 
 
@@ -101,10 +91,7 @@ def _attention(
 def _flash(
     tensors: list[Tensor], mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
 ) -> Tensor:
-    flash: Callable[..., tuple[Tensor, Tensor]]
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    attended: Tensor = flash(*tensors, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
-    return attended
+    return flash_attention_on_cpu(*tensors, dropout_p, is_causal, attn_mask=mask, scale=scale)
 
 
 def _choice_of_the_cpu(
@@ -117,8 +104,7 @@ def _choice_of_the_cpu(
 ) -> int:
     """The number of the path. What cannot be computed raises in the plain path, with torch's own words."""
     twins = [_on_the_cpu(tensor) for tensor in (query, key, value)]
-    choose: Callable[..., int] = torch._fused_sdp_choice
-    return choose(*twins, None if mask is None else _on_the_cpu(mask), dropout_p, **settings)
+    return choose_attention(*twins, None if mask is None else _on_the_cpu(mask), dropout_p, **settings)
 
 
 def _on_the_cpu(tensor: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..torch_internals import EMBEDDING_BAGS, TorchDispatchMode, schema_arguments, suggest_memory_format
 
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 _SUM = 0
@@ -41,7 +41,7 @@ class OperationsAsOnTheCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Given:
     """Arguments that are the default are left out of a call."""
-    arguments = func._schema.arguments
+    arguments = schema_arguments(func)
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
     defaults = {argument.name: argument.default_value for argument in arguments}
     return {**defaults, **named, **kwargs}
@@ -102,5 +102,5 @@ _CORRECTIONS: dict[Any, Callable[[Any, _Given], Any]] = {
     _aten.native_batch_norm.default: _batch_statistics,
     _aten.convolution.default: _laid_out,
     _aten.col2im.default: _folded,
-    _aten._embedding_bag.default: _bags,
+    **dict.fromkeys(EMBEDDING_BAGS, _bags),
 }

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..passes.timing import OutputGradients
+from ..torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from ..memory.workspace import LossWorkspace, StepMemory, Workspace
 from ..passes.activations import SavedBytes
 from ..passes.timing import Context, OutputGradients, run_layers, tensors_in
 from ..passes.watchers import CompositeWatcher
+from ..torch_internals import storage_key
 from ..user_model.losses import Loss
 
 
@@ -106,9 +107,9 @@ def _held(module: nn.Module, *, amp: bool = False) -> dict[int, int]:
     the forward at least.
     """
     tensors = list({id(tensor): tensor for tensor in tensors_used(module)}.values())
-    held = {storage._cdata: storage.nbytes() for storage in storages(tensors)}
+    held = {storage_key(storage): storage.nbytes() for storage in storages(tensors)}
     for tensor in tensors:
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         if tensor.requires_grad:
             held[key] += tensor.nbytes
         if amp and isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...cost_models.errors import PplanError
 from ..chain.layers import Layer
@@ -20,10 +19,11 @@ from ..memory.live_bytes import Meter, build_meter, storages
 from ..memory.workspace import LossWorkspace, StepMemory, Workspace
 from ..passes.activations import SavedBytes
 from ..passes.clocks import Clock
-from ..passes.launch_lead import RunAhead
-from ..passes.layer_stamps import LayerTimes, Stamps, tell_leads
+from ..passes.launch_lead import LeadTuner
+from ..passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
 from ..passes.timing import Context, OutputGradients, run_layers
 from ..passes.watchers import CompositeWatcher, Watcher
+from ..torch_internals import storage_key, tree_leaves, tree_map_only
 from ..user_model.failures import is_out_of_memory, layer_failure
 from ..user_model.losses import Loss
 from .boundary import Boundary, InnerGradients
@@ -82,7 +82,7 @@ class SegmentedRun:
 
 
 @dataclass(frozen=True)
-class Segmented:
+class SegmentedMeasurement:
     """Measures layers whose weights lie on the host, segment by segment.
 
     Each segment runs forward and backward by itself: fed what the segment before returned (kept on the host
@@ -158,7 +158,7 @@ def _joined(parts: Sequence[LayerTimes]) -> LayerTimes:
 class _Segment:
     """The passes of one segment, whose weights lie on the device."""
 
-    def __init__(self, whole: Segmented, segment: range, boundary: Boundary) -> None:
+    def __init__(self, whole: SegmentedMeasurement, segment: range, boundary: Boundary) -> None:
         self._whole, self._boundary = whole, boundary
         self._layers = whole.layers[segment.start : segment.stop]
         self._running = (whole.running or whole.layers)[segment.start : segment.stop]
@@ -166,7 +166,7 @@ class _Segment:
         self._is_last = segment.stop == len(whole.layers)
         self._loss = whole.loss if self._is_last else None
         self._gradients = (OutputGradients if self._is_last else InnerGradients)(whole.seed)
-        self._ahead = RunAhead()
+        self._ahead = LeadTuner()
 
     def count_bytes(self, run: SegmentedRun) -> Boundary:
         """A warm-up pass, and two that count into `run`; returns what the next segment is fed."""
@@ -220,7 +220,7 @@ class _Segment:
         return [self._stamped() for _ in range(rounds)]
 
     def _stamped(self) -> LayerTimes:
-        stamps = Stamps(self._whole.clock, len(self._layers), self._ahead.leads)
+        stamps = LayerStamps(self._whole.clock, len(self._layers), self._ahead.leads)
         self._pass([self._fresh()], stamps, loss=self._loss)
         times = stamps.times()
         tell_leads(self._ahead, times)
@@ -277,12 +277,12 @@ class _SavedBytes(SavedBytes):
     def __init__(self, model: nn.Module, layers: int, counted: Sequence[Tensor]) -> None:
         super().__init__(model, layers)
         for storage in storages(counted):
-            self._alive[storage._cdata] = storage
-            self._last_user[storage._cdata] = -1
+            self._alive[storage_key(storage)] = storage
+            self._last_user[storage_key(storage)] = -1
 
     def has_counted(self, tensor: Tensor) -> bool:
         """Until backward starts: whether this segment or an earlier one counts it."""
-        return tensor.untyped_storage()._cdata in self._alive
+        return storage_key(tensor) in self._alive
 
 
 class _Silent:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..torch_internals import storage_key
 from .timing import tensors_in
 
 
@@ -28,7 +29,7 @@ class SavedBytes:
         self.loss_saved_bytes = 0
         self.loss_output_bytes = 0
         self._weights = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
-        self._not_counted = {storage._cdata for storage in self._weights}
+        self._not_counted = {storage_key(storage) for storage in self._weights}
         self._alive: dict[int, torch.UntypedStorage] = {}
         self._last_user: dict[int, int] = {}
         self._inputs: dict[int, set[int]] = {}
@@ -41,7 +42,7 @@ class SavedBytes:
     def before(self, index: int, given: Any) -> None:
         self._layer = index
         if index < len(self.saved_bytes):
-            keys = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
+            keys = {storage_key(tensor) for tensor in tensors_in(given)}
             self._inputs[index] = keys & self._alive.keys()
 
     def after(self, index: int, output: Any) -> None:
@@ -65,7 +66,7 @@ class SavedBytes:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._not_counted:
             if key not in self._alive:
                 self._alive[key] = storage

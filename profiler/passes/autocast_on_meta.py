@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from ..torch_internals import tree_leaves, tree_map
 
 _functional: Any = functional
 _IN_16_BITS = frozenset(

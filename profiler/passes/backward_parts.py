@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .clocks import Clock
 from .launch_lead import LaunchLead, Vector
-from .layer_stamps import LayerTimes, Stamps
+from .layer_stamps import LayerStamps, LayerTimes
 from .timing import Context, OutputGradients, backward_failures, forward_layers, hook_first, tensors_in
 from .weight_paths import WeightPaths
 
@@ -59,7 +59,7 @@ def run_parts(
     Afterwards every parameter has the same gradient as after a backward in one. Where layers share a
     parameter, each computes its own share of the gradient. Raises as `run_layers` does.
     """
-    stamps = Stamps(clock, len(layers), leads)
+    stamps = LayerStamps(clock, len(layers), leads)
     paths = WeightPaths(len(layers), tensors_in(given))
 
     def made(index: int, tensors: list[Tensor]) -> None:

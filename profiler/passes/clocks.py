@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..torch_internals import sleep_on_gpu
+
 _CYCLES = 10_000_000
 """Some milliseconds, to find out how many."""
 
@@ -111,7 +113,7 @@ class CudaClock:
         if seconds > 0:
             if not self._cycles_per_second:
                 self.calibrate()
-            torch.cuda._sleep(int(seconds * self._cycles_per_second))  # type: ignore[no-untyped-call]
+            sleep_on_gpu(int(seconds * self._cycles_per_second))
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -129,9 +131,9 @@ class CudaClock:
     def _calibrated(self) -> float:
         """Cycles a second of the clock that a waiting kernel counts."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+        sleep_on_gpu(_CYCLES)
         start.record()
-        torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+        sleep_on_gpu(_CYCLES)
         end.record()
         torch.cuda.synchronize(self._device)
         return _CYCLES * 1e3 / max(float(start.elapsed_time(end)), 1e-3)

@@ -118,7 +118,7 @@ class Direction:
         self._most = 0.0 if self.is_settled else _BELOW_FULL * stopped
 
 
-class RunAhead:
+class LeadTuner:
     """The leads for the passes at one micro-batch size."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from .clocks import Clock
-from .launch_lead import LaunchLead, RunAhead, Vector
+from .launch_lead import LaunchLead, LeadTuner, Vector
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class LayerTimes:
         return forward, backward[::-1]
 
 
-def tell_leads(ahead: RunAhead, times: LayerTimes) -> None:
+def tell_leads(ahead: LeadTuner, times: LayerTimes) -> None:
     """Has the next pass' leads learned from this one."""
     host, device = times.in_order("_host"), times.in_order()
     if host is not None and device is not None:
         ahead.seen(host, device)
 
 
-class Stamps:
+class LayerStamps:
     """The watcher that times: a stamp at both ends of every layer's forward, and at every gradient."""
 
     def __init__(self, clock: Clock, layers: int, leads: LaunchLead = LaunchLead()) -> None:  # noqa: B008

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ...cost_models.errors import MachineError, UsageError
+from ..torch_internals import COMPILER_ERRORS
 from ..user_model.failures import first_line
 from ..user_model.loaded_model import layout_of
 from .autocast_on_meta import AutocastOnMeta
@@ -101,7 +102,7 @@ class Modes:
     def forget_compiled(self) -> None:
         """What was compiled for another micro-batch size is not to be looked through for this one."""
         if self.compile:
-            torch._dynamo.reset()
+            torch.compiler.reset()
 
     def whole(self, model: nn.Module) -> nn.Module:
         """The model as it runs."""
@@ -142,9 +143,7 @@ def compiler_failure(error: BaseException) -> MachineError | None:
 
 
 def _is_compilers(kind: type) -> bool:
-    return any(
-        base.__module__.startswith(("torch._dynamo.exc", "torch._inductor.exc")) for base in kind.__mro__
-    )
+    return any(base.__module__.startswith(COMPILER_ERRORS) for base in kind.__mro__)
 
 
 class _Compiled(nn.Module):

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ...cost_models.errors import ModelError, PplanError
+from ..torch_internals import tree_leaves, version_of
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory, layer_failure
+from ..user_model.flat_output import flat
 from ..user_model.loaded_model import ModelInput
 from ..user_model.losses import Loss
 from ..user_model.seeding import normal_like
@@ -34,7 +35,8 @@ class OutputGradients:
 
     def of(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors in `output` that need a gradient, and theirs. Raises ModelError where there is none."""
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves, _ = flat(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not tensors:
             raise ModelError(
                 "the model's output needs no gradient: nothing would be trained",
@@ -105,7 +107,7 @@ def forward_layers(
     """The last layer's output; `made` is told which tensors each layer made that need a gradient."""
     value = given
     for index, layer in enumerate(layers):
-        run, entering = layer.module, {id(tensor): tensor._version for tensor in tensors_in(value)}
+        run, entering = layer.module, {id(tensor): version_of(tensor) for tensor in tensors_in(value)}
         watcher.before(index, value)
         try:
             value = run(value)
@@ -115,7 +117,7 @@ def forward_layers(
             raise layer_failure(layer.name, layer.kind, value, error) from error
         watcher.after(index, value)
         # A tensor that came in and was overwritten is made anew; one without a graph is a parameter.
-        own = [t for t in tensors_in(value) if t.requires_grad and entering.get(id(t)) != t._version]
+        own = [t for t in tensors_in(value) if t.requires_grad and entering.get(id(t)) != version_of(t)]
         made(index, [tensor for tensor in own if tensor.grad_fn is not None])
     return value
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from ..torch_internals import sequence_number
+
 
 @dataclass(eq=False)
 class Branch:
@@ -123,7 +125,7 @@ class WeightPaths:
         sources: list[GradientEdge] = []
         seen: list[Node] = []
         # In the order of their making: one that was made of another source lies on the way to that.
-        for edge in sorted(edges, key=lambda edge: edge.node._sequence_nr()):
+        for edge in sorted(edges, key=lambda edge: sequence_number(edge.node)):
             seen += self._walk(edge.node)
             if not self._leads_on[edge.node] or any(edge.node is source.node for source in sources):
                 sources.append(edge)

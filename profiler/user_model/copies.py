@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import copy_as
 from .failures import at_user_line, first_line, is_out_of_memory
 
 
@@ -19,7 +20,7 @@ def copy_model(model: nn.Module, name: str) -> nn.Module:
 def copy_to_host(model: nn.Module, name: str) -> nn.Module:
     """A copy on the CPU; nothing is allocated where the model is. Raises as `copy_model` does."""
     tensors = (*model.parameters(), *model.buffers())
-    return _copy(model, name, {id(tensor): _on_the_host(tensor) for tensor in tensors}).to("cpu")
+    return _copy(model, name, {id(tensor): _on_the_host(tensor) for tensor in tensors}, "cpu")
 
 
 def copy_to_meta(model: nn.Module, name: str) -> nn.Module:
@@ -28,12 +29,21 @@ def copy_to_meta(model: nn.Module, name: str) -> nn.Module:
     Nothing is allocated where the model is: copying first and moving then would hold the weights twice.
     """
     tensors = (*model.parameters(), *model.buffers())
-    return _copy(model, name, {id(tensor): _without_values(tensor) for tensor in tensors}).to("meta")
+    return _copy(model, name, {id(tensor): _without_values(tensor) for tensor in tensors}, "meta")
 
 
-def _copy(model: nn.Module, name: str, memo: dict[int, object]) -> nn.Module:
+def _copy(model: nn.Module, name: str, memo: dict[int, object], device: str | None = None) -> nn.Module:
+    """Also moved to `device`."""
+    for path, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name} cannot be copied: {path or 'the model'} was made by torch.jit, and training a copy "
+                "of it trains the original",
+                "Give the module as it was before torch.jit.script or torch.jit.trace.",
+            )
     try:
-        return copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
+        return copied if device is None else copied.to(device)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -44,15 +54,8 @@ def _copy(model: nn.Module, name: str, memo: dict[int, object]) -> nn.Module:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    return _twin(tensor, torch.empty_like(tensor.detach(), device="meta"))
+    return copy_as(tensor, torch.empty_like(tensor.detach(), device="meta"))
 
 
 def _on_the_host(tensor: Tensor) -> Tensor:
-    return _twin(tensor, tensor.detach().to("cpu", copy=True))
-
-
-def _twin(tensor: Tensor, values: Tensor) -> Tensor:
-    """`values`, of the class of `tensor`, for what asks whether it is a parameter, or of which kind."""
-    twin = torch.Tensor._make_subclass(type(tensor), values, tensor.requires_grad)
-    twin.__dict__.update(tensor.__dict__)
-    return twin
+    return copy_as(tensor, tensor.detach().to("cpu", copy=True))

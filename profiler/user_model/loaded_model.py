@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import tree_flatten, tree_map_only
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from ...cost_models.errors import ModelError, UsageError
 from .failures import at_user_line, first_line, is_out_of_memory
+from .flat_output import flat
 from .seeding import normal_like, whole_numbers
 
 LOSSES = ("cross-entropy", "mse", "none")
@@ -116,7 +116,7 @@ def _trained(output: Any) -> list[Tensor]:
     """Raises ModelError where there is none."""
     tensors = [
         leaf
-        for leaf in tree_leaves(output)
+        for leaf in flat(output)[0]
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad
     ]
     if not tensors:

@@ -41,7 +41,7 @@ def whole_numbers(shape: Sequence[int], below: int, device: torch.device, seed: 
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def fixed_seed(seed: int) -> Iterator[None]:
     """Inside, torch, `random` and numpy draw from `seed`; afterwards the caller's random state is as it was.
 
     CUDA's, too, where CUDA has been initialised by now: whoever computes there enters the device first.
@@ -59,7 +59,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def reseed(seed: int) -> None:
-    """For good: torch on all devices, `random`, and numpy where it is loaded. See `seeded`."""
+    """For good: torch on all devices, `random`, and numpy where it is loaded. See `fixed_seed`."""
     torch.default_generator.manual_seed(seed)
     if _cuda_devices():
         torch.cuda.manual_seed_all(seed)

@@ -7,15 +7,14 @@ tensor without one, a mask say, crosses beside one with.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ...profiler.torch_internals import own_registries, tree_leaves
 from ...profiler.user_model.loaded_model import ModelInput
 from .cut_tensors import CutTensor, add_zero_gradients, attach_all, pack_tensor
 from .input_form import InputForm
@@ -112,8 +111,7 @@ def _twin(layer: nn.Module) -> nn.Module:
     """The same parameters, buffers, submodules and names, and hooks of its own: the user's is not changed."""
     twin = object.__new__(type(layer))
     twin.__dict__.update(layer.__dict__)
-    for hooks in ("_forward_pre_hooks", "_forward_hooks"):
-        twin.__dict__[hooks] = OrderedDict(getattr(layer, hooks))
+    own_registries(twin, hooks_only=True)
     return twin
 
 

@@ -22,9 +22,12 @@ from ..formats.torch_export import TorchExport
 from .input_form import InputForm, check_samples
 from .plan_layers import match_layers
 from .rank_coordinates import RankCoordinates, Replicate, average_gradients, find_coordinates, replicate_stage
+from .runtime_internals import Stage, load_order
 from .stage_module import StageModule, stage_loss
 from .stage_shapes import StageShapes, trace_shapes
 from .tied_weights import TiedGradients, find_tied_weights, names_of_copies, split_stage, tie_stages
+
+_SCHEDULES = (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +47,16 @@ class PipelineProcess:
     form: InputForm
     averages: bool
     """Whether `step` averages the gradients over the replicas, and not the wrapped modules."""
-    tied: TiedGradients
-    """Copies of weights that other stages use, too: `step` adds up their gradients."""
+        document,
+        place,
+        coordinates,
+        modules,
+        wrapped,
+        schedule,
+        form,
+        averages,
+        pipeline_stages,
+        gradients,
 
     @property
     def seat(self) -> RankCoordinates:
@@ -157,7 +168,16 @@ def build_process(
     schedule = _schedule(document, pipeline_stages, loss, scale_grads=not sum_losses)
     modules = {stage: module.layers for stage, module in stages.items()}
     return PipelineProcess(
-        document, place, coordinates, modules, wrapped, schedule, form, averages, gradients
+        document,
+        place,
+        coordinates,
+        modules,
+        wrapped,
+        schedule,
+        form,
+        averages,
+        pipeline_stages,
+        gradients,
     )
 
 
@@ -199,15 +219,7 @@ def _pipeline_stage(
     if shapes is not None:
         told = {"input_args": shapes.inputs, "output_args": shapes.outputs}
     count = len(document.parts) - 1
-    return _Stage(module, stage, count, device, group=coordinates.pipeline, **told)
-
-
-class _Stage(PipelineStage):
-    """PyTorch 2.11 lets every stage greet its neighbours first; gloo cannot when both are one process."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        greetings = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc,unused-ignore]
-        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
+    return Stage(module, stage, count, device, group=coordinates.pipeline, **told)
 
 
 def _schedule(
@@ -215,7 +227,7 @@ def _schedule(
 ) -> Any:
     """PyTorch's schedule of the class that the document names, with its order where it has none."""
     kind = getattr(schedules, document.schedule, None)
-    if not (isinstance(kind, type) and issubclass(kind, schedules._PipelineSchedule)):
+    if not (isinstance(kind, type) and issubclass(kind, _SCHEDULES)):
         raise ExportError(
             f"schedule {document.schedule!r} is no class of torch.distributed.pipelining.schedules",
             f"This PyTorch is {torch.__version__}; make the file again with pplan export torch.",
@@ -227,5 +239,5 @@ def _schedule(
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "schedule.csv"
             path.write_text(document.csv)
-            schedule._load_csv(str(path), format="compute_only")
+            load_order(schedule, path)
     return schedule

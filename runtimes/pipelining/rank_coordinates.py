@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from ...cost_models.errors import MachineError, UsageError
 from ..formats.torch_export import TorchExport
+from .runtime_internals import replicate
 
 Replicate = Literal["ddp", "fsdp"]
 
@@ -98,9 +98,7 @@ def replicate_stage(
         raise UsageError(f"replicate {how!r} is unknown", "Use 'ddp' or 'fsdp'.")
     trained = [n for n, own in module.named_parameters() if own.requires_grad and n not in apart]
     if how == "ddp" and not splits_backward and trained:
-        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        ignore(module, list(apart))
-        return DistributedDataParallel(module, process_group=mesh.get_group())
+        return replicate(module, mesh.get_group(), apart)
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
     if how == "fsdp":

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from ...profiler.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 from .cut_tensors import CutTensor, add_zero_gradients, attach_all, hand_on, pack_tensor
 from .input_form import InputForm
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -213,8 +214,10 @@ def test_simulate_refuses_a_profile_of_other_layers(plan: Plan, profile: Profile
         ({"topology": 5}, "topology=5: is not a path"),
     ],
 )
-def test_simulate_refuses_what_cannot_be(profile: Profile, wishes: dict[str, Any], what: str) -> None:
-    made = pplan.solve(profile, gpus=2, mini_batch=8)
+def test_simulate_refuses_what_cannot_be(
+    profile: Profile, wishes: dict[str, Any], what: str, solve_once: Callable[..., Plan]
+) -> None:
+    made = solve_once(profile, gpus=2, mini_batch=8)
     with pytest.raises(pplan.UsageError) as caught:
         pplan.simulate(**({"plan": made, "profile": profile} | wishes))
     assert caught.value.what.startswith(what)

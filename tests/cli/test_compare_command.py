@@ -140,6 +140,7 @@ def test_refusals(run: Run, here: Path, files: Plan) -> None:
         pplan.compare()
 
 
+@pytest.mark.slow
 def test_an_imported_plan_has_the_distance_from_what_solve_proved_of_its_problem(
     profile: Profile,
 ) -> None:

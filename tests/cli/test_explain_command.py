@@ -186,10 +186,10 @@ def test_the_answer_says_what_is_better(explanation: Explanation) -> None:
 
 
 @pytest.fixture
-def planned(here: Path, profile: Profile) -> Plan:
+def planned(here: Path, profile: Profile, solve_once: Callable[..., Plan]) -> Plan:
     """The plan of the profile on three GPUs, with both files in the working directory."""
     profile.save(here / "toy.profile.json", force=False)
-    plan = pplan.solve(here / "toy.profile.json", gpus=3, mini_batch=16, schedule="1f1b")
+    plan = solve_once(here / "toy.profile.json", gpus=3, mini_batch=16, schedule="1f1b")
     plan.save(here / "toy.plan.json", force=False)
     return plan
 

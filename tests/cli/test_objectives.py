@@ -169,6 +169,7 @@ def test_cost_is_printed_for_a_million_samples(run: Run, toy: Path) -> None:
     assert f"is the cheapest: ${1e6 * sample:.4g} a million samples" in ran.out.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_memory_is_the_least_within_the_share(run: Run, toy: Path) -> None:
     del toy
     given = ("solve", "--gpus", "3", "--mini-batch", "16", *MACHINE)

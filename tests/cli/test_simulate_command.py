@@ -252,10 +252,12 @@ def test_an_asynchronous_schedule_printed(run: Run, golden: Golden) -> None:
 
 
 @pytest.fixture
-def planned(here: Path, profile: Profile) -> Plan:
+def planned(here: Path, profile: Profile, solve_once: Callable[..., Plan]) -> Plan:
     """A plan of three stages and its profile, as files."""
     profile.save(here / "toy.profile.json", force=False)
-    plan = pplan.solve("toy.profile.json", gpus=3, mini_batch=32, micro_batches=8, schedule="1f1b", pins=ENDS)
+    plan = solve_once(
+        Path("toy.profile.json"), gpus=3, mini_batch=32, micro_batches=8, schedule="1f1b", pins=ENDS
+    )
     plan.save(here / "toy.plan.json", force=False)
     assert plan.replicas == [1, 1, 1]
     return plan

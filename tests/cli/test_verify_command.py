@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import pplan
+from pplan.planner.plan_file import Plan
 
 Run = Callable[..., Any]
 
@@ -39,12 +40,12 @@ PROFILE: dict[str, Any] = {
 
 
 @pytest.fixture
-def planned(run: Run, here: Path) -> Path:
+def planned(here: Path, solve_once: Callable[..., Plan]) -> Path:
     """A plan beside its profile."""
-    (here / "toy.profile.json").write_text(json.dumps(PROFILE))
-    ran = run("solve", "toy.profile.json", "--gpus", "2", "--bandwidth", "1GB/s", "--mini-batch", "32")
-    assert ran.status == 0, ran.err
-    return here / "toy.plan.json"
+    measured, plan = here / "toy.profile.json", here / "toy.plan.json"
+    measured.write_text(json.dumps(PROFILE))
+    solve_once(measured, gpus=2, bandwidth=1e9, mini_batch=32).save(plan, force=False)
+    return plan
 
 
 def change(plan: Path, key: str, value: Any) -> None:

@@ -178,6 +178,7 @@ def test_notes_say_what_was_assumed(make_chain: MakeChain, make_topology: MakeTo
     assert any("at most 1 stage, fewer than 3 GPUs" in note for note in few.notes)
 
 
+@pytest.mark.slow
 def test_an_infeasible_problem_names_the_stage_and_the_way_out(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
@@ -256,6 +257,7 @@ def test_a_mini_batch_that_nothing_divides(make_chain: MakeChain, make_topology:
         solved(make_chain(1, 5, sizes=(8,)), make_topology(2), mini_batch=12)
 
 
+@pytest.mark.slow
 def test_one_process_stays_on_one_node(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain = with_parameters(make_chain(2, 9, cuts=1.0, traffic=0.01), 1e6)
     plan = solved(chain, make_topology(6, per_node=2))
@@ -269,6 +271,7 @@ def test_one_process_stays_on_one_node(make_chain: MakeChain, make_topology: Mak
     assert "torchgpipe is one process: it reaches the 2 GPUs of one node" in alone.notes
 
 
+@pytest.mark.slow
 def test_deepspeed_trains_every_stage(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """The layers without parameters take longest: other plans leave them alone on a stage."""
     chain = make_chain(2, 8, cuts=1.0, traffic=0.001)

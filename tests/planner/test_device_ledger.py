@@ -59,6 +59,7 @@ def test_every_stage_has_the_context_of_its_gpu(chain: Chain, name: str, options
     assert [own.terms for own in found.memory] == [stage.memory for stage in plan.stages]
 
 
+@pytest.mark.slow
 def test_the_context_counts_against_the_limit(chain: Chain) -> None:
     """With the memory that the best plan needs without its context, a GPU takes another plan or none."""
     needed = max(stage.memory_bytes for stage in _solved(chain, _machine("toy"), **PIPELINE).stages)

@@ -86,6 +86,7 @@ class TestMonotone:
         assert all(more <= less * (1 + 1e-12) for less, more in pairwise(steps)), steps
         assert len(set(steps)) > 2
 
+    @pytest.mark.slow
     def test_devices_of_another_kind(self, make_chain: MakeChain, make_topology: MakeTopology) -> None:
         """A slow device more never hurts: it may stay free."""
         chain, levels = make_chain(3, 7, traffic=0.1), make_topology(6, per_node=2).levels

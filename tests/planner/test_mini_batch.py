@@ -91,6 +91,7 @@ def solved(own: Problem) -> Plan:
     return solve_for(Objective(), own, model="toy", profile=REFERENCE)
 
 
+@pytest.mark.slow
 def test_half_and_twice_of_it_are_shown() -> None:
     own = problem((1, 2, 4, 8, 16, 32, 64), 2)
     plan = solved(own)

@@ -83,7 +83,9 @@ def bytes_through_ports(made: Assembly) -> float:
     return max(taken.values(), default=0.0)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))]
+)
 def test_the_searchs_steps_are_those_of_the_simulator(seed: int, make_chain: MakeChain) -> None:
     rng = np.random.default_rng(seed)
     chain = make_chain(seed, 9, sizes=(1, 2, 4), cuts=1.0, traffic=float(rng.choice([0.1, 1.0])))

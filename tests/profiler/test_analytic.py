@@ -97,6 +97,7 @@ def test_plans_are_for_that_gpu() -> None:
     assert plan.topology == "2 x NVIDIA A100-SXM4-40GB (39.39 GiB) in one node; NVLink 3 300 GB/s, 5 µs"
 
 
+@pytest.mark.slow
 def test_dtypes_have_peaks_of_their_own() -> None:
     found = {}
     for dtype in ("float32", "bfloat16"):
@@ -129,6 +130,7 @@ def test_a_file_of_figures(tmp_path: Path) -> None:
         estimate(f"analytic:{tmp_path / 'none.toml'}")
 
 
+@pytest.mark.slow
 def test_a_measured_profile_gives_its_curves(measured: Profile) -> None:
     again = of_convolutions("analytic:a100-40gb", measured)
     assert seconds(again) == pytest.approx(seconds(measured), rel=1e-6)

@@ -6,27 +6,27 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.profiler.efficiency import Curves, Efficiency, Work, fit_efficiency
+from pplan.profiler.efficiency import Curves, Efficiency, OperationWork, fit_efficiency
 
 LAUNCH = 4e-6
 
 
-def layers(seed: int, *, products: bool = True) -> list[Work]:
+def layers(seed: int, *, products: bool = True) -> list[OperationWork]:
     random = np.random.default_rng(seed)
     made = []
     for count in random.integers(1, 9, size=40):
         compute = 10 ** random.uniform(-7, -2, size=count) * (random.random(count) < 0.6) * products
-        made.append(Work(compute, 10 ** random.uniform(-7, -3, size=count)))
+        made.append(OperationWork(compute, 10 ** random.uniform(-7, -3, size=count)))
     return made
 
 
-def seconds(works: list[Work], curves: Curves) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def seconds(works: list[OperationWork], curves: Curves) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     return np.array([work.seconds(curves, LAUNCH) for work in works])
 
 
 def test_seconds_by_hand() -> None:
     curves = Curves(Efficiency(0.5, 2e-6), Efficiency(0.8, 4e-6))
-    work = Work(np.array([8e-6, 1e-6, 0.0]), np.array([1e-6, 12e-6, 4e-6]))
+    work = OperationWork(np.array([8e-6, 1e-6, 0.0]), np.array([1e-6, 12e-6, 4e-6]))
     assert work.is_bound_by_compute(curves).tolist() == [True, False, False]
     assert work.seconds(curves, 3e-6) == pytest.approx(20e-6 + 20e-6 + 10e-6 + 9e-6)
 

@@ -287,7 +287,7 @@ def test_the_device_is_entered_before_its_random_numbers_are_seeded(monkeypatch:
 
         return enters
 
-    for name in ("seeded", "_on"):
+    for name in ("fixed_seed", "_on"):
         monkeypatch.setattr(measure, name, telling(name, getattr(measure, name)))
     profile_model((nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)), device="meta", micro_batch_sizes=[1])
-    assert entered == ["_on", "seeded"]
+    assert entered == ["_on", "fixed_seed"]

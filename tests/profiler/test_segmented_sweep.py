@@ -16,7 +16,7 @@ from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measure import profile_model
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.micro_batch_sizes import sizes_to_try
-from pplan.profiler.offload.segmented import Segmented
+from pplan.profiler.offload.segmented import SegmentedMeasurement
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.segmented_sweep import SegmentedSweep
@@ -171,7 +171,7 @@ class Refusing:
     def __call__(self, layers: Any, segments: Sequence[range], *others: Any, **options: Any) -> Any:
         self.tried.append(len(segments))
         if len(self.tried) > self.times:
-            return Segmented(layers, segments, *others, **options)
+            return SegmentedMeasurement(layers, segments, *others, **options)
         return self
 
     def measure(self, given: Any, rounds: int) -> None:  # noqa: ARG002
@@ -185,7 +185,7 @@ def test_memory_that_runs_out_all_the_same_makes_more_segments(
     monkeypatch: pytest.MonkeyPatch, convolutions: MakeModel
 ) -> None:
     refusing = Refusing(1, OUT)
-    monkeypatch.setattr(segmented_sweep_module, "Segmented", refusing)
+    monkeypatch.setattr(segmented_sweep_module, "SegmentedMeasurement", refusing)
     subject = subject_of(convolutions(), CpuClock(), torch.randn(2, 3, 10, 10))
     sweep = swept(subject, 38_000, [3], rounds=1)
     assert refusing.tried == [1, 3]
@@ -194,7 +194,7 @@ def test_memory_that_runs_out_all_the_same_makes_more_segments(
 
 def test_memory_that_runs_out_always_is_told(monkeypatch: pytest.MonkeyPatch, clock: Any, takes: Any) -> None:
     refusing = Refusing(9, OUT)
-    monkeypatch.setattr(segmented_sweep_module, "Segmented", refusing)
+    monkeypatch.setattr(segmented_sweep_module, "SegmentedMeasurement", refusing)
     subject = subject_of(nn.Sequential(takes(clock, 1, 2)), clock)
     with pytest.raises(DoesNotFit, match="size 2 does not fit even in segments: CUDA out of memory"):
         swept(subject, MUCH, [2])
@@ -209,7 +209,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(
     error: Exception, monkeypatch: pytest.MonkeyPatch, clock: Any, takes: Any
 ) -> None:
     subject = subject_of(nn.Sequential(takes(clock, 1, 2)), clock)
-    monkeypatch.setattr(segmented_sweep_module, "Segmented", Refusing(9, error))
+    monkeypatch.setattr(segmented_sweep_module, "SegmentedMeasurement", Refusing(9, error))
     with pytest.raises(type(error), match=str(error)):
         swept(subject, MUCH, [2, 4])
 

@@ -19,7 +19,6 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
-from pplan.profiler.memory import meta_attention
 from pplan.profiler.models import from_module
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.passes.modes import Modes
@@ -180,7 +179,7 @@ def test_language_models(name: str, dtype: torch.dtype) -> None:
     pytest.importorskip("transformers")
     from pplan.profiler.loading.transformers_models import load_transformers
 
-    sizes = {"layers": 2, "hidden": 16, "heads": 2, "vocabulary": 50, "sequence": 12}
+    sizes = {"layers": 1, "hidden": 16, "heads": 2, "vocabulary": 50, "sequence": 12}
     made = load_transformers(name, sizes, seed=0)
     on_meta, on_cpu = both(made.module.train(), made.example, dtype=dtype, granularity=made.granularity)
     assert len(on_cpu) > 2
@@ -293,7 +292,7 @@ def test_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = nn.Sequential(nn.Linear(16, 16), Last()), ("meta", torch.float32, Modes(), "block")
     recurrent = "1: on a real device recurrent layers save other bytes than are counted here"
     assert count_structure(subject_of(model, torch.randn(2, 5, 16), *settings), [SIZE])[1] == [recurrent]
-    monkeypatch.setattr(meta_attention, "_missing", lambda: "such_a_name")
+    monkeypatch.delattr(torch, "_fused_sdp_choice")
     _, notes = count_structure(subject_of(Attends(), torch.randn(2, 10, 16), *settings), [SIZE])
-    missing = f"torch {torch.__version__} has no such_a_name"
+    missing = f"torch {torch.__version__} has no torch._fused_sdp_choice"
     assert notes == [f"attention is counted with its whole matrix, more than the CPU saves: {missing}"]

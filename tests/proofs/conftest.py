@@ -15,7 +15,7 @@ from attack.problems import KINDS, case_of
 from attack.results import Result
 
 PLANNER = Path(__file__).parents[2] / "planner"
-EACH = 4
+EACH = 3
 """Problems of every kind."""
 OTHERWISE = {"many": 2, "throughput": 8}
 """Of some kinds: those of many devices take longest; few of the highest throughput name a planner."""

@@ -65,6 +65,7 @@ def test_bounds_a_hundredth_too_high() -> None:
     assert found(PLAIN, changed(too_high))["bound"] == len(PLAIN)
 
 
+@pytest.mark.slow
 def test_plans_that_are_called_exact() -> None:
     def even(case: Case, problem: Problem) -> Plan:
         own = replace(case, options=replace(case.options, planner="even"))
@@ -116,6 +117,7 @@ class TestFrontier:
             broken |= {violation.check for violation in result.violations}
         return broken
 
+    @pytest.mark.slow
     def test_as_it_is(self) -> None:
         assert self.result(lambda frontier: frontier) == set()
 

@@ -23,6 +23,7 @@ def test_relaxed_bound_where_a_cut_is_asked_for(seed: int, kind: str) -> None:
     assert not result.violations
 
 
+@pytest.mark.slow
 def test_many_devices_for_layers_that_no_cut_may_part() -> None:
     """There is nothing to spread over the layers: `solve` ended with a defect."""
     result = attacked(case_of(10017, "many"), quickly_solved)

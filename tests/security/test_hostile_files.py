@@ -28,7 +28,7 @@ from pplan.planner.plan_file import Plan
 from pplan.profiler.models import load_model
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.job import Job, ModelSpec
-from pplan.runtimes.checking.processes.measurement_target import _load_model
+from pplan.runtimes.checking.processes.training_target import _load_model
 
 DRIVER = Path(__file__).with_name("hostile_driver.py")
 ESCAPES = "\x1b]0;owned\x07\x1b[31m\x9b2J\x7f\u202egnp.\u2028'\"\n$(touch owned)`touch owned`{}{0}%s;\\"

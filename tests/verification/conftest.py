@@ -13,7 +13,7 @@ import pytest
 
 import pplan
 from pplan.verification.report import Report
-from pplan.verification.verify import Sources, verify
+from pplan.verification.verify_files import Sources, verify
 
 Content = dict[str, Any]
 MakeProfile = Callable[..., Content]

@@ -11,20 +11,20 @@ import pytest
 from pplan.cost_models.schedules import schedule_named
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import simulate
-from pplan.verification.events import Work, run
+from pplan.verification.events import StepWork, run
 from pplan.verification.orders import order_of
 from pplan.verification.wiring import NONE, wired
 
 
 def work(
     schedule: str, p: int, m: int, forward: float, backward: float, occupancy: float, **more: Any
-) -> Work:
+) -> StepWork:
     wiring = wired(order_of(schedule, p, m, 1))
     ports: list[Hashable | None] = [
         None if target == NONE else more.get("port", (device, wiring.device[target]))
         for device, target in zip(wiring.device, wiring.target, strict=True)
     ]
-    return Work(
+    return StepWork(
         wiring,
         [forward if kind == "F" else backward for kind, _, _ in wiring.action],
         ports,
@@ -61,7 +61,7 @@ def test_a_launch_that_is_late() -> None:
     bare = work("naive", 1, 2, 1.0, 1.0, 0.0)
     ends = [2.0, 4.0, 6.0, 8.0]
     ran = run(
-        Work(bare.wired, bare.seconds, bare.port, bare.occupancy, bare.latency, [0.0, *ends[:-1]], ends)
+        StepWork(bare.wired, bare.seconds, bare.port, bare.occupancy, bare.latency, [0.0, *ends[:-1]], ends)
     )
     assert ran.end == ends
 
@@ -103,5 +103,5 @@ def test_against_the_simulator(schedule: str, blocking: bool) -> None:
             )
         )
     seconds, ports, taken, late = (list(column) for column in zip(*rows, strict=True))
-    ran = run(Work(wiring, seconds, ports, taken, late, blocking=blocking))
+    ran = run(StepWork(wiring, seconds, ports, taken, late, blocking=blocking))
     assert max(ran.free) == pytest.approx(simulate(program, costs).step_seconds, rel=1e-12)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import FileError, PplanError
-from pplan.verification.verify import Sources, verify, verify_files
+from pplan.verification.verify_files import Sources, verify, verify_files
 
 STRANGE: list[Any] = [
     *(None, True, -1, 0, 10**6, 10**15, 10**30, 2**63, 1e-320, 1e308, -0.5, "", "x", "\ud800", "never"),

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import FileError, UsageError
+from pplan.verification.device_ledger import PartBytes, ledger, part_bytes
 from pplan.verification.documents import Table
 from pplan.verification.layer_costs import Layers, layers_of
-from pplan.verification.memory import PartBytes, ledger, part_bytes
 from pplan.verification.orders import order_of
-from pplan.verification.training import Training
+from pplan.verification.stated_training import StatedTraining
 
 
 def layer(name: str, costs: list[tuple[int, float, int]], **more: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_stages_of_1f1b_by_hand() -> None:
         order_of("1f1b", 3, 8, 1),
         0,
         [PART],
-        Training("adam", 4, 4),
+        StatedTraining("adam", 4, 4),
         recompute="never",
         replicas=2,
         weight_versions=1,
@@ -113,7 +113,7 @@ def test_what_comes_and_goes(
         order_of(schedule, 3, 4, 1),
         device,
         [PART],
-        Training("sgd", 4, 4),
+        StatedTraining("sgd", 4, 4),
         recompute=recompute,
         replicas=1,
         weight_versions=1,
@@ -133,11 +133,11 @@ def test_the_workspace_of_a_part() -> None:
 
 
 def test_optimizers() -> None:
-    assert Training("adamw-8bit", 2, 2).state == pytest.approx(2 * (1 + 4 / 256))
-    assert Training("momentum", 2, 2).state == 2
-    assert Training("adamw", 2, 4, master=4).state == 8
+    assert StatedTraining("adamw-8bit", 2, 2).state == pytest.approx(2 * (1 + 4 / 256))
+    assert StatedTraining("momentum", 2, 2).state == 2
+    assert StatedTraining("adamw", 2, 4, master=4).state == 8
     with pytest.raises(UsageError, match="optimizer 'x' is unknown"):
-        Training("x", 4, 4)
+        StatedTraining("x", 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_what_zero_spreads(
         order_of("1f1b", 1, 1, 1),
         0,
         [replace(PART, neighbours=300)],
-        Training("adam", 2, 4, 4, zero),
+        StatedTraining("adam", 2, 4, 4, zero),
         recompute="never",
         replicas=4,
         weight_versions=1,

@@ -12,7 +12,7 @@ from pplan.cost_models.machines.presets import PRESETS, context_of
 from pplan.cost_models.machines.topology_text import to_toml
 from pplan.cost_models.routes import Routes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.verification.machine import Kind, Machine, machine_of
+from pplan.verification.stated_machine import StatedDevice, StatedMachine, machine_of
 from pplan.verification.traffic import all_reduce_seconds, exposed_seconds, sum_loads, way
 
 SERVERS = Topology(
@@ -25,15 +25,15 @@ SERVERS = Topology(
 )
 
 
-def read(topology: Topology) -> Machine:
+def read(topology: Topology) -> StatedMachine:
     return machine_of(to_toml(topology), "machine")
 
 
 def test_the_text_of_a_topology() -> None:
     machine = read(SERVERS)
     assert (machine.gpus, machine.gpus_per_node) == (16, 4)
-    assert machine.kind(5) == Kind("A100-40GB", 2**30, 1.5, None)
-    assert machine.kind(6) == Kind("toy", None, 1.0, None)
+    assert machine.kind(5) == StatedDevice("A100-40GB", 2**30, 1.5, None)
+    assert machine.kind(6) == StatedDevice("toy", None, 1.0, None)
     for a, b in ((0, 1), (0, 5), (3, 15), (8, 4)):
         assert machine.level(a, b) == SERVERS.level_of(a, b)
         level, link = machine.levels[machine.level(a, b)], SERVERS.link(a, b)
@@ -44,10 +44,10 @@ def test_the_text_of_a_topology() -> None:
 
 def test_contexts_are_those_of_the_presets() -> None:
     for preset in PRESETS.values():
-        assert Kind(preset.title, None, 1.0, None).context_bytes == preset.context_bytes.value
+        assert StatedDevice(preset.title, None, 1.0, None).context_bytes == preset.context_bytes.value
     for name in ("NVIDIA A100-SXM4-80GB", "Tesla T4", "NVIDIA L4", "AMD Instinct MI300X OAM", "cpu", "A100"):
         known = context_of(name)
-        assert Kind(name, None, 1.0, None).context_bytes == (0 if known is None else known.value)
+        assert StatedDevice(name, None, 1.0, None).context_bytes == (0 if known is None else known.value)
 
 
 def test_a_transfer_by_hand() -> None:

@@ -8,12 +8,12 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.schedules import SCHEDULES, schedule_named
-from pplan.verification.orders import ASYNCHRONOUS, SYNCHRONOUS, Order, order_of
-from pplan.verification.refusals import NotChecked, NotLegal
+from pplan.verification.orders import ASYNCHRONOUS, SYNCHRONOUS, ScheduleOrder, order_of
+from pplan.verification.report import NotChecked, NotLegal
 from pplan.verification.wiring import check_order, most_in_flight, wired
 
 
-def drawn(order: Order) -> list[str]:
+def drawn(order: ScheduleOrder) -> list[str]:
     return [
         " ".join(f"{kind.lower() if chunk else kind}{batch}" for kind, batch, chunk in own)
         for own in order.lists
@@ -85,10 +85,10 @@ def test_an_unknown_schedule_and_too_many_actions() -> None:
         order_of("1f1b", 2**12, 2**12, 1)
 
 
-def changed(lists: list[list[str]], held: float = 9) -> Order:
+def changed(lists: list[list[str]], held: float = 9) -> ScheduleOrder:
     own = [[(action[0], int(action[1]), 0) for action in device] for device in lists]
     routes = [[(device, 0) for device in range(len(lists))]]
-    return Order(own, routes, [0, 0], [1.0, 1.0], [held] * len(lists), "")
+    return ScheduleOrder(own, routes, [0, 0], [1.0, 1.0], [held] * len(lists), "")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
-class Stamps:
+class ActionStamps:
     """The seconds of a process's actions, by stage and kind: forward, loss, backward, input, weight."""
 
     def __init__(self, clock: Clock) -> None:

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from ....profiler.user_model.loaded_model import ModelInput
 from ..job import Case, CasePrediction, CaseResult, Job, Losses, RunSeconds, RuntimeCase, StageSeconds
-from .measurement_target import MeasurementTarget, load_target
 from .pipeline_adapter import PipelineAdapter
 from .plain_model import plain_losses, vary_samples, without_dropout
 from .rank_journal import RankJournal
+from .training_target import TrainingTarget, load_target
 
 T = TypeVar("T")
-Build = Callable[[Case | RuntimeCase, MeasurementTarget], PipelineAdapter]
+Build = Callable[[Case | RuntimeCase, TrainingTarget], PipelineAdapter]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class CaseRun:
     def _begin(self, doing: str) -> None:
         self.group.journal.begin(f"{doing} ({self.case.name})")
 
-    def _train_plain(self, target: MeasurementTarget, samples: ModelInput) -> tuple[list[float] | None, str]:
+    def _train_plain(self, target: TrainingTarget, samples: ModelInput) -> tuple[list[float] | None, str]:
         """The plain model's losses, or why they cannot be compared."""
         if not self.compared:
             return None, ""

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from ....profiler.user_model.loaded_model import ModelInput
 from ...deepspeed import build
 from ...formats.deepspeed_export import DeepspeedExport
 from ...formats.export_document import missing_package
+from ...pipelining.runtime_internals import without_compiled_operations, wrap_instructions
 from ..job import CasePrediction, RuntimeCase, StageSeconds
 from ..prediction import predict_seconds
-from .action_stamps import Stamps, clock_for
+from .action_stamps import ActionStamps, clock_for
 from .isolated_stage import measure_isolated, stage_inputs
-from .measurement_target import MeasurementTarget
 from .pipeline_adapter import PipelineAdapter, TensorsApart
 from .plain_model import LEARNING_RATE
+from .training_target import TrainingTarget
 
 
 def prepare_deepspeed(device: torch.device) -> None:
@@ -30,14 +32,12 @@ def prepare_deepspeed(device: torch.device) -> None:
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     try:
-        import deepspeed
-        import deepspeed.ops
+        import deepspeed.ops  # noqa: F401
     except ImportError as error:
         raise missing_package("deepspeed", error) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type == "cpu":
-        # Without the operation that DeepSpeed would compile for processes on one CPU: a minute's work.
-        deepspeed.ops.__compatible_ops__ = {}
+        without_compiled_operations()
 
 
 def join_deepspeed(backend: str, wait: timedelta) -> None:
@@ -50,7 +50,7 @@ def join_deepspeed(backend: str, wait: timedelta) -> None:
 class DeepspeedAdapter(PipelineAdapter):
     """One stage of a case. Plain SGD takes the place of the plan's optimizer, as for the plain model."""
 
-    def __init__(self, case: RuntimeCase, target: MeasurementTarget, device: torch.device) -> None:
+    def __init__(self, case: RuntimeCase, target: TrainingTarget, device: torch.device) -> None:
         document = case.document
         if not isinstance(document, DeepspeedExport):
             raise TypeError(f"{case.name} is for {document.runtime}")
@@ -65,7 +65,7 @@ class DeepspeedAdapter(PipelineAdapter):
         optimizer = torch.optim.SGD(stage.parameters(), lr=LEARNING_RATE)
         self.engine: Any
         self.engine, *_ = deepspeed.initialize(model=stage, optimizer=optimizer, config=config)
-        self._stamps = Stamps(clock_for(device))
+        self._stamps = ActionStamps(clock_for(device))
 
     @property
     def model(self) -> nn.Module:
@@ -74,7 +74,7 @@ class DeepspeedAdapter(PipelineAdapter):
         return module
 
     @property
-    def stamps(self) -> Sequence[Stamps]:
+    def stamps(self) -> Sequence[ActionStamps]:
         """Of this process."""
         return [self._stamps]
 
@@ -115,10 +115,12 @@ class DeepspeedAdapter(PipelineAdapter):
         """Every forward and backward of the engine, which looks up what an instruction does."""
         from deepspeed.runtime.pipe import schedule
 
-        table = dict(self.engine._INSTRUCTION_MAP)
-        for kind, instruction in (("forward", schedule.ForwardPass), ("backward", schedule.BackwardPass)):
-            table[instruction] = self._stamps.timed(self.stage, kind, table[instruction])
-        self.engine._INSTRUCTION_MAP = table
+        timed = partial(self._stamps.timed, self.stage)
+        wrappers = {
+            schedule.ForwardPass: partial(timed, "forward"),
+            schedule.BackwardPass: partial(timed, "backward"),
+        }
+        wrap_instructions(self.engine, wrappers)
 
     def stage_seconds(self) -> dict[int, StageSeconds]:
         """Its stage's."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ....profiler.passes.clocks import Clock
 from ...pipelining.cut_tensors import pack_tensor
+from ...pipelining.runtime_internals import backward_parts
 from ..job import StageSeconds
 from .action_stamps import clock_for
 
@@ -80,6 +80,7 @@ def _pass(
     splits: bool,
 ) -> tuple[Pass, Pass]:
     """The device's and the host's."""
+    input_gradients, weight_gradients = backward_parts()
     stamps = [clock.stamp()]
     made = module(*given)
     outputs = [made] if isinstance(made, Tensor) else list(made)
@@ -91,10 +92,9 @@ def _pass(
     if not trained:
         stamps += [stamps[-1]] * 2
     elif splits and not is_first:
-        own: Any = stage_backward_input
-        _, groups = own(trained, gradients, list(given), module.parameters())
+        _, groups = input_gradients(trained, gradients, list(given), module.parameters())
         stamps.append(clock.stamp())
-        stage_backward_weight(module.parameters(), groups)
+        weight_gradients(module.parameters(), groups)
         stamps.append(clock.stamp())
     else:
         # PyTorch's schedules compute the first stage's gradients with those of its weights.

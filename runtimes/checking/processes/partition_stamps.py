@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..job import StageSeconds
-from .action_stamps import Stamps, clock_for
+from .action_stamps import ActionStamps, clock_for
 
 
-class PartitionStamps(Stamps):
+class PartitionStamps(ActionStamps):
     """The seconds of one stage on its device. `backward_runs`: set while the step goes backward."""
 
     def __init__(self, partition: nn.Module, device: torch.device) -> None:

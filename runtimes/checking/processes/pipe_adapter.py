@@ -15,17 +15,17 @@ from ... import fairscale, torchgpipe
 from ...formats.pipe_export import FairscaleExport, TorchgpipeExport
 from ..job import CasePrediction, RuntimeCase, StageSeconds
 from ..prediction import count_recomputed, predict_seconds
-from .action_stamps import Stamps
+from .action_stamps import ActionStamps
 from .isolated_stage import measure_isolated
-from .measurement_target import MeasurementTarget
 from .partition_stamps import PartitionStamps
 from .pipeline_adapter import PipelineAdapter, TensorsApart
+from .training_target import TrainingTarget
 
 
 class PipeAdapter(PipelineAdapter):
     """All stages of a case."""
 
-    def __init__(self, case: RuntimeCase, target: MeasurementTarget) -> None:
+    def __init__(self, case: RuntimeCase, target: TrainingTarget) -> None:
         self.case, self._target, self._threads = case, target, threading.enumerate()
         self._pipe: Any = _build_pipe(case, target)
         self.devices = [torch.device(device) for device in self._pipe.devices]
@@ -38,7 +38,7 @@ class PipeAdapter(PipelineAdapter):
         return pipe
 
     @property
-    def stamps(self) -> Sequence[Stamps]:
+    def stamps(self) -> Sequence[ActionStamps]:
         """By stage."""
         return self._stamps
 
@@ -101,7 +101,7 @@ class PipeAdapter(PipelineAdapter):
         _end_threads(self._threads)
 
 
-def _build_pipe(case: RuntimeCase, target: MeasurementTarget) -> Any:
+def _build_pipe(case: RuntimeCase, target: TrainingTarget) -> Any:
     document, example = case.document, target.example.handed
     if isinstance(document, FairscaleExport):
         return fairscale.build(document, target.layers, example)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ....profiler.user_model.loaded_model import ModelInput
 from ..job import CasePrediction, StageSeconds
-from .action_stamps import Stamps
+from .action_stamps import ActionStamps
 from .plain_model import apply_sgd
 
 
@@ -30,7 +30,7 @@ class PipelineAdapter(ABC):
 
     @property
     @abstractmethod
-    def stamps(self) -> Sequence[Stamps]:
+    def stamps(self) -> Sequence[ActionStamps]:
         """Of the actions since `watch`."""
 
     @abstractmethod

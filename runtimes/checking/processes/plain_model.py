@@ -15,6 +15,7 @@ from ....profiler.user_model.loaded_model import ModelInput
 LEARNING_RATE = 1e-3
 """Of plain SGD, so that a wrong gradient shows in the next loss."""
 Loss = Callable[[Any, Any], Tensor]
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def vary_samples(example: ModelInput) -> ModelInput:
@@ -37,7 +38,7 @@ def vary_samples(example: ModelInput) -> ModelInput:
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
     """Dropout drops nothing meanwhile."""
-    own = [child for child in module.modules() if isinstance(child, nn.modules.dropout._DropoutNd)]
+    own = [child for child in module.modules() if isinstance(child, _DROPOUTS)]
     shares = [child.p for child in own]
     for child in own:
         child.p = 0.0

@@ -12,27 +12,26 @@ from torch import Tensor, nn
 from ....profiler.user_model.loaded_model import ModelInput
 from ...formats.torch_actions import splits_backward
 from ...pipelining.input_form import InputForm
-from ...pipelining.process import PipelineProcess
 from ...pipelining.stage_module import StageModule, stage_loss
 from ...torch_pipelining import build
 from ..job import Case, CasePrediction, Corrections, StageSeconds
 from ..prediction import predict_step
-from .action_stamps import Stamps, clock_for
+from .action_stamps import ActionStamps, clock_for
 from .isolated_stage import measure_isolated, stage_inputs
-from .measurement_target import MeasurementTarget
 from .pipeline_adapter import PipelineAdapter
+from .training_target import TrainingTarget
 
 
 class TorchAdapter(PipelineAdapter):
     """`corrections`: of its prediction, besides the one without."""
 
     def __init__(
-        self, case: Case, target: MeasurementTarget, device: torch.device, corrections: Corrections | None
+        self, case: Case, target: TrainingTarget, device: torch.device, corrections: Corrections | None
     ) -> None:
         self.case, self.document, self.corrections = case, case.document, corrections
         self.devices, self._loss = [device], target.loss
         self._given = self._stage_inputs(target)  # before the layers are moved to the device
-        self._stamps = Stamps(clock_for(device))
+        self._stamps = ActionStamps(clock_for(device))
         self.process = build(
             self.document,
             target.layers,
@@ -48,11 +47,11 @@ class TorchAdapter(PipelineAdapter):
         return self._model
 
     @property
-    def stamps(self) -> Sequence[Stamps]:
+    def stamps(self) -> Sequence[ActionStamps]:
         """Of this process."""
         return [self._stamps]
 
-    def _stage_inputs(self, target: MeasurementTarget) -> dict[int, tuple[Tensor, ...]]:
+    def _stage_inputs(self, target: TrainingTarget) -> dict[int, tuple[Tensor, ...]]:
         """What each of this process's stages is sent for a micro-batch."""
         size = self.document.micro_batch_size // self.document.replicas
         handed = target.example.repeated(size).handed
@@ -100,7 +99,8 @@ class TorchAdapter(PipelineAdapter):
 
     def watch(self) -> None:
         """As PyTorch's schedule calls the actions."""
-        for stage in _torch_stages(self.process):
+        stages: list[Any] = list(self.process.stages)
+        for stage in stages:
             index = stage.stage_index
             stage.forward_one_chunk = self._stamps.timed(index, "forward", stage.forward_one_chunk)
             stage.backward_weight_one_chunk = self._stamps.timed(
@@ -120,12 +120,6 @@ def _stage_inside(module: nn.Module) -> StageModule:
     inner: Any = getattr(module, "module", module)
     own: StageModule = inner
     return own
-
-
-def _torch_stages(process: PipelineProcess) -> list[Any]:
-    """PyTorch's own of this process."""
-    schedule = process.schedule
-    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 def _choose_backward(whole: Callable[..., Any], input_only: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,19 +16,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ....profiler.machine import device_name
+from ....profiler.local_machine import device_name
 from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
 from ...formats.pipe_export import PipeExport
 from ..calibration import fit_corrections
 from ..job import Case, CaseResult, CheckMeasurements, Corrections, Job, RuntimeCase
 from .case_run import CaseRun, CheckGroup
 from .deepspeed_adapter import DeepspeedAdapter, join_deepspeed, prepare_deepspeed
-from .measurement_target import MeasurementTarget
 from .pipe_adapter import PipeAdapter
 from .pipeline_adapter import PipelineAdapter
 from .process_group import choose_backend, choose_timeout, measure_links, new_talk_group, take_device
 from .rank_journal import RankJournal
 from .torch_adapter import TorchAdapter
+from .training_target import TrainingTarget
 
 
 def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasurements | None:
@@ -89,7 +89,7 @@ def _build_adapter(
     device: torch.device,
     corrections: Corrections | None,
     case: Case | RuntimeCase,
-    target: MeasurementTarget,
+    target: TrainingTarget,
 ) -> PipelineAdapter:
     if isinstance(case, Case):
         return TorchAdapter(case, target, device, corrections)

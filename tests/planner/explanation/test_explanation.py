@@ -55,7 +55,9 @@ def shape(plan: ScoredPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return plan.proposal.ends, plan.proposal.replicas
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
+)
 def test_the_second_best_is_that_of_brute_force(
     seed: int, make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
 ) -> None:
@@ -194,6 +196,7 @@ def test_a_change_for_the_better_is_never_worse(
     assert sum(share.share for share in explained.limits.places) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_memory_that_forbids_a_faster_plan(
     make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
 ) -> None:
@@ -208,6 +211,7 @@ def test_memory_that_forbids_a_faster_plan(
     assert free.explained().limits.without_memory_limit is None
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_not_the_best(
     make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
 ) -> None:

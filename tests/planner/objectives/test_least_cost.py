@@ -26,7 +26,9 @@ def dollars(problem: Problem, prices: Mapping[str, float], proposal: Proposal, s
     return hourly / 3600 * step / problem.mini_batch
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 5))]
+)
 def test_cheapest_of_all_plans(seed: int, make_problem: MakeProblem, every_plan: EveryPlan) -> None:
     problem = make_problem(seed, 3 + seed % 2, 3, memory=[None, 800, 600][seed % 3])
     every = every_plan(problem)
@@ -59,7 +61,10 @@ def test_prices_by_kind(seed: int, price: float, make_problem: MakeProblem, ever
     assert outcome.aim.value <= least * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("seed", "price"), [(0, 3.0), (1, 20.0), (2, 3.0)])
+@pytest.mark.parametrize(
+    ("seed", "price"),
+    [(0, 3.0), *(pytest.param(*own, marks=pytest.mark.slow) for own in [(1, 20.0), (2, 3.0)])],
+)
 def test_the_cheapest_devices_may_stand_last(
     seed: int, price: float, make_problem: MakeProblem, every_plan: EveryPlan
 ) -> None:

@@ -103,7 +103,7 @@ def test_memory_counts_weight_versions(make_problem: MakeProblem) -> None:
         assert ledger["weight_versions"] == pytest.approx((2 - stage) * weights)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 3))])
 def test_throughput_is_the_best_of_both_kinds(
     seed: int,
     make_problem: MakeProblem,

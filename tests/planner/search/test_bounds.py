@@ -53,7 +53,9 @@ def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))]
+)
 def test_unfinished_plans(
     seed: int,
     make_chain: MakeChain,

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.graphs import exporting
 from pplan.profiler.graphs.exporting import export_graph
-from pplan.profiler.graphs.flat_output import flat
 from pplan.profiler.graphs.graph import TracedGraph, graph_module
 from pplan.profiler.graphs.regions import AutocastSwitched, GradientsSwitched
 from pplan.profiler.graphs.size_recovery import device_of
+from pplan.profiler.user_model.flat_output import flat
 from pplan.profiler.user_model.loaded_model import ModelInput
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError, PplanError, UsageError
-from pplan.profiler.importing.importer import ImportOptions, import_profile
+from pplan.profiler.importing.importer import ProfileImportOptions, import_profile
 from pplan.profiler.profile_file import Profile
 
 TABLE = "name,forward_ms,backward_ms,activation_bytes,parameter_bytes\nembed,1,2,4000,800\nhead,3,6,400,80\n"
@@ -26,7 +26,7 @@ SIZES = (
 def imported(folder: Path, text: str, name: str = "net.x.txt", **options: object) -> Profile:
     path = folder / name
     path.write_text(text, encoding="utf-8")
-    return import_profile(path, replace(ImportOptions(), **options))  # type: ignore[arg-type]
+    return import_profile(path, replace(ProfileImportOptions(), **options))  # type: ignore[arg-type]
 
 
 def test_a_graph(tmp_path: Path, residual: str) -> None:

@@ -96,6 +96,7 @@ def test_weights_are_those_transformers_draws_under_the_seed() -> None:
     assert all(torch.equal(given[path], expected[path]) for path in expected)
 
 
+@pytest.mark.slow
 def test_default_sizes_are_the_familys_own() -> None:
     made = load_transformers("distilbert", {}, seed=0, device="meta")
     expected = transformers.DistilBertForMaskedLM(transformers.DistilBertConfig())

@@ -176,7 +176,7 @@ def test_wrong_shapes_are_refused_as_torch_refuses_them() -> None:
 def test_without_a_name_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_fused_sdp_choice")
     with attention_as_on_the_cpu() as missing:
-        assert missing == f"torch {torch.__version__} has no _fused_sdp_choice"
+        assert missing == f"torch {torch.__version__} has no torch._fused_sdp_choice"
         plain = saved(F.scaled_dot_product_attention, tensors("meta", 2, 4, 64, 32), is_causal=True)[0]
     assert plain > CAUSAL
     assert meta_attention._library is None

@@ -20,7 +20,7 @@ from pplan.profiler.memory.workspace import StepMemory
 from pplan.profiler.offload import segmented as segmented_module
 from pplan.profiler.offload.boundary import Boundary
 from pplan.profiler.offload.fitting import count_loss, count_pass, needs_of, plan_segments
-from pplan.profiler.offload.segmented import DeviceMover, Segmented, SegmentedRun
+from pplan.profiler.offload.segmented import DeviceMover, SegmentedMeasurement, SegmentedRun
 from pplan.profiler.passes.activations import SavedBytes
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.passes.timing import OutputGradients, run_layers
@@ -59,7 +59,7 @@ def segmented(
     mover = Recorded()
     ends = [*cuts, len(layers)]
     segments = [range(a, b) for a, b in zip([0, *cuts], ends, strict=True)]
-    runner = Segmented(layers, segments, CPU, clock or CpuClock(), 0, mover=mover)
+    runner = SegmentedMeasurement(layers, segments, CPU, clock or CpuClock(), 0, mover=mover)
     return runner.measure(given, rounds), mover
 
 
@@ -136,7 +136,7 @@ def test_what_is_planned_fits(free: int, convolutions: MakeModel) -> None:
     model.zero_grad(set_to_none=True)
     needs = needs_of(layers, saved.saved_bytes, memory.workspace, saved.output_bytes)
     segments, mover = plan_segments(needs, given.nbytes, free), Metered()
-    Segmented(layers, segments, CPU, CpuClock(), 0, mover=mover).measure(given, 1)
+    SegmentedMeasurement(layers, segments, CPU, CpuClock(), 0, mover=mover).measure(given, 1)
     assert len(mover.peaks) == len(segments) > 1
     for segment, peak in zip(segments, mover.peaks, strict=True):
         # What crosses to the next segment lies on the same device here.
@@ -177,9 +177,9 @@ def test_only_the_segment_in_hand_is_on_the_device(convolutions: MakeModel) -> N
 
     for layer in layers:
         layer.module.register_forward_pre_hook(looked_at)
-    Segmented(layers, [range(4), range(4, 8), range(8, 11)], CPU, CpuClock(), 0, mover=mover).measure(
-        given, 1
-    )
+    SegmentedMeasurement(
+        layers, [range(4), range(4, 8), range(8, 11)], CPU, CpuClock(), 0, mover=mover
+    ).measure(given, 1)
     assert len(seen) == 4 * len(layers)
     assert [len(turn) for turn in mover.turns] == [2 + 5, 4, 4]
     assert not set.intersection(*mover.turns)
@@ -291,7 +291,7 @@ def test_on_a_device(convolutions: MakeModel) -> None:
     layers = build_chain(model, given).layers
     device = torch.device("cuda")
     held = torch.cuda.memory_allocated()
-    run = Segmented(layers, [range(4), range(4, 11)], device, CpuClock(), 0).measure(given, 2)
+    run = SegmentedMeasurement(layers, [range(4), range(4, 11)], device, CpuClock(), 0).measure(given, 2)
     assert run.saved_bytes[0] == given.nbytes
     assert all(parameter.device == CPU and parameter.grad is None for parameter in model.parameters())
     # The libraries' own workspaces may remain; no weight does.
@@ -303,7 +303,7 @@ def test_a_loss_ends_the_last_segment() -> None:
     layers = build_chain(model, torch.ones(2, 4)).layers
     loss = loss_named("cross-entropy", seed=0)
     mover = Recorded()
-    runner = Segmented(layers, [range(1), range(1, 3)], CPU, CpuClock(), 0, loss=loss, mover=mover)
+    runner = SegmentedMeasurement(layers, [range(1), range(1, 3)], CPU, CpuClock(), 0, loss=loss, mover=mover)
     run = runner.measure(torch.ones(2, 4), 1)
     assert run.loss_output_bytes == 4
     assert run.loss_saved_bytes > 0
@@ -318,7 +318,9 @@ def test_every_layer_is_visited_once() -> None:
     def visit(layer: Layer) -> None:
         seen.append(layer.name)
 
-    Segmented(layers, [range(2), range(2, 3)], CPU, CpuClock(), 0, visit=visit).measure(torch.ones(2, 4), 2)
+    SegmentedMeasurement(layers, [range(2), range(2, 3)], CPU, CpuClock(), 0, visit=visit).measure(
+        torch.ones(2, 4), 2
+    )
     assert seen == ["0", "1", "2"]
 
 
@@ -370,7 +372,9 @@ def test_compiled_layers_bring_the_plain_ones_weights() -> None:
     mover = Recorded()
     hidden = [replace(layer, module=Hides(layer)) for layer in layers]
     segments = [range(1), range(1, 2)]
-    run = Segmented(layers, segments, CPU, CpuClock(), 0, mover=mover, running=hidden).measure(given, 1)
+    run = SegmentedMeasurement(layers, segments, CPU, CpuClock(), 0, mover=mover, running=hidden).measure(
+        given, 1
+    )
     assert mover.turns == [{id(tensor) for tensor in layer.module.parameters()} for layer in layers]
     assert set(ran) == {layer.module for layer in layers}
     assert run.saved_bytes == in_one(model, layers, given)[0].saved_bytes
@@ -381,7 +385,7 @@ def test_the_loss_workspace_is_that_of_the_whole() -> None:
     layers, loss = build_chain(model, given).layers, loss_named("cross-entropy")
     assert loss is not None
     found = [
-        Segmented(layers, segments, CPU, CpuClock(), 0, loss, mover=Recorded()).measure(given, 1)
+        SegmentedMeasurement(layers, segments, CPU, CpuClock(), 0, loss, mover=Recorded()).measure(given, 1)
         for segments in ([range(2)], [range(1), range(1, 2)])
     ]
     with build_meter(CPU, model) as meter:

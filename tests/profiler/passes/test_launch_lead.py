@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.passes import launch_lead
-from pplan.profiler.passes.launch_lead import Direction, LaunchLead, RunAhead, lead
-from pplan.profiler.passes.layer_stamps import LayerTimes, Stamps, tell_leads
+from pplan.profiler.passes.launch_lead import Direction, LaunchLead, LeadTuner, lead
+from pplan.profiler.passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
 from pplan.profiler.passes.timed_passes import link_sizes
 from pplan.profiler.passes.timing import OutputGradients, run_layers
 from pplan.profiler.size_run import SizeRun
@@ -131,14 +131,14 @@ def host_bound(queue: Queue) -> nn.Module:
 
 def one_pass(model: nn.Module, queue: Queue, leads: LaunchLead = LaunchLead()) -> LayerTimes:  # noqa: B008
     layers = build_chain(model, torch.ones(1, 4)).layers
-    stamps = Stamps(queue, len(layers), leads)
+    stamps = LayerStamps(queue, len(layers), leads)
     queue.settle()
     run_layers(layers, torch.ones(1, 4), OutputGradients(0), stamps)
     return stamps.times()
 
 
-def settled(model: nn.Module, queue: Queue) -> RunAhead:
-    ahead = RunAhead()
+def settled(model: nn.Module, queue: Queue) -> LeadTuner:
+    ahead = LeadTuner()
     for _ in range(5):
         if not ahead.is_settled:
             tell_leads(ahead, one_pass(model, queue, ahead.leads))
@@ -190,7 +190,7 @@ def test_without_a_lead_waiting_for_the_host_counts_as_the_layers() -> None:
 
 
 def test_with_leads_the_device_has_its_own_seconds_and_the_host_its_own() -> None:
-    queue, ahead = Queue(), RunAhead()
+    queue, ahead = Queue(), LeadTuner()
     model = host_bound(queue)
     tell_leads(ahead, one_pass(model, queue))
     assert ahead.leads == LaunchLead(1.2 * 16, 1.2 * 24)
@@ -332,7 +332,7 @@ def test_a_direction_that_is_stopped_again_is_not_held_back() -> None:
 
 def test_one_disturbed_pass_changes_no_lead() -> None:
     for disturbed in range(1, 6):
-        queue, ahead = Queue(), RunAhead()
+        queue, ahead = Queue(), LeadTuner()
         model = host_bound(queue)
         for number in range(6):
             queue.slower = 4.0 if number == disturbed else 1.0

@@ -14,7 +14,7 @@ from pplan.cost_models.errors import ModelError
 from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.passes import clocks
 from pplan.profiler.passes.clocks import CpuClock, CudaClock
-from pplan.profiler.passes.layer_stamps import LayerTimes, LossTimes, Stamps
+from pplan.profiler.passes.layer_stamps import LayerStamps, LayerTimes, LossTimes
 from pplan.profiler.passes.timed_passes import TimedPasses
 from pplan.profiler.passes.timing import OutputGradients, WholeTimes, run_layers, run_whole
 from pplan.profiler.user_model.failures import is_out_of_memory
@@ -27,7 +27,7 @@ def one_pass(model: nn.Module, given: Tensor, clock: Any) -> LayerTimes:
 
 
 def times_of(layers: Sequence[Layer], given: Any, clock: Any, **options: Any) -> LayerTimes:
-    stamps = Stamps(clock, len(layers))
+    stamps = LayerStamps(clock, len(layers))
     run_layers(layers, given, OutputGradients(0), stamps, **options)
     return stamps.times()
 

@@ -17,10 +17,10 @@ from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.checking.job import Job, ModelSpec, RuntimeCase
 from pplan.runtimes.checking.processes import partition_stamps
 from pplan.runtimes.checking.processes.case_run import CaseRun, CheckGroup
-from pplan.runtimes.checking.processes.measurement_target import MeasurementTarget
 from pplan.runtimes.checking.processes.partition_stamps import PartitionStamps
 from pplan.runtimes.checking.processes.pipe_adapter import PipeAdapter
 from pplan.runtimes.checking.processes.rank_journal import RankJournal
+from pplan.runtimes.checking.processes.training_target import TrainingTarget
 
 MakeRuntimeCase = Callable[..., RuntimeCase]
 MODEL = """
@@ -88,7 +88,7 @@ def test_it_trains_as_the_plain_model(
     job = Job(model=spec, runtime_cases=[case], steps=2, warm_ups=1, compared_steps=2)
     group = CheckGroup(job, torch.device("cpu"), RankJournal(None, 0))
 
-    def build(_: object, target: MeasurementTarget) -> PipeAdapter:
+    def build(_: object, target: TrainingTarget) -> PipeAdapter:
         return PipeAdapter(case, target)
 
     found = CaseRun(group, case, build, compared=2).result()

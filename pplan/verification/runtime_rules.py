@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .report import Check
+from .report import LineCheck
 
 _TORCH = frozenset(
     "naive gpipe 1f1b dapple interleaved looped-bfs zb-h1 zb-h2 zb-v dualpipe-v".split()  # noqa: SIM905
@@ -56,7 +56,7 @@ def one_process(runtime: str | None) -> bool:
 
 
 def check_runtime(
-    check: Check,
+    check: LineCheck,
     runtime: str,
     *,
     schedule: str,

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..cost_models.errors import UsageError
 from .layer_costs import Vector
-from .machine import Machine
+from .stated_machine import StatedMachine
 from .stated_plan import StatedPlan
 from .traffic import half_reduce_seconds
 
@@ -34,7 +34,7 @@ OWN_BYTES = {"adamw-8bit": 2 * (1 + 4 / 256)}
 
 
 @dataclass(frozen=True)
-class Training:
+class StatedTraining:
     """Bytes of a parameter's weight, gradient and master copy (0: there is none), the optimizer, and the
     stage of ZeRO. Raises UsageError for an optimizer that is not known."""
 
@@ -58,7 +58,7 @@ class Training:
         return amount / replicas if self.zero >= from_stage else amount
 
 
-def training_of(plan: StatedPlan) -> Training:
+def training_of(plan: StatedPlan) -> StatedTraining:
     """As the plan says. Raises UsageError for words that are not known, or are not of the profile's dtype."""
     dtype, amp = plan.profile.text("dtype", "float32"), plan.profile.optional_text("amp")
     if dtype not in BYTES_BY_DTYPE:
@@ -67,7 +67,7 @@ def training_of(plan: StatedPlan) -> Training:
     zero = plan.whole.count("zero", 0, most=3)
     precision = plan.whole.optional_text("precision")
     if precision is None:
-        return Training(plan.optimizer, weight, weight, zero=zero)
+        return StatedTraining(plan.optimizer, weight, weight, zero=zero)
     autocast = amp is not None and dtype == "float32"
     fits = precision == "mixed" if autocast else dtype in PRECISIONS.get(precision, ())
     gradient = plan.whole.optional_text("gradient_dtype")
@@ -77,7 +77,9 @@ def training_of(plan: StatedPlan) -> Training:
             "",
         )
     master = 4.0 if precision == "mixed" and not autocast else 0.0
-    return Training(plan.optimizer, weight, weight if gradient is None else GRADIENTS[gradient], master, zero)
+    return StatedTraining(
+        plan.optimizer, weight, weight if gradient is None else GRADIENTS[gradient], master, zero
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +87,9 @@ class Exchange:
     """What ZeRO exchanges over replicas, of the layers of one part: while a layer runs the next one's weights
     come and the last one's gradients go. With fewer than two replicas, or below its stage 2, nothing."""
 
-    machine: Machine
+    machine: StatedMachine
     ranks: list[int]
-    training: Training
+    training: StatedTraining
     parameters: Vector
     trainable: Vector
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ....cost_models.errors import ModelError
 from ....cost_models.quantities import counted
-from ....profiler.machine import dtype_named
+from ....profiler.local_machine import dtype_named
 from ....profiler.models import load_model
 from ....profiler.named_model import LOSSES, shown
 from ....profiler.passes.modes import Modes
 from ....profiler.sequential import sequential
+from ....profiler.torch_internals import tree_leaves
 from ....profiler.user_model.loaded_model import ModelInput
 from ....profiler.user_model.losses import loss_named
 from ...formats.export_document import hash_names
@@ -26,7 +26,7 @@ from .plain_model import Loss
 
 
 @dataclass(frozen=True, eq=False)
-class MeasurementTarget:
+class TrainingTarget:
     """The layers to be cut, an example input of any batch, and the loss of an output."""
 
     layers: nn.Sequential
@@ -34,18 +34,18 @@ class MeasurementTarget:
     loss: Loss
 
 
-def load_target(model: ModelSpec | None, case: Case | RuntimeCase) -> MeasurementTarget:
+def load_target(model: ModelSpec | None, case: Case | RuntimeCase) -> TrainingTarget:
     """Of a case. Raises ModelError as loading and cutting the model do, ValueError where there is none."""
     if isinstance(case, Case) and case.waits is not None:
         size = case.document.micro_batch_size // case.document.replicas
         layers = emulate_stages(case.waits, size)
-        return MeasurementTarget(layers, ModelInput.of(torch.zeros(2, 1)), emulated_loss)
+        return TrainingTarget(layers, ModelInput.of(torch.zeros(2, 1)), emulated_loss)
     if model is None:
         raise ValueError(f"{case.name}: its stages neither wait nor have a model")
     return _load_model(model)
 
 
-def _load_model(spec: ModelSpec) -> MeasurementTarget:
+def _load_model(spec: ModelSpec) -> TrainingTarget:
     """A model by its name, as `pplan profile` makes it.
 
     Raises ModelError, also where its layers are not the profile's, or it or its loss is code that the user
@@ -67,7 +67,7 @@ def _load_model(spec: ModelSpec) -> MeasurementTarget:
     layers = sequential(module, example, granularity=spec.granularity)
     _check_layers(layers, spec)
     named = loss_named(_loss(spec), spec.seed)
-    return MeasurementTarget(
+    return TrainingTarget(
         layers, example, partial(_sum_of_means) if named is None else lambda out, _: named.of(out)
     )
 

@@ -10,12 +10,12 @@ from ..cost_models.errors import FileError
 from .documents import LARGEST_PLAN, LARGEST_PROFILE, parse, read_content
 from .figure_checks import check_figures
 from .layer_costs import Layers, layers_of
-from .machine import Machine, machine_of
 from .other_checks import check_others
 from .report import Report, Sheet
 from .shape_checks import check_shape
+from .stated_machine import StatedMachine, machine_of
 from .stated_plan import stated_plan
-from .subject import Subject
+from .verification_inputs import VerificationInputs
 
 
 @dataclass
@@ -34,11 +34,11 @@ class Sources:
 def verify(sources: Sources, *, shared_ports: bool = True) -> Report:
     """All lines. `shared_ports`: whether transfers and sums of gradients wait for each other at the ports
     that they share. Raises FileError for a file that cannot be read, UsageError."""
-    subject = _subject(sources, shared_ports)
+    inputs = _inputs(sources, shared_ports)
     sheet = Sheet()
-    check_shape(sheet, subject)
-    check_figures(sheet, subject)
-    check_others(sheet, subject)
+    check_shape(sheet, inputs)
+    check_figures(sheet, inputs)
+    check_others(sheet, inputs)
     return Report(sources.plan_name, sources.profile_name, tuple(sheet.lines))
 
 
@@ -63,7 +63,7 @@ def sources_of(plan: Path, profile: Path | None) -> Sources:
     return made
 
 
-def _subject(sources: Sources, shared_ports: bool) -> Subject:
+def _inputs(sources: Sources, shared_ports: bool) -> VerificationInputs:
     plan = stated_plan(parse(sources.plan, sources.plan_name, "plan", "prediction"))
     profile = layers = None
     if sources.profile is not None:
@@ -71,7 +71,7 @@ def _subject(sources: Sources, shared_ports: bool) -> Subject:
         layers = layers_of(profile)
     machine = machine_of(plan.machine, f"{sources.plan_name}: machine") if plan.machine else None
     named = plan.profile.text("file", "") or "a profile without a name"
-    return Subject(
+    return VerificationInputs(
         plan=plan,
         profile=profile,
         profile_sha256="" if sources.profile is None else hashlib.sha256(sources.profile).hexdigest(),
@@ -84,7 +84,7 @@ def _subject(sources: Sources, shared_ports: bool) -> Subject:
     )
 
 
-def _own_profiles(machine: Machine | None, layers: Layers, folder: Path) -> dict[str, Layers]:
+def _own_profiles(machine: StatedMachine | None, layers: Layers, folder: Path) -> dict[str, Layers]:
     """Of the kinds of devices that have one, those that are there. Raises FileError for other layers."""
     made = {}
     for kind in () if machine is None else machine.kinds:

@@ -7,21 +7,20 @@ from functools import cached_property
 
 from .documents import Table
 from .layer_costs import Layers
-from .machine import Machine
-from .orders import ASYNCHRONOUS, Order, order_of
+from .orders import ASYNCHRONOUS, ScheduleOrder, order_of
 from .pipeline import Figures
-from .refusals import NotChecked, NotLegal
-from .report import Check
-from .rules import one_process
+from .report import LineCheck, NotChecked, NotLegal
+from .runtime_rules import one_process
+from .stated_machine import StatedMachine
 from .stated_plan import StatedPlan
-from .training import training_of
+from .stated_training import training_of
 
 STASHING = ("pipedream", "pipedream-2bw")
 """Asynchronous schedules whose weight versions are known: 1f1b's lists without an end."""
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class VerificationInputs:
     """A plan, and what its profile and its machine say; None where there is no profile (`no_profile` says
     why), or no machine in the plan. `is_file`: whether the profile is the very file, whose SHA-256 counts.
     `profiles`: of the kinds of devices that have their own, as far as they are there."""
@@ -32,11 +31,11 @@ class Subject:
     is_file: bool
     no_profile: str
     layers: Layers | None
-    machine: Machine | None
+    machine: StatedMachine | None
     profiles: dict[str, Layers]
     shared_ports: bool = True
 
-    def figures(self, check: Check) -> Figures:
+    def figures(self, check: LineCheck) -> Figures:
         """What is worked out of the plan; the line is left where the files do not say enough."""
         if isinstance(self._figures, str):
             check.leave(self._figures)
@@ -65,7 +64,7 @@ class Subject:
         )
 
 
-def _is_sound(plan: StatedPlan, layers: Layers, machine: Machine) -> bool:
+def _is_sound(plan: StatedPlan, layers: Layers, machine: StatedMachine) -> bool:
     """Whether the layers follow one another to the last, on devices that there are."""
     firsts = [0, *plan.ends[:-1]]
     chained = [stage.first_layer for stage in plan.stages] == firsts and plan.ends[-1] == len(layers)
@@ -78,7 +77,7 @@ def _is_sound(plan: StatedPlan, layers: Layers, machine: Machine) -> bool:
     )
 
 
-def planned_order(plan: StatedPlan) -> Order:
+def planned_order(plan: StatedPlan) -> ScheduleOrder:
     """The order of the plan's schedule; of an asynchronous one the start of it, for the memory alone.
 
     Raises NotLegal, NotChecked."""

@@ -37,7 +37,7 @@ Port = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Kind:
+class StatedDevice:
     """Devices of one kind: their seconds are the profile's over `speed`, or those of a `profile` of their
     own."""
 
@@ -54,7 +54,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Level:
+class StatedLevel:
     """`inner`: devices of one member of a group; `full`: of a whole group (None: any number); `outer`: of a
     group, None for the outermost level, which has one. Each port has `devices_per_port` neighbours."""
 
@@ -72,13 +72,13 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Machine:
+class StatedMachine:
     """Devices with the ranks 0 to `gpus` - 1 in runs of a kind, and the levels from the innermost out."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[StatedDevice, ...]
     ends: tuple[int, ...]
     """By run, the rank after its last."""
-    levels: tuple[Level, ...]
+    levels: tuple[StatedLevel, ...]
 
     @property
     def gpus(self) -> int:
@@ -91,7 +91,7 @@ class Machine:
         own = next((level for level in self.levels if level.name == "node"), self.levels[0])
         return self.gpus if own.full is None else own.full
 
-    def kind(self, rank: int) -> Kind:
+    def kind(self, rank: int) -> StatedDevice:
         """The kind of a device."""
         return self.kinds[bisect_right(self.ends, rank)]
 
@@ -107,7 +107,7 @@ class Machine:
         return (index, 0, a // each), (index, 1, b // each)
 
 
-def machine_of(text: str, where: str) -> Machine:
+def machine_of(text: str, where: str) -> StatedMachine:
     """The machine of a topology file of [[device]] and [[level]] tables. Raises FileError."""
     try:
         content = tomllib.loads(text)
@@ -121,13 +121,13 @@ def machine_of(text: str, where: str) -> Machine:
         ends.append(total)
     if total > MOST_DEVICES:
         raise table.refused("device", total, f"{MOST_DEVICES} devices at most")
-    return Machine(tuple(kinds), tuple(ends), _levels(table, total))
+    return StatedMachine(tuple(kinds), tuple(ends), _levels(table, total))
 
 
 _MEND = "Make the plan again with pplan solve."
 
 
-def _kind(table: Table) -> Kind:
+def _kind(table: Table) -> StatedDevice:
     memory = table.optional_text("memory")
     speed = table.number("speed", 1.0)
     if speed == 0:
@@ -135,12 +135,12 @@ def _kind(table: Table) -> Kind:
     size = None if memory is None else _quantity(table, "memory", memory, _SIZES)
     if size is not None and not 1 <= size <= LARGEST:
         raise table.refused("memory", memory, "a size of at least one byte")
-    return Kind(
+    return StatedDevice(
         table.text("name"), None if size is None else round(size), speed, table.optional_text("profile")
     )
 
 
-def _levels(table: Table, gpus: int) -> tuple[Level, ...]:
+def _levels(table: Table, gpus: int) -> tuple[StatedLevel, ...]:
     own = table.tables("level", least=1)
     sizes = [level.optional_count("size", least=1) for level in own]
     if len(own) > 64 or None in sizes[:-1]:
@@ -154,7 +154,7 @@ def _levels(table: Table, gpus: int) -> tuple[Level, ...]:
         if inner[index] % each:
             raise level.refused("devices_per_port", each, f"a divisor of {inner[index]}")
         made.append(
-            Level(
+            StatedLevel(
                 name=level.text("name"),
                 inner=inner[index],
                 full=None if sizes[index] is None else inner[index + 1],
@@ -199,7 +199,7 @@ def _split(table: Table, key: str, text: str) -> tuple[float, str]:
     return float(found[1]), found[2]
 
 
-def check_ranks(machine: Machine, ranks: tuple[int, ...]) -> None:
+def check_ranks(machine: StatedMachine, ranks: tuple[int, ...]) -> None:
     """Raises UsageError where a device is not there."""
     odd = next((rank for rank in ranks if rank >= machine.gpus), None)
     if odd is not None:

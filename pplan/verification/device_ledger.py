@@ -1,7 +1,8 @@
 """The memory of a device, term by term, as docs/verify.md states them.
 
-All terms of the weights go by how the model is trained (`Training`); what comes and goes is counted action by
-action of the device's list: the terms are those of the action during which they are the largest together.
+All terms of the weights go by how the model is trained (`StatedTraining`); what comes and goes is counted
+action by action of the device's list: the terms are those of the action during which they are the largest
+together.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .layer_costs import Layers
-from .orders import Order
-from .training import Training
+from .orders import ScheduleOrder
+from .stated_training import StatedTraining
 
 RESERVE = 0.05
 """Of the sum of the other terms: what the allocator cannot use."""
@@ -84,10 +85,10 @@ class Ledger:
 
 
 def ledger(
-    order: Order,
+    order: ScheduleOrder,
     device: int,
     chunks: list[PartBytes],
-    training: Training,
+    training: StatedTraining,
     *,
     recompute: str,
     replicas: int,
@@ -121,7 +122,7 @@ def ledger(
     return Ledger(terms, most[1:])
 
 
-def _exchanged(chunks: list[PartBytes], training: Training, replicas: int, gradients: float) -> float:
+def _exchanged(chunks: list[PartBytes], training: StatedTraining, replicas: int, gradients: float) -> float:
     """What replicas exchange: buckets hold the gradients once more, but for those of copies; ZeRO-1 reduces
     them where they lie; where ZeRO spreads them, those of two neighbouring layers are whole at a time, and
     where it spreads the weights, those of two, too."""
@@ -133,7 +134,7 @@ def _exchanged(chunks: list[PartBytes], training: Training, replicas: int, gradi
     return whole * training.gradient / training.weight + (whole if training.zero == 3 else 0.0)
 
 
-def _at_cuts(order: Order, device: int, chunks: list[PartBytes]) -> float:
+def _at_cuts(order: ScheduleOrder, device: int, chunks: list[PartBytes]) -> float:
     """The largest tensor that comes from another device, and the largest that goes to one."""
     received = sent = 0.0
     for route in order.routes:
@@ -145,7 +146,7 @@ def _at_cuts(order: Order, device: int, chunks: list[PartBytes]) -> float:
     return received + sent
 
 
-def _most_held(order: Order, device: int, chunks: list[PartBytes], recompute: str) -> list[Held]:
+def _most_held(order: ScheduleOrder, device: int, chunks: list[PartBytes], recompute: str) -> list[Held]:
     """The terms that come and go, at each action during which they are the largest together (without
     repeats, the first one first).
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ..torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 
 @dataclasses.dataclass(frozen=True)

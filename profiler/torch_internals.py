@@ -1,0 +1,336 @@
+"""All that pplan uses of PyTorch without PyTorch promising to keep it; no other file names such a thing.
+
+Each name is an entry of `INTERNALS`: what it is needed for, and what to do when a PyTorch has it no longer.
+All are in torch 2.14. Those that nothing works without are looked for when this module is imported, the rest
+where they are used. `runtimes/pipelining/runtime_internals.py` does the same for the runtimes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils import checkpoint
+
+from ..cost_models.errors import MachineError
+
+TESTED = "2.14"
+"""The latest release of PyTorch in which every name was found."""
+
+try:
+    from torch._ops import OpOverload as OpOverload
+    from torch._prims_common import suggest_memory_format as suggest_memory_format
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import TreeSpec as TreeSpec
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
+except ImportError as error:
+    raise MachineError(
+        f"torch {torch.__version__} lacks what pplan needs of it: {error}",
+        f"Install torch {TESTED}, or a later version of pplan.",
+    ) from error
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_OF_MODULES = (*_REGISTRIES[:3], "_non_persistent_buffers_set", *_HOOKS)
+_aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Internal:
+    """A name that its library does not promise to keep, of `package`."""
+
+    name: str
+    find: Callable[[], object]
+    """Raises AttributeError or ImportError where the name is gone."""
+    purpose: str
+    without: str
+    """What whoever maintains pplan does when it is gone."""
+    package: str = "torch"
+    tested: str = TESTED
+    """The latest release in which it was found."""
+    is_required: bool = True
+
+    @property
+    def exists(self) -> bool:
+        """In the installed package."""
+        try:
+            self.find()
+        except (AttributeError, ImportError):
+            return False
+        return True
+
+
+def check_internals(internals: Iterable[Internal], version: str) -> None:
+    """Raises MachineError for the first that `version` of its package lacks."""
+    for internal in internals:
+        if not internal.exists:
+            known = f"{internal.package} {internal.tested}"
+            raise MachineError(
+                f"{internal.package} {version} has no {internal.name}, needed for {internal.purpose}",
+                f"Install {known}, or a later version of pplan.",
+            )
+
+
+SLEEP = Internal(
+    "torch.cuda._sleep",
+    lambda: torch.cuda._sleep,
+    "timing a GPU: it is kept busy while the host launches what is timed",
+    "Launch a kernel of known length instead: torch.cuda.jiterator with a loop over clock64().",
+    is_required=False,
+)
+FUSED_CHOICE = Internal(
+    "torch._fused_sdp_choice",
+    lambda: torch._fused_sdp_choice,
+    "attention on the meta device: which kernel the CPU takes",
+    "Without it attention is counted as unfused, which the profile says; ask torch.nn.attention instead.",
+    is_required=False,
+)
+CPU_FLASH = Internal(
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    lambda: _aten._scaled_dot_product_flash_attention_for_cpu,
+    "attention on the meta device: the CPU's fused kernel",
+    "Without it attention is counted as unfused, which the profile says; look for the kernel's new name.",
+    is_required=False,
+)
+DECOMPOSE = Internal(
+    "torch._ops.OpOverload.decompose",
+    lambda: OpOverload.decompose,
+    "attention on the meta device: the unfused path",
+    "Write the decomposition of scaled_dot_product_attention out in memory/meta_attention.py.",
+    is_required=False,
+)
+DESTROY = Internal(
+    "torch.library.Library._destroy",
+    lambda: torch.library.Library._destroy,
+    "attention on the meta device: taking pplan's kernel back",
+    "Keep one Library for the whole process, whose kernel asks whether it is wanted.",
+    is_required=False,
+)
+TRANSFORMS = Internal(
+    "torch._C._functorch.peek_interpreter_stack",
+    lambda: (torch._C._functorch.peek_interpreter_stack, torch._C._functorch.pop_dynamic_layer_stack),
+    "leaving torch.vmap where a traced graph failed inside",
+    "Without it torch.randn fails after such a graph: look how torch._functorch.vmap leaves its levels.",
+    is_required=False,
+)
+INTERNALS = (
+    TRANSFORMS,
+    SLEEP,
+    FUSED_CHOICE,
+    CPU_FLASH,
+    DECOMPOSE,
+    DESTROY,
+    Internal(
+        "torch.utils._pytree.tree_map_only",
+        lambda: tree_map_only,
+        "tensors inside tuples, dicts and dataclasses of models",
+        "torch.export names the same functions; else take those of the package optree.",
+    ),
+    Internal(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        lambda: TorchDispatchMode,
+        "counting bytes and operations below autograd",
+        "torch.utils.flop_counter and torch.distributed._tools.mem_tracker show what took its place.",
+    ),
+    Internal(
+        "torch._ops.OpOverload",
+        lambda: OpOverload,
+        "telling operators of ATen from Python functions",
+        "Take type(torch.ops.aten.add.Tensor).",
+    ),
+    Internal(
+        "torch._prims_common.suggest_memory_format",
+        lambda: suggest_memory_format,
+        "layouts of convolutions on the meta device",
+        "Compare the strides: channels last where the channel's is 1 and no dimension of 1 decides.",
+    ),
+    Internal(
+        "torch.ops.aten.add.Tensor._schema",
+        lambda: _aten.add.Tensor._schema,
+        "the names of what an operator was given",
+        "torch._C._jit_get_schemas_for_operator, or torch.library's infer_schema.",
+    ),
+    Internal(
+        "torch.Tensor._version",
+        lambda: torch.empty(0)._version,
+        "telling tensors that were changed in place",
+        "torch.autograd.graph.allow_mutation_on_saved_tensors shows how torch tells them by then.",
+    ),
+    Internal(
+        "torch.UntypedStorage._cdata",
+        lambda: torch.UntypedStorage._cdata,
+        "telling storages apart, on the meta device too",
+        "id() of a storage that is kept alive: its Python object lives as long as the storage.",
+    ),
+    Internal(
+        "torch.Tensor._make_subclass",
+        lambda: torch.Tensor._make_subclass,
+        "copies of parameters on another device, of the same class",
+        "nn.Parameter(values, requires_grad) for parameters, and copy.copy with new data for others.",
+    ),
+    Internal(
+        "torch.autograd.graph.Node._sequence_nr",
+        lambda: Node._sequence_nr,
+        "the order in which autograd's operations were made",
+        "Number the operations in a forward pass by hooks on the tensors that each layer makes.",
+    ),
+    Internal(
+        f"torch.nn.Module: {', '.join(_OF_MODULES)}",
+        lambda: [getattr(nn.Module(), name) for name in _OF_MODULES],
+        "copies of modules that share tensors, and whether a module has hooks",
+        "Read nn.Module.__init__: it lists what took their place.",
+    ),
+    Internal(
+        "torch.utils.checkpoint.CheckpointFunction or _checkpoint_without_reentrant_generator",
+        lambda: checkpoint_functions()[1],
+        "noticing that a model recomputes parts of itself",
+        "Without it a profile does not say so: find what torch.utils.checkpoint.checkpoint calls now.",
+        is_required=False,
+    ),
+    Internal(
+        "torch.ops.aten._unsafe_view, _reshape_alias, _embedding_bag",
+        lambda: (_aten._unsafe_view, _aten._reshape_alias, _aten._embedding_bag),
+        "operators that move no bytes, and bags of embeddings on the meta device",
+        "They are left out by themselves; look for what counts instead in torch/_meta_registrations.py.",
+        is_required=False,
+    ),
+)
+
+
+def _packets(*names: str) -> tuple[Any, ...]:
+    return tuple(getattr(_aten, name) for name in names if hasattr(_aten, name))
+
+
+FREE_OPERATORS = _packets("_unsafe_view", "_reshape_alias")
+"""They move no bytes."""
+EMBEDDING_BAGS = tuple(packet.default for packet in _packets("_embedding_bag"))
+CPU_FLASH_FORWARDS = _packets("_scaled_dot_product_flash_attention_for_cpu")
+CPU_FLASH_BACKWARDS = _packets("_scaled_dot_product_flash_attention_for_cpu_backward")
+CONVERSION = "_to_copy"
+"""torch.export's name for a conversion of dtype or device."""
+EXPORT_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
+EXPORT_GUARDS = "_guards_fn"
+"""The module that torch.export adds for what it took for granted."""
+EXPORT_NO_MODULE = "_empty_nn_module_stack"
+"""What passes of torch.export leave instead of a module's path."""
+COMPILER_ERRORS = ("torch._dynamo.exc", "torch._inductor.exc")
+"""Modules of the errors that torch.compile itself raises."""
+
+
+def sleep_on_gpu(cycles: int) -> None:
+    """Keeps the current CUDA stream busy for so many cycles. Raises MachineError."""
+    check_internals([SLEEP], torch.__version__)
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def entered_transforms() -> int:
+    """How many of torch.vmap and the like are entered."""
+    top = torch._C._functorch.peek_interpreter_stack() if TRANSFORMS.exists else None
+    return 0 if top is None else int(top.level())
+
+
+def leave_transforms(but: int) -> None:
+    """Leaves the latest, until so many are left."""
+    while entered_transforms() > but:
+        torch._C._functorch.pop_dynamic_layer_stack()
+
+
+def missing_for_attention() -> Internal | None:
+    """The first that attention on the meta device lacks."""
+    needed = (FUSED_CHOICE, CPU_FLASH, DECOMPOSE, DESTROY)
+    return next((internal for internal in needed if not internal.exists), None)
+
+
+def choose_attention(*given: Any, **options: Any) -> int:
+    """The number of the SDPBackend that torch takes for such tensors."""
+    chosen: int = torch._fused_sdp_choice(*given, **options)
+    return chosen
+
+
+def flash_attention_on_cpu(*given: Any, **options: Any) -> Tensor:
+    attended: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu.default(*given, **options)[0]
+    return attended
+
+
+def remove_library(library: torch.library.Library) -> None:
+    """Takes back the kernels that were registered with it."""
+    library._destroy()  # type: ignore[no-untyped-call]
+
+
+def checkpoint_functions() -> list[str]:
+    """What torch.utils.checkpoint.checkpoint looks up when it is called, by torch's version."""
+    names = ("_checkpoint_impl", "_checkpoint_without_reentrant_generator")
+    return [name for name in names if hasattr(checkpoint, name)]
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that every change in place makes larger."""
+    return tensor._version
+
+
+def storage_key(of: Tensor | torch.UntypedStorage) -> int:
+    """The identity of a storage while it lives."""
+    key: int = (of.untyped_storage() if isinstance(of, Tensor) else of)._cdata
+    return key
+
+
+def sequence_number(node: Node) -> int:
+    """The larger, the later the operation was made."""
+    return node._sequence_nr()
+
+
+def schema_arguments(operator: Any) -> Sequence[Any]:
+    """Of an operator: each has a `name` and a `default_value`."""
+    arguments: Sequence[Any] = operator._schema.arguments
+    return arguments
+
+
+def copy_as(tensor: Tensor, values: Tensor) -> Tensor:
+    """`values`, of the class of `tensor` and with its attributes."""
+    twin = torch.Tensor._make_subclass(type(tensor), values, tensor.requires_grad)
+    twin.__dict__.update(tensor.__dict__)
+    return twin
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its forward."""
+    return any(getattr(module, name) for name in _HOOKS)
+
+
+def forward_pre_hooks_of(module: nn.Module) -> list[object]:
+    """In the order in which they run."""
+    return list(module._forward_pre_hooks.values())
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """By name; unlike `named_children` also None, and a module each time that it is registered."""
+    return module._modules
+
+
+def own_registries(module: nn.Module, *, hooks_only: bool = False) -> None:
+    """Copies what a shallow copy of a module shares with it: parameters, buffers, children, forward hooks."""
+    for name in _REGISTRIES[3:] if hooks_only else _REGISTRIES:
+        module.__dict__[name] = copy.copy(module.__dict__[name])
+
+
+def is_persistent(module: nn.Module, field: str) -> bool:
+    """Whether it is a buffer of the state."""
+    return field in module._buffers and field not in module._non_persistent_buffers_set
+
+
+def make_transient(module: nn.Module, field: str) -> None:
+    """A buffer is no part of the state any more."""
+    if field in module._buffers:
+        module._non_persistent_buffers_set.add(field)
+
+
+check_internals((internal for internal in INTERNALS if internal.is_required), torch.__version__)

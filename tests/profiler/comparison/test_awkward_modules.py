@@ -1,0 +1,1048 @@
+"""Modules that tracing was not made for: their layers train as they do, or are refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+from pplan.cost_models.errors import ModelError
+from pplan.profiler.graphs.tracing_patches import leave_vmap
+from pplan.profiler.sequential import sequential
+
+X = torch.linspace(-1, 1, 24).reshape(3, 8)
+IMAGE = torch.linspace(-1, 1, 3 * 3 * 8 * 8).reshape(3, 3, 8, 8)
+TEXT = torch.linspace(-1, 1, 3 * 5 * 8).reshape(3, 5, 8)
+WORDS = torch.arange(15).reshape(3, 5) % 11
+MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {}
+
+
+def module(example: object) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    def add(kind: type[nn.Module]) -> type[nn.Module]:
+        MODULES[kind.__name__] = kind, example
+        return kind
+
+    return add
+
+
+def _double(_module: nn.Module, given: Any, _gradients: Any) -> Any:
+    return tuple(None if gradient is None else gradient * 2 for gradient in given)
+
+
+class Base(nn.Module):
+    a: Any
+    b: Any
+    c: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+
+@module(X)
+class BatchNorms(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = nn.BatchNorm1d(8)
+        self.m = nn.BatchNorm1d(8, momentum=None)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.m(torch.relu(self.b(self.n(self.a(x))))))
+
+
+@module(X)
+class Spectral(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = parametrizations.spectral_norm(self.a)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+@module(X)
+class OldSpectral(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.utils.spectral_norm(self.a)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+@module(X)
+class WeightNorm(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = parametrizations.weight_norm(self.a)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+class Symmetric(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w.triu() + w.triu(1).T
+
+
+@module(X)
+class Parametrized(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrize.register_parametrization(self.b, "weight", Symmetric())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return g * (x.abs() < 1)
+
+
+@module(X)
+class StraightThrough(Base):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(Sign.apply(self.b(torch.relu(self.a(x)))))
+
+
+@module(X)
+class InPlace(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        h.add_(1).mul_(2)
+        h = torch.relu_(h)
+        return self.c(self.b(h).clamp_(-1, 1))
+
+
+@module(X)
+class ViewChangedLater(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        v = h[:, :4]
+        g = torch.tanh(self.b(x))
+        v.mul_(3)
+        return self.c(h + g)
+
+
+@module(X)
+class SliceAssign(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = torch.zeros_like(x)
+        h[:, :4] = self.a(x)[:, :4]
+        h[:, 4:] = self.b(x)[:, 4:]
+        return self.c(h)
+
+
+@module(X)
+class Dropouts(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = F.dropout(self.a(x), 0.5, self.training)
+        h = F.dropout(torch.relu(self.b(h)), 0.2, self.training)
+        return F.dropout(self.c(h), 0.1)
+
+
+@module(X)
+class DropoutInBranches(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.d, self.e = nn.Dropout(0.5), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Any:
+        late = self.d
+        h = self.e(self.a(x))
+        k = late(self.b(x))
+        return self.c(h + k)
+
+
+@module(TEXT)
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        h, _ = self.l(x)
+        return self.c(h[:, -1])
+
+
+@module(TEXT)
+class LstmKeepsState(nn.Module):
+    state: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.LSTM(8, 8, batch_first=True)
+        self.c = nn.Linear(8, 2)
+        self.state = None
+
+    def forward(self, x: Tensor) -> Any:
+        h, s = self.l(
+            x, self.state if self.state is not None and self.state[0].shape[1] == x.shape[0] else None
+        )
+        self.state = tuple(t.detach() for t in s)
+        return self.c(h[:, -1])
+
+
+@module(TEXT)
+class GruCellLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.GRUCell(8, 8)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.zeros(x.shape[0], 8, device=x.device)
+        for t in range(x.shape[1]):
+            h = self.l(x[:, t], h)
+        return self.c(h)
+
+
+@module(X)
+class Checkpointed(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        h = checkpoint(lambda v: self.d(torch.relu(self.a(v))), x, use_reentrant=False)
+        h = checkpoint(self.b, h, use_reentrant=False)
+        return self.c(h)
+
+
+@module(X)
+class CheckpointedReentrant(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        h = checkpoint(lambda v: self.d(torch.relu(self.b(v))), h, use_reentrant=True)
+        return self.c(h)
+
+
+@module(X)
+class Detaches(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = torch.relu(self.a(x))
+        return self.c(self.b(h.detach()) + h)
+
+
+@module(X)
+class DataOfActivation(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = torch.relu(self.a(x))
+        return self.c(self.b(h).data * h)
+
+
+@module(X)
+class ReparamData(Base):
+    def forward(self, x: Tensor) -> Any:
+        self.a.weight.data.clamp_(-0.1, 0.1)
+        return self.c(torch.relu(self.b(self.a(x))))
+
+
+@module(X)
+class NormalizesWeightInNoGrad(Base):
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.c.weight.div_(self.c.weight.norm(dim=1, keepdim=True))
+        return self.c(torch.relu(self.b(self.a(x))))
+
+
+@module(X)
+class TogglesGrad(Base):
+    def forward(self, x: Tensor) -> Any:
+        self.b.weight.requires_grad_(self.training)
+        self.b.bias.requires_grad_(False)
+        return self.c(torch.relu(self.b(self.a(x))))
+
+
+@module(X)
+class TrainingFlag(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        h = h + torch.randn_like(h) * 0.1 if self.training else h * 2
+        return self.c(torch.relu(self.b(h)))
+
+
+@module(X)
+class CalledTwice(Base):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.a(torch.relu(self.a(x)))) + self.b(self.b(x)))
+
+
+@module(X)
+class SharedWeight(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+@module(X)
+class FunctionalWeight(Base):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(F.linear(torch.relu(self.a(x)), self.a.weight.t() * 0.5, self.b.bias)))
+
+
+@module(X)
+class LambdaKept(Base):
+    f: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        t = torch.linspace(0, 1, 8)
+        self.f = lambda h: h * t
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(self.f(self.a(x)))))
+
+
+@module(X)
+class LambdaKeptParameter(Base):
+    f: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        w = self.a.weight
+        self.f = lambda h: h @ w
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(self.f(self.a(x)))))
+
+
+@dataclass
+class Out:
+    logits: Tensor
+    hidden: Any = None
+
+
+@module(X)
+class DataclassOut(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = torch.relu(self.a(x))
+        return Out(self.c(self.b(h)), (h,))
+
+
+@module(X)
+class DictOut(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = torch.relu(self.a(x))
+        return {"y": self.c(self.b(h)), "h": [h, {"x": x}], "n": 3, "none": None}
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    two: Tensor
+
+
+@module(X)
+class NamedOut(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = torch.relu(self.a(x))
+        return Pair(self.c(self.b(h)), h)
+
+
+@module({"x": X, "scale": torch.ones(3, 1), "times": 2})
+class Keywords(Base):
+    def forward(self, *, x: Tensor, scale: Tensor | None = None, times: int = 1) -> Any:
+        h = self.a(x)
+        for _ in range(times):
+            h = torch.relu(self.b(h))
+        return self.c(h if scale is None else h * scale)
+
+
+@module(([X, X * 2],))
+class ListOfTensors(Base):
+    def forward(self, xs: list[Tensor]) -> Any:
+        return self.c(torch.relu(self.a(xs[0])) + torch.relu(self.b(xs[1])))
+
+
+@module(X)
+class ListBetween(Base):
+    def forward(self, x: Tensor) -> Any:
+        hs = [self.a(x), self.b(x)]
+        hs.append(torch.relu(hs[0]))
+        return self.c(torch.stack(hs).sum(0))
+
+
+@module(X)
+class BufferUpdated(Base):
+    count: Any
+    mean: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        self.count += 1
+        self.mean.lerp_(h.detach().mean(0), 0.1)
+        return self.c(torch.relu(self.b(h - self.mean) / self.count))
+
+
+@module(X)
+class BufferReplaced(Base):
+    mean: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return self.c(torch.relu(self.b(h - self.mean)))
+
+
+class KeepsMean(nn.Module):
+    mean: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, h: Tensor) -> Any:
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return h - self.mean
+
+
+@module(X)
+class Ema(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Linear(8, 8)
+        for p in self.t.parameters():
+            p.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            for p, q in zip(self.t.parameters(), self.a.parameters(), strict=True):
+                p.mul_(0.9).add_(q, alpha=0.1)
+            target = self.t(x)
+        return self.c(torch.relu(self.b(self.a(x)))), target
+
+
+@module(X)
+class StochasticDepth(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        keep = (torch.rand(x.shape[0], 1, device=x.device) < 0.5).to(x.dtype)
+        return self.c(h + keep * torch.relu(self.b(h)))
+
+
+@module(X)
+class StochasticDepthTv(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchvision.ops import StochasticDepth
+
+        self.s = StochasticDepth(0.5, "row")
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        return self.c(h + self.s(torch.relu(self.b(h))))
+
+
+@module(X)
+class RandPerm(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        return self.c(torch.relu(self.b(h))[:, torch.randperm(8)])
+
+
+@module(X)
+class RandPermBatch(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        return self.c(torch.relu(self.b(h))[torch.randperm(x.shape[0])])
+
+
+@module(X)
+class OwnStats(Base):
+    m: Any
+    v: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("m", torch.zeros(8))
+        self.register_buffer("v", torch.ones(8))
+        self.w = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Any:
+        h = F.batch_norm(self.a(x), self.m, self.v, self.w, None, self.training, 0.1)
+        return self.c(torch.relu(self.b(h)))
+
+
+@module(X)
+class Noise(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        h = h + torch.empty_like(h).normal_() * 0.1
+        return self.c(self.b(h) + torch.randn(8))
+
+
+@module(X)
+class NoiseOfConstantShape(Base):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(self.a(x))) * torch.bernoulli(torch.full((8,), 0.5)))
+
+
+@module(IMAGE)
+class Convs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c1, self.n, self.c2 = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, groups=2)
+        self.f = nn.Linear(4, 2)
+        self.d = nn.Dropout2d(0.3)
+
+    def forward(self, x: Tensor) -> Any:
+        h = F.relu(self.n(self.c1(x)), inplace=True)
+        h = self.d(F.relu(self.c2(h), True))
+        return self.f(h.mean((2, 3)))
+
+
+@module(IMAGE)
+class ChannelsLastInside(Convs):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.to(memory_format=torch.channels_last))
+
+
+@module(TEXT)
+class Mha(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+        self.n = nn.LayerNorm(8)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        h, w = self.m(x, x, x)
+        return self.c(self.n(x + h)), w
+
+
+@module(TEXT)
+class Sdpa(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(8, 24)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.q(x).chunk(3, -1)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2 if self.training else 0.0)
+        return self.c(h)
+
+
+@module(TEXT)
+class TorchEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True), 2)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.t(x))
+
+
+@module((TEXT, TEXT * 2))
+class TorchTransformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Transformer(8, 2, 1, 1, 16, 0.1, batch_first=True)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.c(self.t(x, y))
+
+
+@module(WORDS)
+class TiedEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Embedding(11, 8)
+        self.a = nn.Linear(8, 8)
+        self.h = nn.Linear(8, 11, bias=False)
+        self.h.weight = self.e.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.h(torch.relu(self.a(self.e(x))))
+
+
+@module(WORDS)
+class MaxNormEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Embedding(11, 8, max_norm=0.5)
+        self.a = nn.Linear(8, 8)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.a(self.e(x))))
+
+
+@module(WORDS)
+class SparseEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Embedding(11, 8, sparse=True)
+        self.a = nn.Linear(8, 8)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.a(self.e(x))))
+
+
+@module(X)
+class UnusedParameters(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(8, 8)
+        self.lost = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(self.a(x))))
+
+
+@module(X)
+class ConditionalOnShape(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        if x.shape[1] == 8:
+            h = torch.relu(h)
+        if x.shape[0] > 3:
+            h = h * 2
+        return self.c(self.b(h))
+
+
+@module(X)
+class Squeezes(Base):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(self.a(x).unsqueeze(0).squeeze())))
+
+
+@module(X)
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.Linear(8, 3)
+        self.e = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        p = self.g(x).softmax(-1)
+        top = p.argmax(-1)
+        out = torch.zeros_like(x)
+        for i, e in enumerate(self.e):
+            where = top == i
+            out[where] = e(x[where]) * p[where, i : i + 1]
+        return self.c(out)
+
+
+@module(X)
+class SoftExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.Linear(8, 3)
+        self.e = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        p = self.g(x).softmax(-1)
+        return self.c(sum(p[:, i : i + 1] * e(x) for i, e in enumerate(self.e)))
+
+
+@module(X)
+class Vmapped(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = torch.relu(self.a(x))
+        return self.c(torch.vmap(torch.outer)(h, h).sum(1) + self.b(x))
+
+
+@module(X)
+class Grads(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = torch.relu(self.a(x))
+        (g,) = torch.autograd.grad(h.square().sum(), self.a.weight, create_graph=True)
+        return self.c(self.b(h)) + g.sum()
+
+
+@module(X)
+class ComplexMiddle(Base):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(torch.fft.irfft(torch.fft.rfft(self.a(x)), n=8))))
+
+
+@module(X)
+class Einsum(Base):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.einsum("bi,ij->bj", torch.relu(self.a(x)), self.b.weight) + self.b.bias)
+
+
+@module(X)
+class Where(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        return self.c(torch.where(h > 0, h, self.b(x)))
+
+
+@module(X)
+class BooleanMask(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        h = h.clone()
+        h[h < 0] = 0
+        return self.c(self.b(h))
+
+
+@module(X)
+class ItemScale(Base):
+    s: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("s", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(self.a(x) * self.s.item())))
+
+
+@module(X)
+class ItemOfActivation(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        return self.c(torch.relu(self.b(h / h.detach().abs().max().item())))
+
+
+@module(X)
+class DoubleInside(Base):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(F.linear(self.a(x).double(), self.b.weight.double()).float())))
+
+
+@module(X)
+class PlainTensorState(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Any:
+        self.k.add_(1)
+        return self.c(torch.relu(self.b(self.a(x) * self.k)))
+
+
+@module(X)
+class ModuleDictChoice(Base):
+    d: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = nn.ModuleDict({"x": nn.Linear(8, 8), "y": nn.Linear(8, 8)})
+        self.i = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.i += 1
+        return self.c(self.d["xy"[self.i % 2]](self.a(x)))
+
+
+@module(X)
+class RoundRobinBlocks(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.step += 1
+        return self.c(torch.relu(self.b(self.a(x))) * min(1.0, self.step / 2))
+
+
+@module(X)
+class GlobalChoice(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        return self.c(self.b(h) if random.choice((True, False)) else h)
+
+
+@module(X)
+class GradMode(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        return self.c(self.b(h) if torch.is_grad_enabled() else h)
+
+
+@module(X)
+class ScriptedPart(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.b(self.a(x)))
+
+
+@module(X)
+class CompiledPart(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), backend="eager")
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.b(self.a(x)))
+
+
+@module(X)
+class HookedSubmodule(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.register_forward_hook(lambda _module, _given, output: output * 2)
+        self.a.register_full_backward_hook(_double)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(self.a(x))))
+
+
+class Inner(Base):
+    def forward(self, x: Tensor) -> Any:
+        return torch.relu(self.b(self.a(x)))
+
+
+@module(X)
+class HookedContainer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.i = Inner()
+        self.i.register_forward_hook(lambda _module, _given, output: output * 2)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.i(x))
+
+
+@module(X)
+class BackwardHookedContainer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+        self.i = Inner()
+        self.i.register_full_backward_hook(_double)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.i(self.f(x)))
+
+
+@module(X)
+class OverriddenCall(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Odd(Inner):
+            def __call__(self, x: Tensor) -> Any:
+                return super().__call__(x) * 2
+
+        self.i = Odd()
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.i(x))
+
+
+@module(X)
+class NanOutput(Base):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.log(self.a(x)))
+
+
+@module(X)
+class Fails(Base):
+    def forward(self, x: Tensor) -> Any:
+        if x.shape[0] > 0:
+            raise KeyError("missing table")
+        return x
+
+
+@module(X)
+class FailsInBackward(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = torch.exp(self.a(x))
+        k = self.b(h)
+        h.add_(1)
+        return self.c(k + h)
+
+
+@module(X)
+class ReturnsInput(Base):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(self.a(x)))), x
+
+
+@module(X)
+class GradientReversal(Base):
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        h = h.detach() * 2 - h
+        return self.c(self.b(h))
+
+
+@module(X)
+class NoGradInBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FrozenHalf() for _ in range(3))
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        for b in self.blocks:
+            x = b(x)
+        return self.c(x)
+
+
+class FrozenHalf(Base):
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            s = self.a(x).sigmoid()
+        return torch.relu(self.b(x)) * s
+
+
+@module(X)
+class AutocastDisabledPart(Base):
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            h = self.a(x.float())
+        return self.c(torch.relu(self.b(h)))
+
+
+@module(X)
+class Bf16AutocastAll(Base):
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.c(torch.relu(self.b(self.a(x)))).float()
+
+
+@module(TEXT)
+class LstmTimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.LSTM(8, 8)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        h, _ = self.l(x)
+        return self.c(h)
+
+
+@module(TEXT)
+class LstmTransposes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.LSTM(8, 8)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        h, _ = self.l(x.transpose(0, 1))
+        return self.c(h.transpose(0, 1))
+
+
+@module(TEXT)
+class MhaTimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.TransformerEncoderLayer(8, 2, 16)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.l(x))
+
+
+@module(TEXT)
+class LstmLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.LSTM(8, 8)
+        self.c = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        h, _ = self.l(x)
+        return self.c(h[-1])
+
+
+REFUSED = {
+    "LstmKeepsState": "in pass 2, on a batch of 1 again",
+    "ModuleDictChoice": "in pass 2, on a batch of 1 again",
+    "RoundRobinBlocks": "in pass 2, on a batch of 1 again",
+    "GlobalChoice": "draw other random numbers than the model, of random",
+    "BackwardHookedContainer": r"the gradient of f\.\w+ is not the model's .*, in layer f",
+    "LambdaKeptParameter": r"cannot be copied: a copy of it trains a\.weight of the model itself",
+    "ScriptedPart": r"cannot be copied: b was made by torch\.jit",
+    "ConditionalOnShape": "holds for 2 to 3 samples only",
+    "Fails": r"fails on its example input of shape 3x8 .*KeyError: 'missing table' .*in forward",
+    "FailsInBackward": "does not train on a batch of 1: RuntimeError: .* modified by an inplace operation",
+}
+SAID = {
+    "NanOutput": "the model's own output holds NaN in the output",
+    "LstmTimeFirst": r"dimension 0 of the input does not look like the batch: l \(LSTM\)",
+    "LstmLast": r"dimension 0 of the input does not look like the batch: l \(LSTM\)",
+    "MhaTimeFirst": r"does not look like the batch: l\.self_attn \(MultiheadAttention\)",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:Full backward hook is firing")
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in REFUSED])
+def test_layers_train_as_the_module_does(name: str, assert_same_training: Callable[..., None]) -> None:
+    make, example = MODULES[name]
+    model = make()
+    twin = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=SAID[name]) if name in SAID else nullcontext():
+        layers = sequential(model, example)
+    assert_same_training(model, layers, twin, example)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_or_it_is_refused_with_the_reason(name: str) -> None:
+    make, example = MODULES[name]
+    with pytest.raises(ModelError) as caught:
+        sequential(make(), example)
+    assert re.search(REFUSED[name], caught.value.what), caught.value.what
+    assert caught.value.hint
+
+
+def test_what_the_state_dict_lacks_is_named() -> None:
+    make, example = MODULES["UnusedParameters"]
+    layers = sequential(make(), example)
+    assert layers.unused_names == ("lost", "never.weight", "never.bias")
+
+
+def test_vmap_is_left_where_a_graph_fails_inside() -> None:
+    """Traced operations enter it and leave it; in between torch.randn fails, and would ever after."""
+    with leave_vmap():
+        torch._C._functorch._vmap_increment_nesting(3, "error")
+        with pytest.raises(RuntimeError, match="randomness error mode"):
+            torch.randn(2)
+    assert torch.randn(2).shape == (2,)
