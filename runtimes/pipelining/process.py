@@ -47,16 +47,10 @@ class PipelineProcess:
     form: InputForm
     averages: bool
     """Whether `step` averages the gradients over the replicas, and not the wrapped modules."""
-        document,
-        place,
-        coordinates,
-        modules,
-        wrapped,
-        schedule,
-        form,
-        averages,
-        pipeline_stages,
-        gradients,
+    stages: list[PipelineStage]
+    """PyTorch's, which `schedule` runs."""
+    tied: TiedGradients
+    """Copies of weights that other stages use, too: `step` adds up their gradients."""
 
     @property
     def seat(self) -> RankCoordinates:

@@ -118,7 +118,7 @@ def load_order(schedule: Any, file: Path) -> None:
 
 
 def replicate(module: nn.Module, group: Any, apart: Sequence[str]) -> DistributedDataParallel:
-    """DistributedDataParallel of a module, without its parameters of the names `apart`. Raises MachineError."""
+    """DistributedDataParallel, without the parameters of the names `apart`. Raises MachineError."""
     if apart:
         check_internals([IGNORED], torch.__version__)
         ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
