@@ -177,4 +177,5 @@ def whole_bound(plans: Pipelines) -> Floats:
         bound = np.maximum(bound, lag + own + np.maximum(back, e[:, stage]))
         lag = lag + f[:, stage] + cut[:, stage]
         back = b[:, stage] + cut[:, stage] + np.maximum(back, e[:, stage])
-    return np.maximum(bound, plans.after_tied_sums(ends).max(axis=0))
+    latest: Floats = np.maximum(bound, plans.after_tied_sums(ends).max(axis=0))
+    return latest

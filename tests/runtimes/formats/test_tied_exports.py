@@ -10,6 +10,7 @@ import pytest
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.formats.megatron_export import MegatronBridgeExport, MegatronExport
 
 MakePlan = Callable[..., Plan]
 
@@ -51,10 +52,15 @@ def test_runtimes_that_keep_copies_take_the_plan(runtime: str, make_plan: MakePl
 
 
 def test_megatron_ties_the_first_stage_to_the_last(make_decoder_plan: MakePlan) -> None:
-    assert (
-        "_"
-        not in export("megatron", make_decoder_plan([3, 4], schedule="1f1b", tied=shared((0, 1))))[0].layout
-    )  # type: ignore[attr-defined]
+    plan = make_decoder_plan([3, 4], schedule="1f1b", tied=shared((0, 1)))
+    document, remark = export("megatron", plan)
+    assert isinstance(document, MegatronExport)
+    assert "--untie-embeddings-and-output-weights" not in document.arguments
+    assert remark is not None
+    assert "as Megatron-LM's do without --untie-embeddings-and-output-weights" in remark
+    bridge, _ = export("megatron-bridge", plan)
+    assert isinstance(bridge, MegatronBridgeExport)
+    assert "model.share_embeddings_and_output_weights=true" in bridge.arguments
     with pytest.raises(ExportError, match="megatron: it ties the embedding on the first stage to the head"):
         export("megatron", make_decoder_plan([3, 2, 2], schedule="1f1b", tied=shared((0, 1))))
 
