@@ -32,7 +32,7 @@ def test_losses_gradients_and_weights_are_the_plain_models(
     balance: list[int], schedule: str, make_plan: MakePlan, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
-    loaded = load_model("hf:gpt2", settings=SETTINGS, input_shape=(12,))
+    loaded = load_model("hf:gpt2", settings=SETTINGS)
     profile = profile_model(loaded, device="meta", micro_batch_sizes=[2])
     assert all(layer.cut_after for layer in profile.layers[:-1])
     plan = make_plan(

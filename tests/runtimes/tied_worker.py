@@ -29,11 +29,12 @@ def loss_of(output: Any, labels: Tensor) -> Tensor:
 
 def batch(samples: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(5)
-    return torch.randint(40, (samples, 12)), torch.randint(40, (samples, 12))
+    shape = (samples, gpt2().example.tensors[0].shape[1])
+    return torch.randint(40, shape), torch.randint(40, shape)
 
 
 def gpt2() -> Any:
-    loaded = load_model("hf:gpt2", settings=SETTINGS, input_shape=(12,), seed=3)
+    loaded = load_model("hf:gpt2", settings=SETTINGS, seed=3)
     for part in loaded.module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
