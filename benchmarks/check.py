@@ -23,7 +23,7 @@ import torch
 from verified import verified
 
 from pplan import profile as measure
-from pplan.api.check_cases import prepared
+from pplan.api.check_cases import prepare_case
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.build_plan import bare_plan, build_problem
@@ -216,7 +216,7 @@ def print_plans(devices: int, told: ProgressCallbacks) -> None:
     for name in MODELS:
         made = list(plans(name, devices))
         cases = [
-            prepared(label, plan, profile.chain(), topology, {}, emulate=True)
+            prepare_case(label, plan, profile.chain(), topology, {}, emulate=True)
             for label, plan, profile, topology in made
             if isinstance(plan, Plan) and len(plan.stages) == devices
         ]

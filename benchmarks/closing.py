@@ -11,6 +11,7 @@ import argparse
 from measured_models import MODELS, built
 
 from pplan.profiler.measure import profile_model
+from pplan.profiler.profile_options import ProfileOptions
 
 COLUMNS = ("size", "whole s", "forward", "backward", "both", "parts", "spread", "rounds")
 
@@ -27,9 +28,9 @@ def main() -> None:
     for name in options.models:
         profile = profile_model(
             built(name),
-            device=options.device,
-            micro_batch_sizes=options.sizes,
-            budget_seconds=options.budget,
+            ProfileOptions(
+                device=options.device, micro_batch_sizes=options.sizes, budget_seconds=options.budget
+            ),
         )
         for whole in profile.whole:
             seconds = whole.forward_seconds + whole.backward_seconds

@@ -36,6 +36,7 @@ from pplan.profiler.memory.live_bytes import build_meter
 from pplan.profiler.memory.workspace import StepMemory, peak_of_step
 from pplan.profiler.offload.fitting import count_pass
 from pplan.profiler.passes.timing import OutputGradients, backward
+from pplan.profiler.profile_options import ProfileOptions
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ class Row:
 def profiled_rows(name: str, sizes: Sequence[int], device: torch.device) -> list[Row]:
     """The model's lines of the table, from its profile."""
     profile = profile_model(
-        built(name), device=str(device), micro_batch_sizes=sizes, rounds=1, parts=False, loss="none"
+        built(name),
+        ProfileOptions(device=str(device), micro_batch_sizes=sizes, loss="none"),
+        rounds=1,
+        parts=False,
     )
     return [
         Row(whole.micro_batch_size, whole.predicted_peak_bytes or 0, whole.peak_bytes)

@@ -25,6 +25,7 @@ from pplan.profiler.measure import profile_model
 from pplan.profiler.models import load_model
 from pplan.profiler.passes.clocks import Clock, CpuClock, CudaClock
 from pplan.profiler.passes.timing import OutputGradients, run_whole
+from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 
 PASSES = ("run_layers", "run_whole", "run_parts")
@@ -62,7 +63,7 @@ def profile_seconds(
     with ExitStack() as stack:
         for name in PASSES:
             stack.enter_context(patch.object(size_run, name, partial(counting, getattr(size_run, name))))
-        profile_model(loaded, device=str(device), micro_batch_sizes=sizes, rounds=rounds)
+        profile_model(loaded, ProfileOptions(device=str(device), micro_batch_sizes=sizes), rounds=rounds)
     return perf_counter() - begun, steps
 
 

@@ -18,7 +18,8 @@ from pplan.planner.planners.pipedream_instance import PAPER
 from pplan.planner.planners.pipedream_planner import PUBLISHED, plan_asynchronous
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.search.space import Space
-from pplan.profiler.importing.importer import ProfileImportOptions, import_profile
+from pplan.profiler.importing.importer import import_profile
+from pplan.profiler.profile_options import ProfileImportOptions
 
 PROFILES = {"pipedream-vgg16": "pipedream-vgg16-graph.txt", "dapple-vgg19": "dapple-vgg19-batch32.txt"}
 

@@ -21,6 +21,7 @@ from pplan.profiler.analytic import parse_analytic_device
 from pplan.profiler.measure import profile_model
 from pplan.profiler.passes.autocast_on_meta import AutocastOnMeta
 from pplan.profiler.profile_file import Profile
+from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.structure import as_on_the_cpu
 from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 
@@ -103,12 +104,7 @@ def _profile(name: str, size: int, precision: str) -> Profile:
         loaded = model_of(name)
     return profile_model(
         loaded,
-        device="meta",
-        dtype=dtype,
-        amp=amp,
-        micro_batch_sizes=[size],
-        loss="none",
-        # A chain has seconds; these are not looked at.
+        ProfileOptions(device="meta", dtype=dtype, amp=amp, micro_batch_sizes=[size], loss="none"),
         estimate_for=parse_analytic_device("analytic:h100"),
     )
 

@@ -25,12 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     session = None
     try:
-        from .invocation import GIVEN
+        from .invocation import GIVEN, TYPED
         from .streams import begin
         from .verbs import Session, root
 
         begin()
         GIVEN.set(tuple(given))
+        TYPED.set({})
         session = Session()
         status = root(args=given, prog_name="pplan", standalone_mode=False, obj=session)
         sys.stdout.flush()

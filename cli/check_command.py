@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..api.options import CheckOptions
 from .compare_command import TOLD, share
-from .options import whole_number, word
 from .streams import console, remark, result, watched
 
 if TYPE_CHECKING:
-    from ..api.check import CheckOptions
     from ..api.load import PlanAndProfile
     from ..runtimes.checking.check_report import Check
     from ..runtimes.checking.job import CasePrediction
     from .output import Target
 
-RUNTIMES = ("torch", "torchgpipe", "fairscale", "deepspeed")
 PlanFile = Annotated[
     Path | None,
     typer.Argument(metavar="PLAN", help="A plan; default: newest in this directory.", show_default=False),
@@ -27,70 +25,6 @@ PlanFile = Annotated[
 ProfileFile = Annotated[
     Path | None,
     typer.Option("--profile", metavar="FILE", help="The plan's profile, where it is not beside it."),
-]
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="NAME",
-        help="The model, where it is your own: package.module:factory. A file's word runs no code.",
-    ),
-]
-LossName = Annotated[
-    str | None,
-    typer.Option("--loss", metavar="NAME", help="The loss, where it is your own: package.module:function."),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="As the model was profiled with; repeatable."),
-]
-RuntimeName = Annotated[
-    str,
-    typer.Option(
-        "--runtime",
-        metavar="NAME",
-        help=f"What runs it: {', '.join(RUNTIMES)}.",
-        parser=word("--runtime", RUNTIMES),
-    ),
-]
-Device = Annotated[
-    Any,
-    typer.Option(
-        "--device",
-        metavar="auto|cpu|cuda",
-        help="auto: CUDA where there are enough GPUs, else a core for each process.",
-        parser=word("--device", ("auto", "cpu", "cuda")),
-    ),
-]
-Emulate = Annotated[
-    bool,
-    typer.Option(
-        "--emulate",
-        help="Stages wait as long as the plan says they compute: for more devices than this machine has.",
-    ),
-]
-NoEven = Annotated[bool, typer.Option("--no-even", help="Do not run the even split beside the plan.")]
-Calibrate = Annotated[
-    bool,
-    typer.Option(
-        "--calibrate",
-        help="Run other schedules first, fit overhead, link and slowdown to them, write both beside the plan "
-        "and solve again.",
-    ),
-]
-Calibration = Annotated[
-    Path | None,
-    typer.Option("--calibration", metavar="FILE", help="Corrections that an earlier --calibrate wrote."),
-]
-Steps = Annotated[
-    int,
-    typer.Option(
-        "--steps", parser=whole_number("--steps", at_least=1), metavar="N", help="Steps that are timed."
-    ),
-]
-Timeout = Annotated[
-    str,
-    typer.Option("--timeout", metavar="120s", help="How long a step may take before the check gives up."),
 ]
 FailAbove = Annotated[
     float | None,
@@ -108,17 +42,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 def check_command(
     plan_file: PlanFile = None,
     profile_file: ProfileFile = None,
-    model: ModelName = None,
-    setting: Settings = None,
-    loss: LossName = None,
-    runtime: RuntimeName = "torch",
-    device: Device = "auto",
-    emulate: Emulate = False,
-    no_even: NoEven = False,
-    calibrate: Calibrate = False,
-    calibration: Calibration = None,
-    steps: Steps = 5,
-    timeout: Timeout = "120s",
+    *,
+    options: CheckOptions,
     fail_above: FailAbove = None,
     save: Save = False,
     as_json: AsJson = False,
@@ -127,39 +52,16 @@ def check_command(
 
     Several nodes: torchrun --nnodes 2 ... --no-python pplan check PLAN
     """
-    from ..api.check import CheckOptions
     from ..api.load import read_plan
-    from ..cost_models.errors import UsageError
-    from ..cost_models.quantities import parse_seconds
-    from ..runtimes.checking.calibration import Calibration
     from .default_input import named_or_newest
-    from .settings import parse_settings
 
-    if calibrate and calibration is not None:
-        raise UsageError("check: both --calibrate and --calibration", "Give one of them.")
-    timeout_seconds = parse_seconds(timeout, name="--timeout")
-    if timeout_seconds < 1:
-        raise UsageError(f"--timeout {timeout}: must be at least 1 s", "For example: --timeout 120s")
-    options = CheckOptions(
-        runtime=runtime,
-        model=model,
-        loss=loss,
-        settings=parse_settings(setting or ()),
-        device=device,
-        emulate=emulate,
-        even=not no_even,
-        calibrate=calibrate,
-        corrections=None if calibration is None else Calibration.load(calibration).corrections,
-        steps=steps,
-        timeout_seconds=timeout_seconds,
-    )
     read = read_plan(named_or_newest(plan_file, ("plan",)), profile_file)
     if save:
         _saved(read).check(read.plan_file, read.profile_file)
     found = _run(read, options)
     if found is None:
         return
-    _tell(found, read, save=save, as_json=as_json, calibrate=calibrate)
+    _tell(found, read, save=save, as_json=as_json, calibrate=options.calibrate)
     _fail(found, fail_above)
 
 

@@ -15,7 +15,7 @@ from .number_format import compared, percent, three_digits
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..planner.explanation.compare import Compared, Comparison
+    from ..planner.explanation.compare import Compared, PlanComparison
 
 TOLD = 4
 """Exit status: what the user asked to be told about was found."""
@@ -91,7 +91,7 @@ def compare_command(
     _tell(made, fail_above)
 
 
-def print_comparison(made: Comparison, console: Console) -> None:
+def print_comparison(made: PlanComparison, console: Console) -> None:
     """Prints a row for every plan, and what the plans do not have in common."""
     from .table import Column, number, print_notes, print_table, text
 
@@ -121,7 +121,7 @@ def _configuration(row: Compared) -> str:
     return f"{balance}, {row.micro_batches} x {row.micro_batch_size}, {row.schedule}"
 
 
-def _tell(made: Comparison, fail_above: float | None) -> None:
+def _tell(made: PlanComparison, fail_above: float | None) -> None:
     """Ends with status 4 where the first plan is too slow."""
     slower = made.first_slower
     if fail_above is None or slower is None or slower <= fail_above:

@@ -12,9 +12,9 @@ from rich.console import Console
 from ..cost_models.quantities import counted, format_bytes, format_seconds
 from ..planner.explanation.current_split import Side, SplitComparison
 from ..planner.explanation.explanation import Explanation
-from ..planner.explanation.plan_summary import PlanSummary
 from ..planner.explanation.sensitivity import WORTH, Sensitivity, Turn
 from ..planner.explanation.step_limits import PathShare, StepLimits
+from ..planner.plan_stages import PlanSummary
 from .number_format import SAME, compared_percent, percent, ranges
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..cost_models import arguments
+from ..cost_models.option_fields import Options, option
 from ..cost_models.runtime import RUNTIMES
-from .options import AsJson, Force, Output, word
+from ..cost_models.typed_text import settings as read_settings
+from .options import AsJson, Force, Output
 from .streams import printable, remark, result
 
 if TYPE_CHECKING:
@@ -41,54 +45,53 @@ PlanFile = Annotated[
     Path | None,
     typer.Argument(metavar="PLAN", help="A plan; default: newest in this directory.", show_default=False),
 ]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        metavar="cuda|cpu",
-        help="Where the stages will be; default: what the plan is for; cpu is for trying the file out.",
-        parser=word("--device", ("cuda", "cpu")),
-    ),
-]
 
-ScriptFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--script",
-        metavar="FILE",
-        help="Also write a script that trains by the export: train.py; train.sh for a trainer of its own.",
-    ),
-]
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile",
-        metavar="FILE",
-        help="For --script, the plan's profile; default: the one it names, beside it.",
-    ),
-]
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="NAME",
-        help="For --script: the model, where it is your own, as package.module:factory.",
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="For --model, as it was profiled with; repeatable."),
-]
+
+@dataclass(frozen=True)
+class ExportOptions(Options):
+    """Where the stages will be, and what a script is made of."""
+
+    device: str | None = option(
+        None,
+        arguments.optional_word,
+        "Where the stages will be; default: what the plan is for; cpu is for trying the file out.",
+        "cuda|cpu",
+        words=("cuda", "cpu"),
+    )
+    script: Path | None = option(
+        None,
+        arguments.optional_path,
+        "Also write a script that trains by the export: train.py; train.sh for a trainer of its own.",
+        "FILE",
+    )
+    profile: Path | None = option(
+        None,
+        arguments.optional_path,
+        "For `script`, the plan's profile; default: the one it names, beside it.",
+        "FILE",
+    )
+    model: str | None = option(
+        None,
+        arguments.optional_word,
+        "For `script`: the model, where it is your own, as package.module:factory.",
+        "NAME",
+    )
+    settings: Mapping[str, object] | None = option(
+        None,
+        arguments.settings,
+        "For `model`, as it was profiled with; repeatable.",
+        "NAME=VALUE",
+        flag="--set",
+        read=read_settings,
+        repeats=True,
+    )
 
 
 def export_command(
     runtime: RuntimeName,
     plan_file: PlanFile = None,
-    device: Device = None,
-    script: ScriptFile = None,
-    profile: ProfileFile = None,
-    model: ModelName = None,
-    setting: Settings = None,
+    *,
+    options: ExportOptions,
     output: Output = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -103,7 +106,6 @@ def export_command(
     from .default_input import named_or_newest
     from .invocation import command_line
     from .output import chosen_target, file_stem
-    from .settings import parse_settings
 
     name = runtime_named(runtime).name
     source = named_or_newest(plan_file, ("plan",))
@@ -116,20 +118,18 @@ def export_command(
     )
     target.check(source)
     origin = made_by(MadeBy(), command=command_line(), measured=plan.made_by)
-    document, about = export(name, plan, device=device, made_by=origin)
+    document, about = export(name, plan, device=options.device, made_by=origin)
     if about:
         remark(about)
-    if device is None and plan.device_kind == "CPU" and name in _NAMING_DEVICES:
+    if options.device is None and plan.device_kind == "CPU" and name in _NAMING_DEVICES:
         remark("the plan is for processors, by seconds measured on one: the export is for the CPU")
-    if name == "deepspeed" and device == "cpu":
+    if name == "deepspeed" and options.device == "cpu":
         remark("--device cpu changes nothing here: DeepSpeed takes its devices from its launcher")
-    written = None
+    written, script = None, options.script
     if script is not None:
         _check_script(script, (source, target.path), force=force)
-        named = (model, parse_settings(setting or ()))
-        written = _script(
-            document, source, profile, target.path, script, device or default_device(plan), named
-        )
+        options = replace(options, device=options.device or default_device(plan))
+        written = _script(document, source, target.path, script, options)
     target.write(document, as_json=as_json, show=lambda: _show(document, target.path, written))
     if written is not None and script is not None:
         write_whole(script, written.text, force=force)
@@ -149,15 +149,9 @@ def _check_script(script: Path, others: tuple[Path, ...], *, force: bool) -> Non
 
 
 def _script(
-    document: ExportDocument,
-    source: Path,
-    profile: Path | None,
-    plan_path: Path,
-    path: Path,
-    device: str,
-    named: tuple[str | None, Mapping[str, object]],
+    document: ExportDocument, source: Path, plan_path: Path, path: Path, options: ExportOptions
 ) -> Script:
-    """The script for what is exported, which builds the model that the user `named`, with its settings.
+    """The script for what is exported, which builds the model that the options name, with its settings.
 
     Raises FileError for the plan's profile, ModelError for what that names, ExportError.
     """
@@ -165,10 +159,10 @@ def _script(
     from ..planner.plan_file import Plan
     from ..runtimes.scripts.script import needs_profile, write_script
 
+    device = options.device or "cuda"
     if not needs_profile(document):
         return write_script(document, Plan.load(source), None, path=path, plan_path=plan_path, device=device)
-    read = read_plan(source, profile)
-    model, settings = named
+    read = read_plan(source, options.profile)
     return write_script(
         document,
         read.plan,
@@ -176,8 +170,8 @@ def _script(
         path=path,
         plan_path=plan_path,
         device=device,
-        model=model,
-        settings=settings,
+        model=options.model,
+        settings=options.settings or {},
     )
 
 

@@ -2,120 +2,48 @@
 
 The library says `micro_batches=3: ...` and "omit `robust`"; a user of the command line typed --micro-batches
 3. This is the one place that turns one into the other: in errors, and in notes and warnings that are printed.
+Which field an option sets, the commands say: `cli/option_parameters.py`.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 
-FIELDS: dict[str, str] = {
-    name: "--" + name.replace("_", "-")
-    for name in [
-        "backward_ms",
-        "emulate",
-        "even",
-        "forward_ms",
-        "transfer_ms",
-        "weight_ms",
-        "backend",
-        "bandwidth",
-        "calibrate",
-        "calibration",
-        "channels_last",
-        "compile",
-        "csv",
-        "current",
-        "cut_after",
-        "device",
-        "dtype",
-        "fail_above",
-        "format",
-        "force",
-        "frontier",
-        "gpu",
-        "gpus",
-        "gpus_per_node",
-        "gradient_dtype",
-        "granularity",
-        "jobs",
-        "json",
-        "keep_together",
-        "latency",
-        "layers",
-        "loss",
-        "max_stages",
-        "micro_batch_size",
-        "micro_batches",
-        "mini_batch",
-        "model",
-        "objective",
-        "optimizer",
-        "output",
-        "planner",
-        "points",
-        "precision",
-        "price",
-        "profile",
-        "recompute",
-        "replicas",
-        "resume",
-        "robust",
-        "runtime",
-        "schedule",
-        "script",
-        "seconds_of",
-        "sequence",
-        "sizes",
-        "stages",
-        "steps",
-        "sweep",
-        "tf32",
-        "time_limit",
-        "timeout",
-        "topology",
-        "trace",
-        "use_all",
-        "virtual_stages",
-        "zero",
-        "amp",
-        "budget",
-        "repeats",
-        "cache",
-        "seed",
-        "input",
-        "classes",
-        "heads",
-        "hidden",
-        "micro_batch_sizes",
-        "vocabulary",
-    ]
-} | {
-    "budget_seconds": "--budget",
-    "input_shape": "--input",
-    "memory": "--memory",
-    "memory_bytes": "--memory",
-    "pin": "--pin",
-    "pins": "--pin",
-    "settings": "--set",
-    "timeout_seconds": "--timeout",
-}
-"""By the name of a field, the option that sets it."""
+from .invocation import TYPED
 
-_NAMES = "|".join(sorted(FIELDS, key=len, reverse=True))
+FIELDS: dict[str, str] = {}
+"""By the name of a field, the option that sets it: those of all commands, which `with_options` enters."""
+
+
+def name_field(name: str, option: str) -> None:
+    """Enters an option by its field's name, and by its own; of --no-cache, --cache is what is negated."""
+    positive = option.replace("--no-", "--", 1)
+    FIELDS[name] = positive
+    FIELDS.setdefault(positive.removeprefix("--").replace("-", "_"), positive)
+
+
 _VALUE = r"""\([^()]*\)|\{[^{}]*\}|'[^']*'|"[^"]*"|[^\s,;:()\[\]{}"'`]+(?<![.])"""
-_GIVEN = re.compile(rf"(?<![\w.\-`/{{])({_NAMES})=({_VALUE})|`({_NAMES})(?:=({_VALUE}))?`")
 _SETTING = re.compile(rf"(?:, )?(?<![\w.\-`/{{])settings(?:=(\{{[^{{}}]*\}})|\['(\w+)'\](?:=({_VALUE}))?)")
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _QUOTES = "'\""
 _CALL = re.compile(r"\bpplan\.([a-z_]+)\(([^()]*)\)")
 
 
+@functools.cache
+def _fields_given(names: frozenset[str]) -> re.Pattern[str]:
+    """A field with its value, or a field in backquotes."""
+    any_of = "|".join(sorted(names, key=len, reverse=True))
+    return re.compile(rf"(?<![\w.\-`/{{])({any_of})=({_VALUE})|`({any_of})(?:=({_VALUE}))?`")
+
+
 def as_options(text: str) -> str:
     """The text with each `field=value` and each field in backquotes as an option of the command line, and
     each `pplan.solve(field=value)` as its command."""
-    return _GIVEN.sub(_option, _SETTING.sub(_settings, _CALL.sub(_command, text)))
+    given = _fields_given(frozenset(FIELDS) or frozenset(["no field"]))
+    return given.sub(_option, _SETTING.sub(_settings, _CALL.sub(_command, text)))
 
 
 def _command(found: re.Match[str]) -> str:
@@ -125,8 +53,8 @@ def _command(found: re.Match[str]) -> str:
 
 def _argument(given: str) -> str:
     """An argument of a call as the shell takes it."""
-    known = re.fullmatch(rf"({_NAMES})=({_VALUE})", given)
-    if known is None:
+    known = re.fullmatch(rf"(\w+)=({_VALUE})", given)
+    if known is None or known[1] not in FIELDS:
         return shlex.quote(given.strip(_QUOTES))
     return _typed(known[1], known[2], quote=True)
 
@@ -139,6 +67,8 @@ def _option(found: re.Match[str]) -> str:
 def _typed(name: str, value: str, *, quote: bool = False) -> str:
     """A field's option with its value as it is typed; `quote`: as the shell takes it."""
     option = FIELDS[name]
+    if (typed := _as_typed(name, value)) is not None:
+        return f"{option} {shlex.quote(typed) if quote else typed}"
     if value == "True":
         return option
     if value == "False":
@@ -157,6 +87,13 @@ def _typed(name: str, value: str, *, quote: bool = False) -> str:
     if name == "recompute":
         value = value.replace("_", "-")
     return f"{option} {shlex.quote(value) if quote else value}"
+
+
+def _as_typed(name: str, value: str) -> str | None:
+    """The text that the user typed, where that is what the value was read from."""
+    held, text = TYPED.get({}).get(name, (None, None))
+    shown = (repr(held), str(held), f"{held:g}" if isinstance(held, float) else "")
+    return text if isinstance(text, str) and value in shown else None
 
 
 def _with_unit(value: str) -> str:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import AsJson, Force, Output, whole_number, word
+from ..api.options import ProfileImportOptions
+from .options import AsJson, Force, Output
 from .streams import console
 
 if TYPE_CHECKING:
@@ -19,49 +20,12 @@ CostsFile = Annotated[
         metavar="FILE", help="PipeDream's graph.txt, or a table of costs as CSV or JSON.", show_default=False
     ),
 ]
-Format = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        metavar="pipedream|csv|json",
-        help="Format of the file; default: detected from its content.",
-        parser=word("--format", ("pipedream", "csv", "json")),
-    ),
-]
-ModelName = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="The model's name; default: the file's.")
-]
-MicroBatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--micro-batch-size",
-        metavar="N",
-        help="Samples that the costs are for, where the file does not say it; default: 128 of a graph, 1 of "
-        "a table.",
-        parser=whole_number("--micro-batch-size", at_least=1),
-    ),
-]
-Granularity = Annotated[
-    str | None,
-    typer.Option(
-        "--granularity",
-        metavar="block|fine",
-        help="Layers of a graph: what lies between all places that one tensor crosses, or each operation.",
-        parser=word("--granularity", ("block", "fine")),
-    ),
-]
-Dtype = Annotated[
-    str, typer.Option("--dtype", metavar="float32", help="Or float16, bfloat16, float64: of the weights.")
-]
 
 
 def import_command(
     file: CostsFile,
-    format: Format = None,
-    model: ModelName = None,
-    micro_batch_size: MicroBatchSize = None,
-    granularity: Granularity = None,
-    dtype: Dtype = "float32",
+    *,
+    options: ProfileImportOptions,
     output: Output = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -76,14 +40,7 @@ def import_command(
     from .invocation import command_line
     from .output import chosen_target, file_stem
 
-    profile = import_profile(
-        file,
-        format=format,
-        model=model,
-        micro_batch_size=micro_batch_size,
-        granularity=granularity,
-        dtype=dtype,
-    )
+    profile = import_profile(file, **vars(options))
     target = chosen_target(
         output, f"{file_stem(profile.model)}.profile.json", force=force, about={"model": profile.model}
     )

@@ -7,29 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..cost_models.schedules import SCHEDULES
-from .machine_options import (
-    Bandwidth,
-    Gpu,
-    Gpus,
-    GpusPerNode,
-    Latency,
-    Memory,
-    TopologyFile,
-    TypedMachine,
-)
-from .options import AsJson, Force, Output, number_or_auto, whole_number, word
+from ..api.options import MachineOptions, PartitionOptions, PlanOptions, TrainingKeywords
+from .option_parameters import Only
+from .options import AsJson, Force, Output
 from .streams import console
-from .training_options import (
-    GradientDtype,
-    MicroBatches,
-    MiniBatch,
-    Optimizer,
-    Precision,
-    Runtime,
-    SecondsOf,
-    Zero,
-)
 
 if TYPE_CHECKING:
     from ..planner.plan_file import Plan
@@ -48,66 +29,16 @@ ProfileFile = Annotated[
         "--profile", metavar="FILE", help="Of the model's layers; default: newest profile in this directory."
     ),
 ]
-Schedule = Annotated[
-    str | None,
-    typer.Option(
-        "--schedule",
-        metavar="NAME",
-        help="Where the partition does not say it; default: the faster of 1f1b and gpipe.",
-        parser=word("--schedule", SCHEDULES),
-    ),
-]
-Recompute = Annotated[
-    str | None,
-    typer.Option(
-        "--recompute",
-        metavar="never|always|except-last|auto",
-        help="Where the partition does not say it; default: if out of memory.",
-        parser=word("--recompute", ("never", "always", "except-last", "auto")),
-    ),
-]
-VirtualStages = Annotated[
-    int | None,
-    typer.Option(
-        "--virtual-stages",
-        metavar="V",
-        help="Stages on each device.",
-        parser=whole_number("--virtual-stages", at_least=1),
-    ),
-]
-Replicas = Annotated[
-    int | None,
-    typer.Option(
-        "--replicas",
-        metavar="R",
-        help="Devices that share every stage.",
-        parser=whole_number("--replicas", at_least=1),
-    ),
-]
+Training = Annotated[PlanOptions, Only(*TrainingKeywords.__annotations__)]
 
 
 def import_plan_command(
     source: Source,
     profile_file: ProfileFile = None,
-    gpus: Gpus = None,
-    gpus_per_node: GpusPerNode = None,
-    gpu: Gpu = None,
-    memory: Memory = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = None,
-    topology: TopologyFile = None,
-    seconds_of: SecondsOf = None,
-    runtime: Runtime = None,
-    mini_batch: MiniBatch = None,
-    micro_batches: MicroBatches = "auto",
-    schedule: Schedule = None,
-    virtual_stages: VirtualStages = None,
-    replicas: Replicas = None,
-    recompute: Recompute = None,
-    optimizer: Optimizer = "sgd",
-    precision: Precision = "auto",
-    gradient_dtype: GradientDtype = "auto",
-    zero: Zero = 0,
+    *,
+    machine: MachineOptions,
+    training: Training,
+    partition: PartitionOptions,
     output: Output = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -117,13 +48,11 @@ def import_plan_command(
     from ..api.import_plan import import_plan
     from ..api.provenance import made_by
     from ..cost_models.document import as_text, read_bytes, sha256
-    from ..cost_models.runtime import runtime_named
     from ..profiler.profile_file import Profile
     from .default_input import named_or_newest
     from .invocation import command_line
     from .output import chosen_target, file_stem
 
-    machine = TypedMachine(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(as_text(content, path, "profile"), str(path))
@@ -133,25 +62,14 @@ def import_plan_command(
         "profile.layers_sha256": profile.layers_sha256,
     }
     target = chosen_target(output, f"{file_stem(profile.model)}.imported.plan.json", force=force, about=about)
-    target.check(path, topology)
+    target.check(path, machine.topology)
+    given = {name: getattr(training, name) for name in TrainingKeywords.__annotations__}
     plan = import_plan(
         source,
         profile,
-        gpus=gpus,
-        **machine,
-        topology=topology,
-        runtime=None if runtime is None else runtime_named(runtime).name,
-        mini_batch=mini_batch,
-        micro_batches=number_or_auto(micro_batches, "--micro-batches"),
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        replicas=replicas,
-        recompute=recompute,
-        optimizer=optimizer,
-        seconds_of=seconds_of,
-        precision=precision,
-        gradient_dtype=gradient_dtype,
-        zero=zero,
+        **vars(machine),
+        **given,
+        **vars(partition),
         profile_file=path.name,
         profile_sha256=sha256(content),
     )

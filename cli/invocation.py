@@ -5,9 +5,19 @@ from __future__ import annotations
 import shlex
 import sys
 from contextvars import ContextVar
+from typing import Any
 
 GIVEN: ContextVar[tuple[str, ...] | None] = ContextVar("GIVEN", default=None)
 """Those that `main` was given; None outside of it."""
+
+TYPED: ContextVar[dict[str, tuple[Any, Any]]] = ContextVar("TYPED")
+"""By field, the value of an option that the user typed, and its text (or all of them, where it repeats)."""
+
+
+def typed_text(field: str) -> str | None:
+    """What the user typed for the option of a field; None where that is not given."""
+    given = TYPED.get({}).get(field)
+    return None if given is None else str(given[1])
 
 
 def command_line() -> str:

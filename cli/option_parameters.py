@@ -1,24 +1,140 @@
-"""Options of the command line from the fields that declare them."""
+"""Options of the command line from the fields that declare them.
+
+A command takes models, as in `def solve_command(*, machine: MachineOptions, plan_options: PlanOptions)`;
+`with_options` gives it an option for every field, and hands it the models made of what is typed. A command
+that takes only some fields annotates which: `Annotated[MachineOptions, Without("gpus")]`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from ..cost_models.option_fields import Options, declared
-from .options import whole_number, word
+from ..cost_models.option_fields import Option, Options, declared
+from .field_names import as_options, name_field
+from .invocation import TYPED
+
+Command = Callable[..., None]
+_CONTEXT = "typer_context"
 
 
-def parameter(model: type[Options], field: str) -> Any:
-    """The option of typer for a field of `model`: its name, help, panel, and what reads its text. What is
-    typed in another way than it is held (`auto`, `30s`) comes as the text."""
-    own = declared(model)[field]
-    flag = own.flag or "--" + field.replace("_", "-")
-    parser: Callable[[str], Any] | None = None
-    if own.words:
-        parser = word(flag, own.words)
-    elif own.least is not None and not own.typed:
-        parser = whole_number(flag, at_least=own.least)
-    return typer.Option(flag, metavar=own.form, help=own.help, rich_help_panel=own.panel, parser=parser)
+class Only(tuple[str, ...]):
+    """The fields of a model that a command takes."""
+
+    def __new__(cls, *names: str) -> Only:
+        return super().__new__(cls, names)
+
+
+class Without(Only):
+    """The fields of a model that a command does not take."""
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A model that a command takes: the fields that are its options, by name."""
+
+    model: type[Options]
+    fields: dict[str, Option]
+
+    def made(self, typed: dict[str, Any], given: set[str]) -> Options:
+        """The model with what is typed. Raises UsageError."""
+        values: dict[str, Any] = {}
+        for name, own in self.fields.items():
+            flag = flag_of(name, own)
+            if isinstance(typed[name], bool):
+                values[name] = typed[name] is not flag.startswith("--no-")
+            elif name in given:
+                values[name] = own.value(tuple(typed[name]) if own.repeats else typed[name], flag)
+                TYPED.get()[name] = (values[name], typed[name])
+        return self.model(**values)
+
+
+def flag_of(name: str, own: Option) -> str:
+    """The option of a field."""
+    return own.flag or "--" + name.replace("_", "-")
+
+
+def with_options(command: Command) -> Command:
+    """The command as typer takes it: an option for every field of the models that it takes."""
+    hints = get_type_hints(command, include_extras=True)
+    taken: dict[str, _Taken] = {}
+    for name, hint in hints.items():
+        if (found := _taken(hint)) is not None:
+            taken[name] = found
+        _name_options(name, hint, found)
+    parameters = [inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    for own in inspect.signature(command).parameters.values():
+        if own.name in taken:
+            parameters += _parameters(taken[own.name])
+        else:
+            parameters.append(own.replace(annotation=hints[own.name], kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def run(**typed: Any) -> None:
+        context: typer.Context = typed.pop(_CONTEXT)
+        given = {name for name in typed if _is_given(context, name)}
+        TYPED.set({})
+        models = {name: each.made(typed, given) for name, each in taken.items()}
+        fields = {name for each in taken.values() for name in each.fields}
+        command(**{name: value for name, value in typed.items() if name not in fields}, **models)
+
+    run.__dict__["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {own.name: own.annotation for own in parameters}
+    return run
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _taken(hint: Any) -> _Taken | None:
+    """The model that an annotation names, with its fields that have an option; None of another annotation."""
+    model, *more = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if not (isinstance(model, type) and issubclass(model, Options)):
+        return None
+    names = {name for name, own in declared(model).items() if own.help}
+    for each in more:
+        chosen = set(each)
+        if unknown := chosen - names:
+            raise TypeError(f"{model.__name__} has no options {', '.join(sorted(unknown))}")
+        names = names - chosen if isinstance(each, Without) else names & chosen
+    return _Taken(model, {name: own for name, own in declared(model).items() if name in names})
+
+
+def _parameters(taken: _Taken) -> Iterator[inspect.Parameter]:
+    for name, own in taken.fields.items():
+        kind, default = _kind_and_default(own, taken.model.__dataclass_fields__[name].default)
+        made = typer.Option(
+            flag_of(name, own), metavar=own.form, help=as_options(own.help), rich_help_panel=own.panel
+        )
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made]
+        )
+
+
+def _kind_and_default(own: Option, default: Any) -> tuple[Any, Any]:
+    """The type of what is typed, for typer, and its default."""
+    if isinstance(default, bool):
+        return bool, False
+    if own.repeats:
+        return list[str], []
+    text = own.default_text or (None if default is None else str(default))
+    return (str | None, None) if text is None else (str, text)
+
+
+def _name_options(name: str, hint: Any, taken: _Taken | None) -> None:
+    """Has messages that name fields print their options."""
+    if taken is not None:
+        for field, own in taken.fields.items():
+            name_field(field, flag_of(field, own))
+        return
+    for own in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
+        if isinstance(own, typer.models.OptionInfo):
+            flags = [str(flag) for flag in (own.default, *(own.param_decls or ()))]
+            name_field(name, next(flag for flag in flags if flag.startswith("--")))

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..api.options import LinkOptions
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from .number_format import percent
-from .options import Force, whole_number
+from .options import Force
 from .streams import console, remark, result
 
 if TYPE_CHECKING:
@@ -26,28 +27,11 @@ LinksFile = Annotated[
     typer.Option("-o", "--output", metavar="FILE", help="Where to write; default: links.toml."),
 ]
 LinksAsJson = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON, not tables.")]
-Sizes = Annotated[
-    str | None,
-    typer.Option("--sizes", metavar="1KiB,16MiB", help="Bytes of a transfer; default: from 1 KiB to 16 MiB."),
-]
-Repeats = Annotated[
-    int,
-    typer.Option(
-        "--repeats",
-        parser=whole_number("--repeats", at_least=1),
-        metavar="N",
-        help="Transfers of each size, of which the median counts.",
-    ),
-]
-Timeout = Annotated[
-    str, typer.Option("--timeout", metavar="60s", help="How long to wait for a process that is silent.")
-]
 
 
 def profile_links_command(
-    sizes: Sizes = None,
-    repeats: Repeats = 20,
-    timeout: Timeout = "60s",
+    *,
+    options: LinkOptions,
     output: LinksFile = None,
     force: Force = False,
     as_json: LinksAsJson = False,
@@ -63,7 +47,7 @@ def profile_links_command(
     process = read_torchrun_env(os.environ)
     target = chosen_target(output, "links.toml", force=force)
     try:
-        measured = _measure(process, target, sizes, repeats, timeout)
+        measured = _measure(process, target, options)
     except PplanError as error:
         if process.rank:
             # Every process fails with the same error; the first one tells it.
@@ -73,38 +57,17 @@ def profile_links_command(
         _write(measured, target, as_json=as_json)
 
 
-def _measure(
-    process: TorchrunEnv, target: Target, sizes: str | None, repeats: int, timeout: str
-) -> MeasuredLinks:
+def _measure(process: TorchrunEnv, target: Target, options: LinkOptions) -> MeasuredLinks:
     from ..cost_models.errors import UsageError
-    from ..cost_models.quantities import parse_seconds
 
-    wanted = None if sizes is None else _sizes(sizes)
-    timeout_seconds = parse_seconds(timeout, name="--timeout")
-    if timeout_seconds < 1:
-        raise UsageError(f"--timeout {timeout}: must be at least 1 s", "For example: --timeout 60s")
     if process.rank == 0:
         target.check()
     from ..profiler.links import measure_links
 
-    measured = measure_links(process, sizes=wanted, repeats=repeats, timeout_seconds=timeout_seconds)
+    measured = measure_links(process, **vars(options))
     if not measured.levels:  # fits them: raises UsageError where the sizes show no bandwidth
         raise UsageError("profile-links: no pair was measured", "Start two or more processes.")
     return measured
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """`1KiB,16MiB` in bytes. Raises UsageError."""
-    from ..cost_models.errors import UsageError
-    from ..cost_models.quantities import parse_bytes
-
-    sizes = tuple(sorted({parse_bytes(part.strip(), name="--sizes") for part in text.split(",")}))
-    if len(sizes) < 2:
-        raise UsageError(
-            f"--sizes {text}: one size does not tell latency from bandwidth",
-            "Give two or more, as in --sizes 1KiB,1MiB,16MiB.",
-        )
-    return sizes
 
 
 def _write(measured: MeasuredLinks, target: Target, *, as_json: bool) -> None:

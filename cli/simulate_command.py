@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from ..api.options import CostOptions, MachineOptions, Overrides
 from ..cost_models.errors import FileError, UsageError
-from ..cost_models.schedules import SCHEDULES
-from .machine_options import Bandwidth, Gpu, GpusPerNode, Latency, Memory, TopologyFile, TypedMachine
-from .options import whole_number, word
+from .field_names import FIELDS
+from .invocation import typed_text
+from .option_parameters import Without
 
 if TYPE_CHECKING:
     from ..api.simulation import Simulation
     from ..api.stage_costs import StageCosts
-    from ..planner.layout import Overrides
 
 T = TypeVar("T")
-MOST_MILLISECONDS = 1e9
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-
-
-def _costs(name: str, text: str) -> Any:
-    return typer.Option(
-        name,
-        metavar="MS[,MS...]",
-        help=text,
-        rich_help_panel="Costs, instead of a plan: one value, or one a stage",
-    )
-
-
 PlanFile = Annotated[
     Path | None,
     typer.Argument(
@@ -40,70 +26,6 @@ PlanFile = Annotated[
         help="A plan; default: newest in this directory, unless costs are given.",
         show_default=False,
     ),
-]
-ScheduleName = Annotated[
-    str | None,
-    typer.Option(
-        "--schedule",
-        metavar="NAME",
-        help="Another schedule than the plan's; pplan schedules lists them.",
-        parser=word("--schedule", SCHEDULES),
-    ),
-]
-Stages = Annotated[
-    int | None,
-    typer.Option(
-        "--stages",
-        metavar="N",
-        help="Devices of the pipeline; for a plan it cuts the layers anew.",
-        parser=whole_number("--stages", at_least=1),
-    ),
-]
-MicroBatches = Annotated[
-    int | None,
-    typer.Option(
-        "--micro-batches",
-        metavar="M",
-        help="Of a step; a plan's global batch is cut into so many.",
-        parser=whole_number("--micro-batches", at_least=1),
-    ),
-]
-VirtualStages = Annotated[
-    int | None,
-    typer.Option(
-        "--virtual-stages",
-        metavar="V",
-        help="Parts of the layers on each device; costs of a stage are shared by its parts equally.",
-        parser=whole_number("--virtual-stages", at_least=1),
-    ),
-]
-Replicas = Annotated[
-    int | None,
-    typer.Option(
-        "--replicas",
-        metavar="R",
-        help="Devices that share each stage of a plan whose layers are cut anew; default: as many as now.",
-        parser=whole_number("--replicas", at_least=1),
-    ),
-]
-TRANSFERS = ("overlapped", "blocking", "blocking-receive", "rendezvous")
-"""As of `Costs.transfers`, which is not imported here: the help would wait for numpy."""
-Transfers = Annotated[
-    str,
-    typer.Option(
-        "--transfers",
-        metavar="|".join(TRANSFERS),
-        help="Whether communication overlaps computation, or a stage waits for its sends, receives or both.",
-        parser=word("--transfers", TRANSFERS),
-    ),
-]
-Forward = Annotated[str | None, _costs("--forward-ms", "Forward of a micro-batch.")]
-Backward = Annotated[
-    str | None, _costs("--backward-ms", "Its backward; with --weight-ms, the gradient of the input alone.")
-]
-Weight = Annotated[str | None, _costs("--weight-ms", "The gradient of the weights.")]
-Transfer = Annotated[
-    str | None, _costs("--transfer-ms", "From a stage to the next, and back: latency only; default: 0.")
 ]
 ProfileFile = Annotated[
     Path | None,
@@ -126,23 +48,11 @@ Actions = Annotated[
 
 def simulate_command(
     plan_file: PlanFile = None,
-    schedule: ScheduleName = None,
-    stages: Stages = None,
-    micro_batches: MicroBatches = None,
-    virtual_stages: VirtualStages = None,
-    replicas: Replicas = None,
-    transfers: Transfers = "overlapped",
-    forward_ms: Forward = None,
-    backward_ms: Backward = None,
-    weight_ms: Weight = None,
-    transfer_ms: Transfer = None,
+    *,
+    overrides: Overrides,
+    costs: CostOptions,
     profile_file: ProfileFile = None,
-    gpus_per_node: GpusPerNode = None,
-    gpu: Gpu = None,
-    memory: Memory = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = None,
-    topology: TopologyFile = None,
+    machine: Annotated[MachineOptions, Without("gpus")],
     trace: TraceFile = None,
     svg: SvgFile = None,
     force: Force = False,
@@ -150,33 +60,23 @@ def simulate_command(
     actions: Actions = False,
 ) -> None:
     """Simulate a step of a plan, or of given costs, under any schedule: its timeline, and where time goes."""
-    from ..planner.layout import Overrides
     from .simulation_output import Pictures, show
 
     if actions and not as_json:
         raise UsageError("simulate --actions: without --json", "Give both: pplan simulate --json --actions")
-    asked = Overrides(schedule, stages, micro_batches, virtual_stages, transfers, replicas)
     pictures = Pictures(trace, svg, force)
-    costs = {
-        "--forward-ms": forward_ms,
-        "--backward-ms": backward_ms,
-        "--weight-ms": weight_ms,
-        "--transfer-ms": transfer_ms,
-    }
-    machine = TypedMachine(gpus_per_node, gpu, memory, bandwidth, latency, topology)
-    if any(text is not None for text in costs.values()):
-        _refuse_with_costs(
-            {"PLAN": plan_file, "--profile": profile_file, "--replicas": replicas, **machine.by_name}
-        )
+    if costs != CostOptions():
+        _refuse_with_costs({"PLAN": plan_file, "--profile": profile_file})
+        _refuse_with_costs({FIELDS[name]: typed_text(name) for name in ("replicas", *vars(machine))})
         pictures.check()
-        found = _simulate_costs(costs, asked)
+        found = _simulate_costs(costs, overrides)
     else:
         from ..api.load import read_plan
         from ..api.simulate import simulate_files
 
         read = read_plan(_plan_file(plan_file), profile_file)
-        pictures.check(read.plan_file, read.profile_file, topology)
-        found = simulate_files(read, asked, machine.arguments(), topology)
+        pictures.check(read.plan_file, read.profile_file, machine.topology)
+        found = simulate_files(read, overrides, machine)
     show(found, pictures, as_json=as_json, actions=actions)
 
 
@@ -200,33 +100,30 @@ def _refuse_with_costs(others: dict[str, Any]) -> None:
             )
 
 
-def _simulate_costs(costs: dict[str, str | None], asked: Overrides) -> Simulation:
+def _simulate_costs(costs: CostOptions, asked: Overrides) -> Simulation:
     """A step of the costs given. Raises UsageError."""
     from ..api.simulate import simulate_costs
 
     given = _stage_costs(costs)
     return simulate_costs(
         given,
-        schedule=_needed("--schedule", "1f1b", asked.schedule),
-        stages=_needed("--stages", "8", asked.stages or _stages_of(given)),
-        micro_batches=_needed("--micro-batches", "32", asked.micro_batches),
-        virtual_stages=asked.virtual_stages,
-        transfers=asked.transfers,
+        replace(
+            asked,
+            schedule=_needed("--schedule", "1f1b", asked.schedule),
+            stages=_needed("--stages", "8", asked.stages or _stages_of(given)),
+            micro_batches=_needed("--micro-batches", "32", asked.micro_batches),
+        ),
     )
 
 
-def _stage_costs(costs: dict[str, str | None]) -> StageCosts:
+def _stage_costs(costs: CostOptions) -> StageCosts:
     from ..api.stage_costs import StageCosts
 
-    def values(name: str) -> tuple[float, ...] | None:
-        text = costs[name]
-        return None if text is None else milliseconds(text, name)
-
     return StageCosts(
-        forward=milliseconds(_needed("--forward-ms", "18.5", costs["--forward-ms"]), "--forward-ms"),
-        backward=milliseconds(_needed("--backward-ms", "37", costs["--backward-ms"]), "--backward-ms"),
-        weight=values("--weight-ms"),
-        transfer=values("--transfer-ms") or (0.0,),
+        forward=_needed("--forward-ms", "18.5", costs.seconds("forward_ms")),
+        backward=_needed("--backward-ms", "37", costs.seconds("backward_ms")),
+        weight=costs.seconds("weight_ms"),
+        transfer=costs.seconds("transfer_ms") or (0.0,),
     )
 
 
@@ -242,20 +139,3 @@ def _stages_of(given: StageCosts) -> int | None:
     """The stages, where values are given for each."""
     most = max(len(given.forward), len(given.backward), len(given.weight or ()))
     return most if most > 1 else None
-
-
-def milliseconds(text: str, name: str) -> tuple[float, ...]:
-    """`18.5` or `18.5,20,19` as seconds. Raises UsageError."""
-    return tuple(_seconds(part.strip(), f"{name} {text}", name) for part in text.split(","))
-
-
-def _seconds(part: str, shown: str, name: str) -> float:
-    hint = f"Give milliseconds, one value or one a stage: {name} 18.5 or {name} 18.5,20,19"
-    if not _NUMBER.fullmatch(part):
-        raise UsageError(f"{shown}: {part!r} is not a number of milliseconds", hint)
-    value = float(part)
-    if value < 0:
-        raise UsageError(f"{shown}: {part} must not be negative", hint)
-    if not math.isfinite(value) or value > MOST_MILLISECONDS:
-        raise UsageError(f"{shown}: {part} must be at most {MOST_MILLISECONDS:.0f}", hint)
-    return value / 1e3

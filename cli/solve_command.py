@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .machine_options import (
-    Bandwidth,
-    Gpu,
-    Gpus,
-    GpusPerNode,
-    Latency,
-    Memory,
-    TopologyFile,
-    TypedMachine,
-)
-from .objective_options import Backend, Csv, FrontierToo, Jobs, Objective, Points, Price, Sweep
+from ..api.options import FrontierOptions, MachineOptions, ObjectiveOptions, PlanOptions, SweepOptions
+from .field_names import FIELDS
+from .invocation import typed_text
 from .options import AsJson, Force, Output
 from .streams import console
-from .training_options import (
-    CutAfter,
-    GradientDtype,
-    KeepTogether,
-    MaxStages,
-    MicroBatches,
-    MiniBatch,
-    Optimizer,
-    Pin,
-    Planner,
-    Precision,
-    Recompute,
-    Robust,
-    Runtime,
-    Schedule,
-    SecondsOf,
-    TimeLimit,
-    TrainingOptions,
-    UseAll,
-    Zero,
-)
+from .sweep_options import GridOptions
 
 if TYPE_CHECKING:
     from ..planner.objectives.frontier import Frontier
@@ -62,41 +34,26 @@ ProfileFile = Annotated[
 ]
 
 
+FrontierToo = Annotated[
+    bool,
+    typer.Option(
+        "--frontier",
+        help="Also the plans of which none is both faster and smaller, in a file.",
+        rich_help_panel="The objective",
+    ),
+]
+
+
 def solve_command(
     profile_file: ProfileFile = None,
-    gpus: Gpus = None,
-    gpus_per_node: GpusPerNode = None,
-    gpu: Gpu = None,
-    memory: Memory = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = None,
-    topology: TopologyFile = None,
-    seconds_of: SecondsOf = None,
-    runtime: Runtime = None,
-    mini_batch: MiniBatch = None,
-    micro_batches: MicroBatches = "auto",
-    schedule: Schedule = "auto",
-    recompute: Recompute = "auto",
-    optimizer: Optimizer = "sgd",
-    precision: Precision = "auto",
-    gradient_dtype: GradientDtype = "auto",
-    zero: Zero = 0,
-    planner: Planner = "best",
-    time_limit: TimeLimit = "30s",
-    use_all: UseAll = False,
-    max_stages: MaxStages = None,
-    cut_after: CutAfter = [],  # noqa: B006 - typer's way
-    keep_together: KeepTogether = [],  # noqa: B006
-    pin: Pin = [],  # noqa: B006
-    robust: Robust = False,
-    objective: Objective = "step-time",
-    price: Price = None,
+    *,
+    machine: MachineOptions,
+    plan_options: PlanOptions,
+    objective: ObjectiveOptions,
     frontier: FrontierToo = False,
-    points: Points = None,
-    sweep: Sweep = [],  # noqa: B006
-    csv: Csv = None,
-    backend: Backend = None,
-    jobs: Jobs = None,
+    frontier_options: FrontierOptions,
+    grid: GridOptions,
+    sweep_options: SweepOptions,
     output: Output = None,
     force: Force = False,
     details: Details = False,
@@ -110,52 +67,28 @@ def solve_command(
     from .default_input import named_or_newest
     from .invocation import command_line
     from .output import chosen_target, file_stem
-    from .sweep_command import SweepOptions, run_sweep
+    from .sweep_command import run_sweep
 
     _check_owners(
-        ("--frontier", frontier, {"--points": points}),
-        ("--sweep gpus=2,4,8", bool(sweep), {"--csv": csv, "--backend": backend, "--jobs": jobs}),
+        ("--frontier", frontier, ["points"]),
+        ("--sweep gpus=2,4,8", bool(grid.sweep), ["csv", "backend", "jobs"]),
     )
-    sweeping = SweepOptions(sweep, csv, backend or "processes", jobs, force, as_json) if sweep else None
-    if sweeping is None or "gpus" not in sweeping.grid:
-        gpus = gpus if gpus is not None else _gpus_of(topology)
-    _check_together(sweep, frontier, output, "--robust" if robust else f"--objective {objective}")
-    machine = TypedMachine(gpus_per_node, gpu, memory, bandwidth, latency, topology).arguments()
-    plan_options = TrainingOptions(
-        runtime,
-        mini_batch,
-        micro_batches,
-        schedule,
-        recompute,
-        optimizer,
-        planner,
-        time_limit,
-        use_all,
-        max_stages,
-        cut_after,
-        keep_together,
-        pin,
-        robust,
-        precision,
-        gradient_dtype,
-        zero,
-    ).plan_options()
+    if "gpus" not in grid.sweep and machine.gpus is None:
+        machine = replace(machine, gpus=_gpus_of(machine.topology))
+    aim = "--robust" if plan_options.robust else f"--objective {objective.objective}"
+    _check_together(bool(grid.sweep), frontier, output, aim)
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(as_text(content, path, "profile"), str(path))
     given = {
-        "gpus": gpus,
-        "topology": topology,
-        **asdict(plan_options),
-        "seconds_of": seconds_of,
-        "objective": objective,
-        "price": price,
+        **vars(machine),
+        **vars(plan_options),
+        **vars(objective),
         "profile_file": path.name,
         "profile_sha256": sha256(content),
-        **machine,
     }
-    if sweeping is not None:
-        run_sweep(sweeping, profile, given)
+    if grid.sweep:
+        run_sweep(grid, sweep_options, profile, given, force=force, as_json=as_json)
         return
     about = {
         "model": profile.model,
@@ -163,10 +96,10 @@ def solve_command(
         "profile.layers_sha256": profile.layers_sha256,
     }
     target = chosen_target(output, f"{file_stem(profile.model)}.plan.json", force=force, about=about)
-    target.check(path, topology)
+    target.check(path, machine.topology)
     beside = _frontier_target(target)
     if frontier:
-        beside.check(path, topology)
+        beside.check(path, machine.topology)
     plan = solve(profile, **given)
     origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
     plan = plan.model_copy(update={"made_by": origin})
@@ -177,23 +110,23 @@ def solve_command(
         show=lambda: None if quiet else _show(plan, target.path, details=details),
     )
     if frontier:
-        found = _frontier(profile, points or 24, given).model_copy(update={"made_by": origin})
+        found = _frontier(profile, frontier_options, given).model_copy(update={"made_by": origin})
         beside.write(found, as_json=as_json, show=lambda: _show_frontier(found))
 
 
-def _check_owners(*owners: tuple[str, bool, Mapping[str, object]]) -> None:
+def _check_owners(*owners: tuple[str, bool, Sequence[str]]) -> None:
     """Raises UsageError for options that belong to another one, which is not given."""
     from ..cost_models.errors import UsageError
 
-    for owner, given, options in owners:
-        for option, value in options.items():
-            if value is not None and not given:
+    for owner, given, fields in owners:
+        for name in () if given else fields:
+            if (text := typed_text(name)) is not None:
                 raise UsageError(
-                    f"{option} {value}: is of {owner.split()[0]}", f"Give {owner}, say, or omit it."
+                    f"{FIELDS[name]} {text}: is of {owner.split()[0]}", f"Give {owner}, say, or omit it."
                 )
 
 
-def _check_together(sweep: list[str], frontier: bool, output: Path | None, aim: str) -> None:
+def _check_together(sweep: bool, frontier: bool, output: Path | None, aim: str) -> None:
     """Raises UsageError for options that say nothing beside the others; `aim`: the one that says what the
     plan is to be the best of."""
     from ..cost_models.errors import UsageError
@@ -215,11 +148,11 @@ def _frontier_target(plan: Target) -> Target:
     return replace(plan, path=plan.path.with_name(f"{stem}.frontier.json"))
 
 
-def _frontier(profile: Profile, points: int, given: Mapping[str, Any]) -> Frontier:
+def _frontier(profile: Profile, options: FrontierOptions, given: Mapping[str, Any]) -> Frontier:
     from ..api.solve import frontier
 
     own = {name: value for name, value in given.items() if name not in ("objective", "price")}
-    return frontier(profile, points=points, **own)
+    return frontier(profile, **vars(options), **own)
 
 
 def _gpus_of(topology: Path | None) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..api.options import SweepOptions
 from ..api.provenance import made_by
 from ..cost_models.document import write_whole
 from ..cost_models.errors import InfeasibleError
@@ -19,7 +18,7 @@ from .invocation import command_line
 from .number_format import percent, three_digits
 from .output import Target
 from .streams import console, remark, result
-from .sweep_options import grid_of
+from .sweep_options import GridOptions
 from .table import Column, line, number, print_table, text, word
 
 if TYPE_CHECKING:
@@ -30,44 +29,34 @@ if TYPE_CHECKING:
 FIGURES = [name for name in SweepRow.model_fields if name not in ("point", "warnings")]
 
 
-@dataclass(frozen=True)
-class SweepOptions:
-    """What the options hold, as typed."""
-
-    sweep: Sequence[str]
-    csv: Path | None
-    backend: str
-    jobs: int | None
-    force: bool
-    as_json: bool
-
-    @property
-    def grid(self) -> dict[str, list[Any]]:
-        """Raises UsageError."""
-        return grid_of(self.sweep)
-
-
-def run_sweep(options: SweepOptions, profile: Profile, given: Mapping[str, Any]) -> None:
+def run_sweep(
+    grid: GridOptions,
+    options: SweepOptions,
+    profile: Profile,
+    given: Mapping[str, Any],
+    *,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Solves the grid and prints it; `given` are the arguments of `solve` that the options hold.
 
     What the grid has replaces what is given. Raises UsageError, FileError, MachineError.
     """
     from ..api.solve import sweep
 
-    grid = options.grid
-    if options.csv is not None:
-        Target(options.csv, options.force).check()
-    fixed = {name: value for name, value in given.items() if name not in grid}
-    made = sweep(profile, grid, jobs=options.jobs, backend=options.backend, **fixed)
+    if grid.csv is not None:
+        Target(grid.csv, force).check()
+    fixed = {name: value for name, value in given.items() if name not in grid.sweep}
+    made = sweep(profile, grid.sweep, **vars(options), **fixed)
     origin = made_by(made.made_by, command=command_line(), measured=profile.made_by)
     made = made.model_copy(update={"made_by": origin})
-    if options.as_json:
+    if as_json:
         result(made.to_json())
     else:
         print_sweep(made, console())
-    if options.csv is not None:
-        write_whole(options.csv, as_csv(made), force=options.force)
-        remark(f"Wrote {options.csv}")
+    if grid.csv is not None:
+        write_whole(grid.csv, as_csv(made), force=force)
+        remark(f"Wrote {grid.csv}")
     if all(row.step_seconds is None for row in made.rows):
         raise InfeasibleError("no point of the sweep has a plan", "Every row says why.")
 

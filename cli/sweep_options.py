@@ -3,95 +3,95 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from ..api.options import MachineOptions, ObjectiveOptions, PlanOptions
+from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.quantities import parse_bytes, parse_rate
+from ..cost_models.option_fields import Option, Options, declared, option
+from ..cost_models.typed_text import whole_number
+from .option_parameters import flag_of
+
+_PANEL = "Many problems"
 
 
-class Key(NamedTuple):
-    """What `solve` calls it, and how a value is read; `counts`: whether there are ranges of it."""
-
-    argument: str
-    parse: Callable[[str], Any]
-    counts: bool = False
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"\d+", text) or int(text) < 1:
-        raise UsageError(f"--sweep: {text!r} is not a whole number of at least 1", "For example: gpus=2,4,8.")
-    return int(text)
+def _keys() -> dict[str, tuple[str, Option]]:
+    """By the names of the options that can be swept, their fields: all that hold one value of several."""
+    return {
+        flag_of(name, own).removeprefix("--"): (name, own)
+        for model in (MachineOptions, PlanOptions, ObjectiveOptions)
+        for name, own in declared(model).items()
+        if own.help and own.form and not own.repeats
+    }
 
 
-def _count_or_auto(text: str) -> int | str:
-    return text if text == "auto" else _count(text)
+KEYS = _keys()
 
 
-def _stage_of_zero(text: str) -> int:
-    if not re.fullmatch(r"[0-3]", text):
-        raise UsageError(f"--sweep: {text!r} is no stage of ZeRO", "For example: zero=0,1.")
-    return int(text)
-
-
-def _word(text: str) -> str:
-    return text
-
-
-KEYS = {
-    "gpus": Key("gpus", _count, counts=True),
-    "mini-batch": Key("mini_batch", _count, counts=True),
-    "micro-batches": Key("micro_batches", _count_or_auto, counts=True),
-    "memory": Key("memory_bytes", lambda text: parse_bytes(text, name="--sweep memory")),
-    "bandwidth": Key("bandwidth", lambda text: (parse_rate(text, name="--sweep bandwidth"),)),
-    "runtime": Key("runtime", _word),
-    "schedule": Key("schedule", _word),
-    "planner": Key("planner", _word),
-    "recompute": Key("recompute", lambda text: text.replace("-", "_")),
-    "optimizer": Key("optimizer", _word),
-    "precision": Key("precision", _word),
-    "gradient-dtype": Key("gradient_dtype", _word),
-    "zero": Key("zero", _stage_of_zero),
-}
-
-
-def grid_of(texts: Sequence[str]) -> dict[str, list[Any]]:
+def read_grid(texts: Sequence[str], name: str) -> dict[str, list[Any]]:
     """The values by the arguments of `solve`, in the order of the options. Raises UsageError."""
     grid: dict[str, list[Any]] = {}
     for text in texts:
-        name, equals, values = text.partition("=")
-        key = _key(text, name.strip())
+        key, equals, values = text.partition("=")
+        field, own = _key(f"{name} {text}", key.strip())
         if not equals or not values.strip():
-            raise UsageError(f"--sweep {text}: has no values", f"Write --sweep {name}=2,4,8, say.")
-        if key.argument in grid:
-            raise UsageError(f"--sweep {text}: {name} is swept twice", "Give all its values in one --sweep.")
+            raise UsageError(f"{name} {text}: has no values", f"Write {name} {key}=2,4,8, say.")
+        if field in grid:
+            raise UsageError(f"{name} {text}: {key} is swept twice", f"Give all its values in one {name}.")
         parts = [part.strip() for part in values.split(",")]
-        grid[key.argument] = [value for part in parts for value in _values(text, key, part)]
+        grid[field] = [
+            value for part in parts for value in _values(f"{name} {text}", f"{name} {key}", own, part)
+        ]
     return grid
 
 
-def _key(text: str, name: str) -> Key:
+def _key(shown: str, name: str) -> tuple[str, Option]:
     if name not in KEYS:
         near = difflib.get_close_matches(name, KEYS, n=1)
         guess = f"Did you mean {near[0]}? " if near else ""
-        raise UsageError(f"--sweep {text}: {name!r} cannot be swept", f"{guess}Keys: {', '.join(KEYS)}.")
+        raise UsageError(f"{shown}: {name!r} cannot be swept", f"{guess}Keys: {', '.join(KEYS)}.")
     return KEYS[name]
 
 
-def _values(text: str, key: Key, part: str) -> list[Any]:
+def _values(shown: str, name: str, own: Option, part: str) -> list[Any]:
     first, dots, last = part.partition("..")
     if not dots:
         if not part:
-            raise UsageError(f"--sweep {text}: a value is missing", "Write values between the commas.")
-        return [key.parse(part)]
-    if not key.counts:
-        raise UsageError(f"--sweep {text}: has no ranges", "List its values, with commas between them.")
-    low, high = _count(first.strip()), _count(last.strip())
+            raise UsageError(f"{shown}: a value is missing", "Write values between the commas.")
+        return [own.value(part, name)]
+    if not own.is_count:
+        raise UsageError(f"{shown}: has no ranges", "List its values, with commas between them.")
+    low, high = whole_number(1)(first.strip(), name), whole_number(1)(last.strip(), name)
     found = [2**power for power in range(high.bit_length()) if low <= 2**power <= high]
     if not found:
         raise UsageError(
-            f"--sweep {text}: no power of two lies from {low} to {high}",
+            f"{shown}: no power of two lies from {low} to {high}",
             "Write the smaller number first, as in 64..1024, or list the values.",
         )
     return found
+
+
+@dataclass(frozen=True)
+class GridOptions(Options):
+    """What is solved many times: `sweep`, values by the arguments of `solve`; `csv`: where the rows go."""
+
+    sweep: Mapping[str, list[Any]] = option(
+        None,
+        lambda _, value: value or {},
+        "Solve for every value, A..B by powers of two; several make a grid. Keys: gpus, mini-batch, memory "
+        "and the other options of one value.",
+        "KEY=V,V|A..B",
+        panel=_PANEL,
+        repeats=True,
+        read=read_grid,
+    )
+    csv: Path | None = option(
+        None,
+        arguments.optional_path,
+        "Of `sweep`: the rows as CSV, too.",
+        "FILE",
+        panel=_PANEL,
+    )

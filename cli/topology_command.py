@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from .options import whole_number
+from ..cost_models.option_fields import Options, option
 
 ACTIONS = ("show", "list")
 
@@ -22,6 +24,19 @@ def _action(text: str) -> str:
     raise UsageError(f"topology {text}: is not one of {', '.join(ACTIONS)}", guess)
 
 
+@dataclass(frozen=True)
+class TopologyOptions(Options):
+    """Of which size it is shown."""
+
+    gpus: int | None = option(
+        None,
+        arguments.optional_whole,
+        "How many GPUs; default: those of the file, or of two machines.",
+        "N",
+        least=1,
+    )
+
+
 def topology_command(
     action: Annotated[
         str, typer.Argument(metavar="[show|list]", help="Show one, or list the machines.", parser=_action)
@@ -30,15 +45,8 @@ def topology_command(
         Path | None,
         typer.Argument(metavar="NAME|FILE.toml", help="A machine or a topology file.", show_default=False),
     ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--gpus",
-            metavar="N",
-            help="How many GPUs; default: those of the file, or of two machines.",
-            parser=whole_number("--gpus", at_least=1),
-        ),
-    ] = None,
+    *,
+    options: TopologyOptions,
     as_toml: Annotated[
         bool, typer.Option("--toml", help="Print a topology file to start your own from.")
     ] = False,
@@ -48,10 +56,10 @@ def topology_command(
     if as_toml and as_json:
         raise UsageError("topology: both --toml and --json", "Give one of them.")
     if action == "list" or name is None:
-        _check_list(action, name, gpus, as_toml=as_toml)
+        _check_list(action, name, options.gpus, as_toml=as_toml)
         _list(as_json=as_json)
     else:
-        _show(name, gpus, as_toml=as_toml, as_json=as_json)
+        _show(name, options.gpus, as_toml=as_toml, as_json=as_json)
 
 
 def _check_list(action: str, name: Path | None, gpus: int | None, *, as_toml: bool) -> None:

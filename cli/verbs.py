@@ -13,6 +13,7 @@ from .explain_command import explain_command
 from .export_command import export_command
 from .import_command import import_command
 from .import_plan_command import import_plan_command
+from .option_parameters import Command, with_options
 from .profile_command import profile_command
 from .profile_links_command import profile_links_command
 from .schedules_command import schedules_command
@@ -30,20 +31,24 @@ app = typer.Typer(
     help="Measures a PyTorch model layer by layer and finds the pipeline plan for your GPUs.",
     epilog="The main job: pplan profile vgg19; pplan solve --gpus 8; pplan export torchgpipe",
 )
-app.command("profile")(profile_command)
-app.command("profile-links")(profile_links_command)
-app.command("import")(import_command)
-app.command("solve")(solve_command)
-app.command("export")(export_command)
-app.command("import-plan")(import_plan_command)
-app.command("show")(show_command)
-app.command("explain")(explain_command)
-app.command("check")(check_command)
-app.command("compare")(compare_command)
-app.command("simulate")(simulate_command)
-app.command("verify")(verify_command)
-app.command("schedules")(schedules_command)
-app.command("topology")(topology_command)
+VERBS: dict[str, Command] = {
+    "profile": profile_command,
+    "profile-links": profile_links_command,
+    "import": import_command,
+    "solve": solve_command,
+    "export": export_command,
+    "import-plan": import_plan_command,
+    "show": show_command,
+    "explain": explain_command,
+    "check": check_command,
+    "compare": compare_command,
+    "simulate": simulate_command,
+    "verify": verify_command,
+    "schedules": schedules_command,
+    "topology": topology_command,
+}
+for verb, command in VERBS.items():
+    app.command(verb)(with_options(command))
 
 
 @dataclass

@@ -130,6 +130,11 @@ def path(name: str, value: Any) -> Path:
     return Path(value)
 
 
+def optional_path(name: str, value: Any) -> Path | None:
+    """A path, also as a text, or None. Raises UsageError."""
+    return None if value is None else path(name, value)
+
+
 def instance(name: str, value: Any, kind: type, hint: str) -> None:
     """Raises UsageError where `value` is not a `kind`."""
     if not isinstance(value, kind):

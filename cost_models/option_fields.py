@@ -2,30 +2,37 @@
 
 The fields of an `Options` are the keyword arguments of the Python API, the options of the command line
 (`pplan.cli.option_parameters` makes them) and, of a plan's, what its file says under `wishes`. They are plain
-frozen dataclasses: `--help` imports no pydantic. To add an option, add a field, and use it where it matters.
+frozen dataclasses: the help of the command line imports no pydantic. To add an option, add a field, and use
+it where it matters.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from .errors import UsageError
+from .typed_text import one_of, whole_number
 
 Check = Callable[[str, Any], Any]
+"""Of a field's name and a value: the value as the field holds it. Raises UsageError."""
+Read = Callable[[Any, str], Any]
+"""Of a typed text (all, where an option repeats) and the option's name: the value. Raises UsageError."""
 Own = TypeVar("Own", bound="Options")
 
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is asked for. `check`: of its name and a value, returns the value as the field holds it.
+    """How a field is asked for.
 
-    `help`: one sentence, empty where the command line has none or its own; `form`: what stands for the value;
-    `panel`: the heading of the help that it stands under. `words`: all that may be typed; `least`: of whole
-    numbers; `flag`: its name on the command line where that is not the field's; `typed`: whether it is typed
-    in another way than it is held (auto, 30s, 16GiB).
+    `help`: one sentence; a field without it is no option of the command line. `form`: what stands for the
+    value there; `panel`: the heading of the help that it stands under; `flag`: its name where that is not the
+    field's; one that begins with --no- makes the field False. `words`: all that may be typed; `least`: the
+    smallest whole number that may be; `read`: how texts are read that are not just words or numbers.
+    `repeats`: it may be given several times. `default_text`: the default as it is typed, where that is not
+    the value itself.
     """
 
     check: Check
@@ -35,7 +42,22 @@ class Option:
     words: tuple[str, ...] = ()
     least: int | None = None
     flag: str = ""
-    typed: bool = False
+    read: Read | None = None
+    repeats: bool = False
+    default_text: str | None = None
+
+    @property
+    def is_count(self) -> bool:
+        """Whether it is a whole number."""
+        return self.least is not None
+
+    def value(self, typed: Any, flag: str) -> Any:
+        """What was typed for `flag`, a text or all of them, as a value. Raises UsageError."""
+        if self.read is not None:
+            return self.read(typed, flag)
+        if self.words:
+            return one_of(self.words)(typed, flag)
+        return typed if self.least is None else whole_number(self.least)(typed, flag)
 
 
 def option(default: Any, check: Check, help: str = "", form: str | None = None, **more: Any) -> Any:
@@ -57,16 +79,28 @@ def declared(model: type[Options]) -> dict[str, Option]:
     return {each.name: each.metadata["option"] for each in fields(model) if "option" in each.metadata}
 
 
-def options_from(given: Mapping[str, Any], *models: type[Options], of: str = "solve") -> list[Any]:
-    """A model of each kind, with what is given for its fields. `of` names in errors whose options they are.
+def options_from(
+    given: Mapping[str, Any],
+    *models: type[Options],
+    of: str = "solve",
+    takes: Collection[str] | None = None,
+) -> list[Any]:
+    """A model of each kind, with what is given for its fields. A name that several have is the first one's.
 
+    `of` names in errors whose options they are, `takes` those that it has, where that are not all.
     Raises UsageError for a name that none has.
     """
-    known = [name for model in models for name in declared(model)]
+    owners: dict[str, type[Options]] = {}
+    for model in models:
+        for name in declared(model):
+            if takes is None or name in takes:
+                owners.setdefault(name, model)
     for name in given:
-        if name not in known:
-            raise unknown_option(name, known, of)
-    return [model(**{name: given[name] for name in declared(model) if name in given}) for model in models]
+        if name not in owners:
+            raise unknown_option(name, list(owners), of)
+    return [
+        model(**{name: value for name, value in given.items() if owners[name] is model}) for model in models
+    ]
 
 
 def unknown_option(name: str, known: list[str], of: str) -> UsageError:

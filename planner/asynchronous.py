@@ -2,7 +2,7 @@
 
 PipeDream's micro-batches are whole mini-batches, and every one of them updates the weights; PipeDream-2BW
 updates after all micro-batches of a mini-batch. Replicas share every micro-batch, as in all plans here. The
-step of such a plan is what a further mini-batch takes, once the pipeline is full.
+step of such a plan is what a further global batch takes, once the pipeline is full.
 """
 
 from __future__ import annotations
@@ -76,10 +76,11 @@ def asynchronous_notes(plan: ScoredPlan) -> list[str]:
     versions = [int(schedule.weight_versions(stage, stages, count)) for stage in range(stages)]
     stale = [schedule.staleness(stage, stages, count) for stage in range(stages)]
     return [
-        f"{name} never waits for all gradients of a mini-batch: by stage it keeps {_listed(versions)} weight "
-        f"versions, and gradients are {_listed(stale)} {'update' if set(stale) == {1} else 'updates'} late; "
+        f"{name} never waits for all gradients of a global batch: by stage it keeps "
+        f"{_listed(versions)} weight versions, and gradients are {_listed(stale)} "
+        f"{'update' if set(stale) == {1} else 'updates'} late; "
         "training may need other learning rates",
-        f"the step is what a further mini-batch takes in the steady state; filling "
+        f"the step is what a further global batch takes in the steady state; filling "
         f"{counted(stages, 'stage')} once is not counted",
     ]
 

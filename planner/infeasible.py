@@ -199,7 +199,7 @@ def _changes(problem: Problem, tightest: Tightest) -> list[str]:
     changes += [f"optimizer={name!r}" for name in _lighter_optimizers(problem)]
     more = _more_gpus(problem, tightest.limit_bytes)
     if more is not None:
-        # Where no global batch is requested the mini-batch grows with the GPUs, and so may what a stage
+        # Where no global batch is requested the global batch grows with the GPUs, and so may what a stage
         # holds.
         changes.append(f"gpus={more} mini_batch={problem.mini_batch}")
     enough = f"{tightest.memory_bytes / 2**30 + 0.005:.2f}"

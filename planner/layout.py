@@ -16,22 +16,9 @@ from ..cost_models.runtime import runtime_named
 from ..cost_models.schedules import Program, Schedule, StageSlot, schedule_named
 from .assembly import parts_of
 from .balance import balance
+from .overrides import Overrides
 from .pipeline_config import MOST_MICRO_BATCHES, some
 from .plan_file import Plan
-
-
-@dataclass(frozen=True)
-class Overrides:
-    """What is simulated otherwise than the plan says; None: as it says."""
-
-    schedule: str | None = None
-    stages: int | None = None
-    micro_batches: int | None = None
-    virtual_stages: int | None = None
-    transfers: str = "overlapped"
-    """As of `Costs`; the planner lets all overlap."""
-    replicas: int | None = None
-    """Of every stage."""
 
 
 def devices_needed(plan: Plan, overrides: Overrides) -> int:
@@ -51,7 +38,7 @@ def read_machine(plan: Plan, where: str) -> TopologyFile | None:
 class Layout:
     """The program of a plan under overrides, and which layers and devices its places have.
 
-    Its properties raise UsageError for numbers that the schedule, the mini-batch or the cuts do not allow.
+    Its properties raise UsageError for numbers that the schedule, the global batch or the cuts do not allow.
     """
 
     plan: Plan

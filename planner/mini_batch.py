@@ -1,7 +1,7 @@
-"""The mini-batch where none is given: so many samples a device, whatever the profiling machine reached.
+"""The global batch where none is given: so many samples a device, whatever the profiling machine reached.
 
 32 samples a device is what image classifiers are usually trained with (256 on eight GPUs); it is rounded to
-the nearest mini-batch that the profile's micro-batch sizes make, and halved as long as nothing fits.
+the nearest global batch that the profile's micro-batch sizes make, and halved as long as nothing fits.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .planners import PLANNERS, planner_named
 from .problem import Problem
 
 SHORT = 0.05
-"""Share of the time limit that another mini-batch is searched for, of at most `MOST_SECONDS`."""
+"""Share of the time limit that another global batch is searched for, of at most `MOST_SECONDS`."""
 MOST_SECONDS = 1.0
 
 
 def choose_mini_batch(problem: Problem, *, tried: bool) -> DefaultMiniBatch | None:
-    """How the mini-batch was chosen, `tried` with what half and twice of it would give where the problem is
+    """How the global batch was chosen, `tried` with what half and twice of it would give where the problem is
     small; None where it was given."""
     if problem.options.mini_batch is not None:
         return None
@@ -32,7 +32,7 @@ def choose_mini_batch(problem: Problem, *, tried: bool) -> DefaultMiniBatch | No
 
 
 def smaller_defaults(problem: Problem) -> Iterator[Problem]:
-    """The problem with half of its default mini-batch, a quarter and so on; none where the mini-batch was
+    """The problem with half of its default global batch, a quarter and so on; none where the global batch was
     given, or where the problem is so large that trying would take long."""
     if problem.options.mini_batch is not None or not is_small(problem):
         return

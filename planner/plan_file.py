@@ -194,7 +194,7 @@ def _read_options(value: Any) -> Any:
 
 
 class OtherMiniBatch(Record):
-    """What another mini-batch would give: the best that a short search found; None where no plan was."""
+    """What another global batch would give: the best that a short search found; None where no plan was."""
 
     mini_batch: Count
     step_seconds: StepSeconds | None = None
@@ -202,7 +202,7 @@ class OtherMiniBatch(Record):
 
 
 class DefaultMiniBatch(Record):
-    """The mini-batch that none was given for: so many samples a device, before it was rounded to what the
+    """The global batch that none was given for: so many samples a device, before it was rounded to what the
     micro-batches make. `others`: half and twice of it, where there was time to try them."""
 
     samples_per_device: Count
@@ -275,7 +275,7 @@ class Plan(Document):
     """What may make the answer wrong: seconds that were estimated, extrapolated or are another device's."""
     notes: list[str] = []
     default_mini_batch: DefaultMiniBatch | None = None
-    """How the mini-batch was chosen; None where it was given."""
+    """How the global batch was chosen; None where it was given."""
     layer_names: list[str] = []
     profile: ProfileReference
     made_by: MadeBy = MadeBy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -11,25 +12,33 @@ from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.option_fields import Options, option
 from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, known_word
+from ..cost_models.quantities import parse_seconds
 from ..cost_models.runtime import RUNTIMES, runtime_named
 from ..cost_models.schedules import SCHEDULES
+from ..cost_models.typed_text import number_or_auto, one_of
 from .pipeline_config import MODES, MOST_MICRO_BATCHES
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
 
 
-class PlanKeywords(TypedDict, total=False):
-    """The fields of `PlanOptions`, as a caller may give them."""
+class TrainingKeywords(TypedDict, total=False):
+    """The fields of `PlanOptions` that say how it is trained, but those of the pipeline itself."""
 
     mini_batch: int | None
     micro_batches: int | Literal["auto"] | None
-    schedule: str
-    recompute: str
     optimizer: str
     precision: Literal["auto", "fp32", "mixed", "bf16"] | str
     gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] | str
     zero: int
     runtime: str | None
+    seconds_of: Literal["cpu"] | str | None
+
+
+class PlanKeywords(TrainingKeywords, total=False):
+    """The fields of `PlanOptions`, as a caller may give them."""
+
+    schedule: str
+    recompute: str
     planner: str
     use_all: bool
     max_stages: int | None
@@ -39,7 +48,6 @@ class PlanKeywords(TypedDict, total=False):
     memory_limit: float | None
     time_limit: float
     robust: bool
-    seconds_of: Literal["cpu"] | str | None
 
 
 def _training(default: Any, check: Any, form: str, help: str, **more: Any) -> Any:
@@ -56,6 +64,22 @@ def _stage_of_zero(name: str, value: Any) -> int:
 
 def _recompute(name: str, value: Any) -> str:
     return arguments.word(name, value).replace("-", "_")
+
+
+def _read_recompute(text: str, name: str) -> str:
+    return one_of(("never", "always", "except-last", "auto"))(text, name).replace("-", "_")
+
+
+def read_pins(texts: Sequence[str], name: str) -> tuple[tuple[str, int], ...]:
+    """`features.10=stage1` as a layer and a stage, of each text. Raises UsageError."""
+    return tuple(_read_pin(text, name) for text in texts)
+
+
+def _read_pin(text: str, name: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(.+)=(?:stage)?(\d+)", text)
+    if not found:
+        raise UsageError(f"{name} {text}: is not a layer and its stage", f"Write {name} features.10=stage1.")
+    return found[1], int(found[2])
 
 
 @dataclass(frozen=True)
@@ -90,7 +114,8 @@ class PlanOptions(Options):
         "M|auto",
         "How many equal parts the global batch is cut into.",
         least=1,
-        typed=True,
+        read=number_or_auto,
+        default_text="auto",
     )
     schedule: str = _training(
         "auto",
@@ -103,7 +128,7 @@ class PlanOptions(Options):
         _recompute,
         "never|always|except-last|auto",
         "Whether to run forward again in backward, which saves memory.",
-        words=("never", "always", "except-last", "auto"),
+        read=_read_recompute,
     )
     optimizer: str = _training(
         "sgd",
@@ -144,21 +169,29 @@ class PlanOptions(Options):
         arguments.number,
         "30s",
         "Processor time for the whole answer; the search counts its work.",
-        typed=True,
+        read=parse_seconds,
+        default_text="30s",
     )
     use_all: bool = _search(False, arguments.flag, None, "No GPU may stay free, even where fewer are faster.")
     max_stages: int | None = _search(None, arguments.optional_whole, "N", "At most so many stages.", least=1)
     cut_after: tuple[str, ...] = _search(
-        (), arguments.words, "LAYER", "A stage must end there. Can be repeated."
+        (), arguments.words, "LAYER", "A stage must end there. Can be repeated.", repeats=True
     )
     keep_together: tuple[str, ...] = _search(
         (),
         arguments.words,
         "PATTERN",
         "No cut between layers of such names: layer1.*. Can be repeated.",
+        repeats=True,
     )
     pins: tuple[tuple[str, int], ...] = _search(
-        (), arguments.pins, "LAYER=stageN", "The stage of a layer, from 0. Can be repeated.", flag="--pin"
+        (),
+        arguments.pins,
+        "LAYER=stageN",
+        "The stage of a layer, from 0. Can be repeated.",
+        flag="--pin",
+        read=read_pins,
+        repeats=True,
     )
     robust: bool = _search(
         False, arguments.flag, None, "The fastest at the 90th percentile, as the layers' seconds vary."

@@ -13,7 +13,8 @@ from ..cost_models.schedules import Schedule
 from ..cost_models.timeline import Timeline, simulate
 from ..cost_models.topology import Topology
 from .assembly import Assembly, DeviceMemory
-from .layout import Layout, Overrides
+from .layout import Layout
+from .overrides import Overrides
 from .plan_file import Plan
 
 
@@ -42,11 +43,11 @@ def simulate_plan(
     The plan's cuts and devices stay where the number of stages and of their parts does; otherwise the layers
     are cut anew so that the slowest part is as fast as can be. The plan's replicas stay where the pipeline is
     as long, all stages have as many and no other number is named; stages that are named are on one device
-    each. The mini-batch stays, so that other micro-batches are of another
+    each. The global batch stays, so that other micro-batches are of another
     size. `profiles`: the same layers as measured on the
     kinds of devices that have a profile of their own, by its name in the topology.
 
-    Raises UsageError for numbers that the schedule, the mini-batch or the cuts do not allow, for replicas
+    Raises UsageError for numbers that the schedule, the global batch or the cuts do not allow, for replicas
     that cannot stay, and for `profiles` that are missing or of other layers.
     """
     layout = Layout(plan, chain, overrides or Overrides())

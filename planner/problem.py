@@ -316,7 +316,7 @@ class Problem:
     def freest(self) -> Problem:
         """The same with schedule, recomputation and micro-batches left to the search.
 
-        Raises UsageError where the profile reaches no micro-batch size that divides the mini-batch.
+        Raises UsageError where the profile reaches no micro-batch size that divides the global batch.
         """
         free = replace(
             self.options, mini_batch=self.mini_batch, micro_batches=None, schedule="auto", recompute="auto"
@@ -325,7 +325,7 @@ class Problem:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Micro-batch sizes to search: those that divide the mini-batch, and of which the profile reaches
+        """Micro-batch sizes to search: those that divide the global batch, and of which the profile reaches
         some replica's share."""
         batch, measured = self.mini_batch, self.chain.sizes
         if self.options.micro_batches is not None:

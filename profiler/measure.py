@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,13 +25,14 @@ from .passes.clocks import Clock, CpuClock, CudaClock
 from .passes.modes import Modes
 from .profile_cache import ProfileCache, Request
 from .profile_file import Interrupted, Profile
+from .profile_options import ProfileOptions
 from .segmented_sweep import SegmentedSweep
 from .size_run import release
 from .size_sweep import Progress, SizeSweep, host_note
 from .structure import count_structure
 from .user_model.failures import DoesNotFit
 from .user_model.loaded_model import LoadedModel
-from .user_model.seeding import check_seed, fixed_seed
+from .user_model.seeding import fixed_seed
 from .whole_sweep import WholeSweep
 
 
@@ -67,80 +68,62 @@ class MeasurementLimits:
 
 def profile_model(
     model: LoadedModel | tuple[nn.Module, object],
+    options: ProfileOptions | None = None,
     *,
-    granularity: str | None = None,
-    keep_together: Sequence[str] = (),
-    micro_batch_sizes: Sequence[int] | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    loss: str | None = None,
-    compile: bool = False,
-    channels_last: bool = False,
-    amp: Literal["bf16", "fp16"] | None = None,
-    tf32: bool = False,
-    budget_seconds: float = 60.0,
     rounds: int | None = None,
     parts: bool = True,
     memory_bytes: int | None = None,
-    seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
     clock: Clock | None = None,
     estimate_for: AnalyticTarget | None = None,
-    cache: bool = False,
-    resume: bool = False,
     remark: Callable[[str], None] | None = None,
 ) -> Profile:
     """Measures every layer of `model`, and the whole model, at several micro-batch sizes.
 
     `model`: loaded, or a module and an example input as `ModelInput.of` takes it. It is measured on a copy,
-    in the mode (training or not) it is in. `granularity` and `keep_together`: as `build_chain` takes them.
-    `dtype`: what the copy and floating inputs are converted to; by default the model's own, or float32 where
-    it has several or none. `loss`: as `loss_named` takes it; by default what is usual for the model.
-    `compile`, `channels_last`, `amp`, `tf32`: as in `Modes`. `micro_batch_sizes`: those, or by default 1, 2,
-    4, ..., the smallest first and as far as `budget_seconds` and memory reach; the notes say what was asked
-    for and left out. `rounds`: so many timed passes at each size instead of a budget. `parts`: backward in
-    two parts too. `memory_bytes`: as if the device had no more free than that. `seed`: 0 to 2**63 - 1.
-    `cache`: the profile of an earlier run of the same is taken, and this one kept. `resume`: passes of an
-    interrupted run are not measured again; implies `cache`. `remark` is told of both.
+    in the mode (training or not) it is in, as the `options` say; the notes say which sizes were asked for and
+    left out. `rounds`: so many timed passes at each size instead of a budget. `parts`: backward in two parts
+    too. `memory_bytes`: as if the device had no more free than that. `remark` is told of what earlier runs
+    kept.
 
     On the meta device nothing is timed: the layers and all bytes are counted; with `estimate_for` the seconds
-    are estimated for that GPU (then `device` is meta). A model that does not fit on a CUDA device, or into
+    are estimated for that GPU, whatever `device` says. A model that does not fit on a CUDA device, or into
     `memory_bytes`, is measured segment by segment, without a whole to hold the layers against.
 
     Raises UsageError, ModelError, MachineError; Interrupted, which holds a profile of what there is, at
     Ctrl-C after a micro-batch size was measured.
     """
-    seed = check_seed(seed)
+    asked = options or ProfileOptions()
     loaded = model if isinstance(model, LoadedModel) else from_module(*model)
-    check_limits(budget_seconds, rounds, memory_bytes)
-    sizes = check_micro_batch_sizes(micro_batch_sizes)
-    place = device_named(device)
-    modes = Modes(compile=compile, channels_last=channels_last, amp=amp, tf32=tf32)
+    check_limits(rounds, memory_bytes)
+    sizes = check_micro_batch_sizes(asked.micro_batch_sizes)
+    place = device_named(asked.device if estimate_for is None else "meta")
+    modes = Modes(compile=asked.compile, channels_last=asked.channels_last, amp=asked.amp, tf32=asked.tf32)
     (modes if estimate_for is None else dataclasses.replace(modes, tf32=False)).check(place)
     setup = Setup(
         device=place,
-        dtype=dtype,
-        granularity=loaded.granularity if granularity is None else granularity,
-        keep_together=tuple(keep_together),
-        loss=loaded.loss if loss is None else loss,
+        dtype=asked.dtype,
+        granularity=loaded.granularity if asked.granularity is None else asked.granularity,
+        keep_together=tuple(asked.keep_together),
+        loss=loaded.loss if asked.loss is None else asked.loss,
         modes=modes,
-        seed=seed,
+        seed=asked.seed,
         clock=clock or (CudaClock(place) if place.type == "cuda" else CpuClock()),
     )
     kept = place.type != "meta"
-    profile_cache = ProfileCache.of_user(cache=cache and kept, resume=resume and kept, remark=remark)
+    profile_cache = ProfileCache.of_user(
+        cache=asked.cache and kept, resume=asked.resume and kept, remark=remark
+    )
     limits = MeasurementLimits(
-        sizes, budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, profile_cache
+        sizes, asked.budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, profile_cache
     )
     # The device first: CUDA has no random numbers to seed before it is initialised.
-    with _on(place), fixed_seed(seed), torch.enable_grad():
+    with _on(place), fixed_seed(asked.seed), torch.enable_grad():
         return _measured(loaded, setup, limits)
 
 
-def check_limits(budget_seconds: float, rounds: int | None, memory_bytes: int | None) -> None:
+def check_limits(rounds: int | None, memory_bytes: int | None) -> None:
     """Raises UsageError."""
-    if not budget_seconds > 0 or budget_seconds == float("inf"):
-        raise UsageError(f"budget_seconds={budget_seconds:g}: must be above 0", "As in budget_seconds=60.")
     if rounds is not None and rounds < 1:
         raise UsageError(f"rounds={rounds}: must be at least 1", "Measure once at least.")
     if memory_bytes is not None and memory_bytes < 1:

@@ -321,3 +321,40 @@ for name in ("pplan", *{[f"pplan.{room}" for room in MAY_IMPORT]!r}):
     assert (folder / "py.typed").exists(), name
 """
     subprocess.run([sys.executable, "-c", check], cwd=tmp_path, check=True)
+
+
+SAME_NAME = {
+    "machine_options.py": "the command line's parameters for the fields of the model of that name",
+    "options.py": "the command line's parameters for the options that the API declares",
+}
+"""Files that may have the name of another, and why."""
+
+
+def sources_of_the_package() -> list[Path]:
+    """All files of pplan but the `__init__.py`."""
+    found = [path for room in (*ROOMS, "pplan/verification") for path in sources(room)]
+    return [path for path in found if path.name != "__init__.py"]
+
+
+def repeated(names: Iterator[tuple[str, Path]]) -> dict[str, list[str]]:
+    """Names that are there twice or more, with the files they are in."""
+    by_name: dict[str, list[str]] = {}
+    for name, path in names:
+        by_name.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
+    return {name: paths for name, paths in by_name.items() if len(paths) > 1}
+
+
+def test_no_two_files_have_one_name() -> None:
+    again = repeated((path.name, path) for path in sources_of_the_package())
+    assert set(again) <= set(SAME_NAME), again
+    assert set(SAME_NAME) <= set(again), "an exception that is no longer needed"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    classes = (
+        (node.name, path)
+        for path in sources_of_the_package()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert repeated(classes) == {}

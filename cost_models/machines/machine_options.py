@@ -9,6 +9,8 @@ from typing import Any, TypedDict
 
 from .. import arguments
 from ..option_fields import Options, option
+from ..quantities import parse_bytes, parse_rate, parse_seconds
+from ..typed_text import by_level
 from .catalogue import MACHINES
 from .presets import PRESETS
 
@@ -40,10 +42,6 @@ def _latency(name: str, value: Any) -> Sequence[float] | None:
     return arguments.by_level(name, value, "(5e-6, 20e-6)")
 
 
-def _path(name: str, value: Any) -> Path | None:
-    return None if value is None else arguments.path(name, value)
-
-
 @dataclass(frozen=True)
 class MachineOptions(Options):
     """The devices and their links; None: as in `topology`, else as profiled. Raises UsageError.
@@ -66,22 +64,26 @@ class MachineOptions(Options):
         "NAME",
         f"Its memory and the links of its usual server: {', '.join(PRESETS)}.",
     )
-    memory_bytes: int | None = _machine(None, _memory, "16GiB", "Memory of each GPU.", flag="--memory")
+    memory_bytes: int | None = _machine(
+        None, _memory, "16GiB", "Memory of each GPU.", flag="--memory", read=parse_bytes
+    )
     bandwidth: Sequence[float] | None = _machine(
         None,
         _bandwidth,
         "300GB/s[,25GB/s]",
         "Link bandwidth, inside a server and between servers.",
+        read=by_level(parse_rate),
     )
     latency: Sequence[float] | None = _machine(
         None,
         _latency,
         "5us[,20us]",
         "Link latency, inside a server and between servers.",
+        read=by_level(parse_seconds),
     )
     topology: Path | None = _machine(
         None,
-        _path,
+        arguments.optional_path,
         "NAME|FILE.toml",
         f"A machine, or devices and links in a file. Machines: {', '.join(MACHINES)}.",
     )

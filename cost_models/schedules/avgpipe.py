@@ -5,14 +5,13 @@ Two pipelines (lower case: the second), two stages, two micro-batches each:
     F0 f1 F2 f3 B0 b1 .  .  B2 b3
     .  F0 f1 B0 b1 F2 f3 B2 b3
 
-Each pipeline runs 1F1B over its own mini-batch; a device takes the pipelines in turn, so that one computes
+Each pipeline runs 1F1B over its own global batch; a device takes the pipelines in turn, so that one computes
 where the other waits. With `advance` further forwards ahead a pipeline goes from 1F1B towards GPipe's order
-(advance forward propagation), for long transfers. After each mini-batch a pipeline pulls its weights towards
-a reference model, and the reference towards them (elastic averaging).
-Chen et al., "Elastic Averaging for Efficient Pipelined DNN Training", PPoPP 2023.
-Needs of the runtime: a process for each pipeline on every device, weights of all pipelines and of the
-reference (`copies`). Weight versions: 1 in each pipeline. Staleness: 0 within a pipeline, whose weights drift
-from the others' between averages.
+(advance forward propagation), for long transfers. After each global batch a pipeline pulls its weights
+towards a reference model, and the reference towards them (elastic averaging). Chen et al., "Elastic Averaging
+for Efficient Pipelined DNN Training", PPoPP 2023. Needs of the runtime: a process for each pipeline on every
+device, weights of all pipelines and of the reference (`copies`). Weight versions: 1 in each pipeline.
+Staleness: 0 within a pipeline, whose weights drift from the others' between averages.
 """
 
 from __future__ import annotations

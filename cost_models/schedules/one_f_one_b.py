@@ -4,7 +4,7 @@
     stage 1  .  F0 F1 .  B0 F2 .  B1 F3 .  B2 .  .  B3
     stage 2  .  .  F0 B0 .  F1 B1 .  F2 B2 .  F3 B3
 
-Narayanan et al., "PipeDream", SOSP 2019, section 3.2, with a flush every mini-batch as in "Memory-Efficient
+Narayanan et al., "PipeDream", SOSP 2019, section 3.2, with a flush every global batch as in "Memory-Efficient
 Pipeline-Parallel DNN Training", ICML 2021, section 3.2. Stage i of p (0-based) holds at most
 min(micro-batches, p - i).
 Needs of the runtime: a process or a queue for each stage. Weight versions: 1. Staleness: 0.

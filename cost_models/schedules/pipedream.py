@@ -1,4 +1,4 @@
-"""PipeDream: 1F1B without a flush; every micro-batch is a mini-batch of its own and updates the weights.
+"""PipeDream: 1F1B without a flush; every micro-batch is a global batch of its own and updates the weights.
 
     stage 0  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5
     stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5
@@ -20,7 +20,7 @@ from .one_f_one_b import in_flight, lists
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
-    """1F1B's lists, `micro_batches` mini-batches in a row, with an update after each."""
+    """1F1B's lists, `micro_batches` global batches in a row, with an update after each."""
     exactly("pipedream", virtual_stages, 1)
     return linear_program(lists(stages, micro_batches), update_every=1)
 

@@ -38,7 +38,7 @@ class Compared(Record):
     reason: str = ""
 
 
-class Comparison(Document):
+class PlanComparison(Document):
     """The plans in the order in which they were given, then what the planners made, the fastest first.
 
     `first_slower`: the first plan's seconds a sample over those of the best of the others, less 1.
@@ -51,7 +51,7 @@ class Comparison(Document):
     notes: list[str] = []
 
 
-def compare(named: Sequence[tuple[str, Plan]], question: ExplainContext | None = None) -> Comparison:
+def compare(named: Sequence[tuple[str, Plan]], question: ExplainContext | None = None) -> PlanComparison:
     """The plans by their names; with the problem of the first, what all named planners make of it, too."""
     answer = None if question is None else find(question.problem)
     bounds = [_bound(plan) for _, plan in named]
@@ -62,7 +62,7 @@ def compare(named: Sequence[tuple[str, Plan]], question: ExplainContext | None =
         rows += _of_planners(question, answer)
     first = rows[0].samples_per_second or 0.0
     rates = [row.samples_per_second for row in rows[1:] if row.samples_per_second is not None]
-    return Comparison(
+    return PlanComparison(
         rows=[
             row
             if row.samples_per_second is None

@@ -16,12 +16,11 @@ from ..candidate import ScoredPlan
 from ..fixed_partition import FixedPartition, plan_partition
 from ..pipeline_config import SEARCHED
 from ..plan_file import PlannedStage, ProfileReference
-from ..plan_stages import bubble, plan_stages
+from ..plan_stages import PlanSummary, bubble, plan_stages, summarize
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.subproblem import Family
 from .explain_context import ExplainContext, score_plan, simulate_candidate
-from .plan_summary import PlanSummary, summarize
 from .resolve import SECONDS, search_near
 from .step_limits import Busiest, find_busiest
 

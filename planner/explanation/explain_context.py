@@ -14,7 +14,8 @@ from ...cost_models.timeline import simulate
 from ...cost_models.topology import Topology
 from ..assembly import Assembly
 from ..candidate import Proposal, ScoredPlan
-from ..layout import Layout, Overrides
+from ..layout import Layout
+from ..overrides import Overrides
 from ..pipeline_config import Mode, PipelineConfig
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
@@ -63,7 +64,7 @@ def make_context(
 
 
 def plan_options(plan: Plan) -> PlanOptions:
-    """What was asked for the plan, its mini-batch settled, for the joint search."""
+    """What was asked for the plan, its global batch settled, for the joint search."""
     return replace(
         plan.wishes,
         mini_batch=plan.mini_batch,

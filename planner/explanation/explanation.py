@@ -12,9 +12,9 @@ from ...cost_models.quantities import format_seconds
 from ...cost_models.topology import Topology
 from ..candidate import ScoredPlan
 from ..plan_file import TIE, Plan
+from ..plan_stages import PlanSummary, summarize
 from .current_split import CurrentSplit, SplitComparison, compare_split
 from .explain_context import ExplainContext, make_context
-from .plan_summary import PlanSummary, summarize
 from .resolve import resolve
 from .runner_up import RunnerUp, runners_up
 from .sensitivity import Sensitivity, sensitivities

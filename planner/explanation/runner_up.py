@@ -19,12 +19,12 @@ from ...cost_models.document import Record
 from ..candidate import Proposal, ScoredPlan, replicated_pipeline
 from ..pipeline_config import SEARCHED
 from ..plan_file import TIE
+from ..plan_stages import PlanSummary, summarize
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.placements import Placement
 from ..search.space import with_cuts
 from .explain_context import ExplainContext
-from .plan_summary import PlanSummary, summarize
 from .resolve import SECONDS, search_near
 
 MOST_CUTS = 8

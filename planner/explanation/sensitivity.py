@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from ...cost_models.document import Record
 from ..candidate import ScoredPlan
+from ..plan_stages import PlanSummary, summarize
 from ..problem import Problem
 from ..scoring import fastest
 from .explain_context import ExplainContext
-from .plan_summary import PlanSummary, summarize
 from .resolve import MANY, SECONDS, resolve, with_bandwidth, with_slower_layers, with_topology
 
 WORTH = 1e-3

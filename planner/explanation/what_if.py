@@ -9,9 +9,9 @@ from dataclasses import replace
 from ...cost_models.document import Record
 from ...cost_models.errors import UsageError
 from ..candidate import ScoredPlan
+from ..plan_stages import PlanSummary, summarize
 from ..problem import Problem
 from .explain_context import ExplainContext
-from .plan_summary import PlanSummary, summarize
 from .resolve import SECONDS, resolve, with_bandwidth, with_memory, with_topology
 
 

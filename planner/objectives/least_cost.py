@@ -165,7 +165,7 @@ class _CostSearch:
         return self._on(self.problem.topology.with_gpus(count))
 
     def _on(self, topology: Topology) -> Problem | None:
-        """The problem on these devices; None where there is none, as for a mini-batch of other sizes."""
+        """The problem on these devices; None where there is none, as for a global batch of other sizes."""
         options = replace(self.problem.options, mini_batch=self.problem.mini_batch)
         try:
             return replace(self.problem, topology=topology, options=options)

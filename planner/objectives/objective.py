@@ -7,12 +7,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ...cost_models import arguments
 from ...cost_models.errors import UsageError
 from ...cost_models.option_fields import Options, option
-from ...cost_models.topology import Topology
+
+if TYPE_CHECKING:
+    from ...cost_models.topology import Topology
 
 STEP_TIME, THROUGHPUT, MEMORY, COST = "step-time", "throughput", "memory", "cost"
 OBJECTIVES = (STEP_TIME, THROUGHPUT, MEMORY, COST)
@@ -141,6 +143,10 @@ def _prices(name: str, value: Any) -> dict[str, float] | None:
     return {ANY: arguments.number(name, value)}
 
 
+def _objective(default: Any, check: Any, form: str, help: str) -> Any:
+    return option(default, check, help, form, panel="The objective")
+
+
 @dataclass(frozen=True)
 class ObjectiveOptions(Options):
     """What the plan is to be the best of: "step-time"; "throughput", for which the weights may be an update
@@ -148,8 +154,19 @@ class ObjectiveOptions(Options):
     fastest ("memory:10%"); or "cost", dollars per sample. `price`: dollars per device hour, one for all or by
     the kind of device."""
 
-    objective: str = option(STEP_TIME, arguments.word)
-    price: Mapping[str, float] | None = option(None, _prices)
+    objective: str = _objective(
+        STEP_TIME,
+        arguments.word,
+        "step-time|throughput|memory[:5%]|cost",
+        "The shortest step; the most samples a second, with late gradients; the least memory with a step at "
+        "most 5 % longer than the fastest; the fewest dollars a sample.",
+    )
+    price: Mapping[str, float] | None = _objective(
+        None,
+        _prices,
+        "2.5|A100=2.5,T4=0.35",
+        "Of `objective` cost: dollars per device hour, or by the kind.",
+    )
 
     @property
     def aim(self) -> Objective:

@@ -63,7 +63,7 @@ class _Group:
 @dataclass(frozen=True, eq=False)
 class SteadySearch:
     """The pipelines of a configuration on an order of the devices, with these numbers of replicas and of
-    stages. `micro_batches` of the configuration are those of a mini-batch. `on_all`: no device may stay
+    stages. `micro_batches` of the configuration are those of a global batch. `on_all`: no device may stay
     free."""
 
     space: Space
@@ -74,7 +74,7 @@ class SteadySearch:
     on_all: bool = False
 
     def fastest(self, limit: float) -> tuple[ScoredPlan | None, float]:
-        """The plan with the least seconds a mini-batch, where that is below `limit`, and a bound on all."""
+        """The plan with the least seconds a global batch, where that is below `limit`, and a bound on all."""
         count = self.config.micro_batches
         if not self.groups or not self.counts:
             return None, inf

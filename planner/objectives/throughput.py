@@ -72,15 +72,15 @@ def _joined(found: SearchResult, best: ScoredPlan | None, bound: float) -> Searc
     step = inf if chosen is None else chosen.step_seconds
     proven = min(found.bound_seconds, bound)
     if proven > step * (1 + 10 * TIE):
-        raise DefectError(f"a plan of {step!r} s a mini-batch is below its bound of {proven!r} s")
+        raise DefectError(f"a plan of {step!r} s a global batch is below its bound of {proven!r} s")
     exact = proven >= step * (1 - 10 * TIE)
     root = min(found.root_bound_seconds, proven)
     return SearchResult(chosen, step if exact else proven, root, exact, found.universal)
 
 
 def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | None, float]:
-    """The asynchronous pipeline that takes the fewest seconds a mini-batch, where it takes less than `limit`;
-    and a bound on all of them."""
+    """The asynchronous pipeline that takes the fewest seconds a global batch, where it takes less than
+    `limit`; and a bound on all of them."""
     # Each stage updates its weights at its own time: those that share one stay together.
     problem = replace(problem, chain=problem.chain.without_tied_cuts())
     searches = list(_searches(problem)) if problem.options.planner == BEST else []
@@ -148,7 +148,7 @@ def _entries(problem: Problem, space: Space, counts: tuple[int, ...]) -> float:
 
 
 def asynchronous_configs(problem: Problem) -> list[PipelineConfig]:
-    """Schedules and micro-batches: of PipeDream the whole mini-batch, which updates at once; of 2BW as many
+    """Schedules and micro-batches: of PipeDream the whole global batch, which updates at once; of 2BW as many
     as there are stages, or more."""
     batch = problem.mini_batch
     made = [

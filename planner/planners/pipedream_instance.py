@@ -70,8 +70,8 @@ class NestedStage:
 class Instance:
     """What is to be planned, over n + 1 cut points; see `StageTable` for cut points and matrices.
 
-    seconds, weights: (n + 1, n + 1), of one mini-batch on one device (inf where no stage may be), and bytes
-    whose gradients replicas exchange. crossing: (n + 1,) bytes of a mini-batch. tiers: from the innermost
+    seconds, weights: (n + 1, n + 1), of one global batch on one device (inf where no stage may be), and bytes
+    whose gradients replicas exchange. crossing: (n + 1,) bytes of a global batch. tiers: from the innermost
     level. `fits(replicas, behind)`: the stages, (n + 1, n + 1), that so many devices can hold with so many
     stages behind; more behind never makes a stage fit. None: all. `most_replicas` of a stage of devices;
     None: any number.

@@ -1,8 +1,8 @@
 """PipeDream: stages and replicas by the hierarchical dynamic programme, for asynchronous throughput.
 
-Narayanan et al., "PipeDream", SOSP 2019. Its objective is the seconds of a mini-batch in steady state, with
+Narayanan et al., "PipeDream", SOSP 2019. Its objective is the seconds of a global batch in steady state, with
 transfers and all-reduces beside the compute: those of the slowest stage or cut (`pipedream_programme`).
-Latencies count nothing in it. What enters the pipeline at a time is a mini-batch of its own there, a
+Latencies count nothing in it. What enters the pipeline at a time is a global batch of its own there, a
 micro-batch here; replicas of a stage take turns there and share every micro-batch here, which the recurrence
 does not tell apart.
 
@@ -57,10 +57,10 @@ class AsynchronousPlan:
 
     `ends`: the number of layers before each stage's end. `devices`: the ranks of its replicas.
     `seconds_per_mini_batch`: of the slowest stage or cut, by PipeDream's recurrence, for `mini_batch`
-    samples, the size at which they enter. `noam`: the mini-batches in flight that keep every device busy
+    samples, the size at which they enter. `noam`: the global batches in flight that keep every device busy
     where replicas take turns: the devices over those of the first stage, rounded up. `weight_versions` and
-    `memory_bytes`: of one replica, as the ledger counts them where replicas share every mini-batch. `notes`:
-    where the topology or the chain was simplified.
+    `memory_bytes`: of one replica, as the ledger counts them where replicas share every global batch.
+    `notes`: where the topology or the chain was simplified.
     """
 
     schedule: str
@@ -96,7 +96,8 @@ def plan_asynchronous(
     most_replicas: int | None = None,
     work: float = WORK,
 ) -> AsynchronousPlan:
-    """The plan with the highest throughput of mini-batches of that size, every update made from one of them.
+    """The plan with the highest throughput of global batches of that size, every update made from one of
+    them.
 
     Stage i of p keeps the weight versions and holds the activations that the schedule says (PipeDream: p - i
     of both). Exact for the recurrence and the memory limits, up to `work`; fewer devices are used where more
@@ -256,7 +257,7 @@ class _Stages:
 
     @cached_property
     def _seconds(self) -> Floats:
-        """Of a mini-batch on the slowest kind of device; what recomputes, computes twice."""
+        """Of a global batch on the slowest kind of device; what recomputes, computes twice."""
         topology = self.space.topology
         firsts = {topology.device(rank): rank for rank in range(topology.gpus - 1, -1, -1)}
         teams = [self.space.replica_group(self.size, [rank]) for rank in firsts.values()]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Unpack
 
-from ..cost_models import arguments
 from ..cost_models.errors import MachineError, PplanError, UsageError
 from ..cost_models.quantities import counted
 from ..cost_models.runtime import runtime_named
@@ -16,16 +14,19 @@ from ..planner.plan_file import Plan
 from ..profiler.named_model import loss_for, model_for
 from ..profiler.profile_file import Profile
 from ..profiler.torchrun_env import is_launched, read_torchrun_env
-from ..runtimes.checking.calibration import vary_case
+from ..runtimes.checking.calibration import Calibration, vary_case
 from ..runtimes.checking.check_report import PLAN, Check
 from ..runtimes.checking.devices import cores, gpus
 from ..runtimes.checking.job import Case, CheckMeasurements, Corrections, Device, Job, ModelSpec, RuntimeCase
 from ..runtimes.checking.launching import ProgressCallbacks, run_in_processes
-from .check_cases import EVEN, Prepared, even_plan, prepared
+from .check_cases import EVEN, CheckCase, even_plan, prepare_case
 from .check_runtimes import TORCH, Placed, check_runtime, for_runtime, serial_note
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
+from .options import CheckKeywords, CheckOptions, options_from
 
+WARM_UPS = 2
+"""Steps before those that are timed."""
 LEAST_SIZE = 1024
 """Bytes of the smallest transfer that is measured."""
 Runner = Callable[[Job], CheckMeasurements | None]
@@ -34,30 +35,14 @@ Runner = Callable[[Job], CheckMeasurements | None]
 def check(
     plan: Plan | str | Path,
     profile: Profile | str | Path,
-    *,
-    runtime: str = "torch",
-    model: str | None = None,
-    settings: Mapping[str, object] | None = None,
-    loss: str | None = None,
-    device: Literal["auto", "cpu", "cuda"] | str = "auto",
-    emulate: bool = False,
-    even: bool = True,
-    calibrate: bool = False,
-    steps: int = 5,
-    timeout: float = 120.0,
+    **options: Unpack[CheckKeywords],
 ) -> Check:
     """Runs `plan`, made from `profile`, for `steps` timed steps in processes of this machine.
 
-    `runtime`: torch (torch.distributed.pipelining), torchgpipe, fairscale or deepspeed; where it does not run
-    the plan itself, the plan's best alternative for it is checked, which a note says.
-
-    They make the model again by the name in its profile where that is torchvision's or transformers' own; one
-    of yours is named by `model` (its code is imported then, and else never), with `settings`, what it was
-    profiled with, and a `loss` of yours likewise. `device`: CUDA with a GPU each, "cpu" with
-    one thread each, or what there is enough of. `emulate`: the stages wait as long as the plan says they
-    compute. `even`: the even split of as many stages runs
-    beside it. `calibrate`: other schedules run first, and overhead, link and slowdown are fitted to them.
-    `timeout`: seconds after which a step that does not end is given up.
+    The `options` are the fields of `CheckOptions`, which says what they are; those of `pplan check --help`.
+    Where the runtime does not run the plan itself, the plan's best alternative for it is checked, which a
+    note says. The processes make the model again by the name in its profile where that is torchvision's or
+    transformers' own; one of yours is named by `model`.
 
     Of the result: `of_plan` and `cases`, each with `measured_step_seconds`, `predicted_step_seconds` (written
     down before the steps, from the stages measured alone), `planned_step_seconds` (the plan's own), `error`,
@@ -71,44 +56,11 @@ def check(
     plan = as_plan(plan)
     measured, reference = profile_and_reference(profile, "", "")
     check_layers(plan, reference)
-    arguments.word("device", device)
-    if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device {device!r} is not known", "Use auto, cpu or cuda.")
-    options = CheckOptions(
-        runtime=arguments.word("runtime", runtime),
-        model=arguments.optional_word("model", model),
-        settings=arguments.settings("settings", settings) or {},
-        loss=arguments.optional_word("loss", loss),
-        device=device,
-        emulate=arguments.flag("emulate", emulate),
-        even=arguments.flag("even", even),
-        calibrate=arguments.flag("calibrate", calibrate),
-        steps=arguments.whole("steps", steps),
-        timeout_seconds=arguments.number("timeout", timeout),
-    )
-    found = check_plan(plan, measured, folder, named, options, run_in_processes)
+    (asked,) = options_from(options, CheckOptions, of="check")
+    found = check_plan(plan, measured, folder, named, asked, run_in_processes)
     if found is None:
         raise MachineError("check: nothing was measured", "Call it outside torchrun.")
     return found
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """How a plan is checked. `device`: auto takes CUDA where there are enough GPUs. `model` and `loss`:
-    as the user names them, where the profile's are not taken; `settings`: what it was profiled with."""
-
-    runtime: str = TORCH
-    model: str | None = None
-    loss: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    emulate: bool = False
-    even: bool = True
-    calibrate: bool = False
-    corrections: Corrections | None = None
-    steps: int = 5
-    warm_ups: int = 2
-    timeout_seconds: float = 120.0
 
 
 def check_plan(
@@ -124,13 +76,13 @@ def check_plan(
     notes = _notes(profile, options)
     if options.runtime != TORCH:
         return _check_runtime(plan, profile, Placed(chain, topology, profiles), name, options, run, notes)
-    cases = [prepared(PLAN, plan, chain, topology, profiles, emulate=options.emulate)]
+    cases = [prepare_case(PLAN, plan, chain, topology, profiles, emulate=options.emulate)]
     if options.even and len(plan.stages) > 1:
         even = even_plan(plan, chain, topology, profiles)
         if isinstance(even, str):
             notes.append(f"no even split beside it: {even}")
         else:
-            cases.append(prepared(EVEN, even, chain, topology, profiles, emulate=options.emulate))
+            cases.append(prepare_case(EVEN, even, chain, topology, profiles, emulate=options.emulate))
     job = _job(cases, profile, options)
     notes += _crowded(job)
     found = run(job)
@@ -165,8 +117,8 @@ def _check_runtime(
         runtime_cases=[each.case for each in cases],
         device=device,
         steps=options.steps,
-        warm_ups=options.warm_ups,
-        timeout_seconds=options.timeout_seconds,
+        warm_ups=WARM_UPS,
+        timeout_seconds=options.timeout,
     )
     notes += [*_crowded(job), *serial_note(cases[0].case)]
     found = run(job)
@@ -174,7 +126,7 @@ def _check_runtime(
 
 
 def _calibrates(options: CheckOptions) -> bool:
-    return options.calibrate or options.corrections is not None
+    return options.calibrate or options.calibration is not None
 
 
 def _crowded(job: Job) -> list[str]:
@@ -183,7 +135,7 @@ def _crowded(job: Job) -> list[str]:
     return []
 
 
-def _job(cases: list[Prepared[Case]], profile: Profile, options: CheckOptions) -> Job:
+def _job(cases: list[CheckCase[Case]], profile: Profile, options: CheckOptions) -> Job:
     own = [each.case for each in cases]
     processes = len(own[0].document.devices)
     return Job(
@@ -191,12 +143,17 @@ def _job(cases: list[Prepared[Case]], profile: Profile, options: CheckOptions) -
         cases=own,
         device=chosen_device(processes, options),
         steps=options.steps,
-        warm_ups=options.warm_ups,
-        timeout_seconds=options.timeout_seconds,
-        corrections=options.corrections,
+        warm_ups=WARM_UPS,
+        timeout_seconds=options.timeout,
+        corrections=_corrections(options),
         calibration=vary_case(own[0]) if options.calibrate else [],
         link_sizes=_sizes(own) if options.calibrate and processes > 1 else [],
     )
+
+
+def _corrections(options: CheckOptions) -> Corrections | None:
+    """What an earlier check fitted. Raises FileError."""
+    return None if options.calibration is None else Calibration.load(options.calibration).corrections
 
 
 def _sizes(cases: list[Case]) -> list[int]:
@@ -261,7 +218,7 @@ def _notes(profile: Profile, options: CheckOptions) -> list[str]:
 
 def _checked(
     found: CheckMeasurements,
-    cases: Sequence[Prepared[Case] | Prepared[RuntimeCase]],
+    cases: Sequence[CheckCase[Case] | CheckCase[RuntimeCase]],
     job: Job,
     name: str,
     notes: list[str],

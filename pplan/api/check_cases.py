@@ -38,7 +38,7 @@ C_co = TypeVar("C_co", Case, RuntimeCase, covariant=True)
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared(Generic[C_co]):
+class CheckCase(Generic[C_co]):
     """A plan to be run, what it predicts, and its case."""
 
     name: str
@@ -80,9 +80,9 @@ class Prepared(Generic[C_co]):
         )
 
 
-def prepared(
+def prepare_case(
     name: str, plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain], *, emulate: bool
-) -> Prepared[Case]:
+) -> CheckCase[Case]:
     """Raises ExportError where torch.distributed.pipelining does not run the plan itself."""
     document, remark = export_for_torch(plan, device="cpu", made_by=MadeBy())
     if remark is not None:
@@ -92,7 +92,7 @@ def prepared(
             "Make one that it runs: pplan solve --runtime torch",
         )
     simulated = simulate_plan(plan, chain, topology, profiles=profiles)
-    return Prepared(name, plan, simulated, _case(name, document, chain, simulated, emulate=emulate))
+    return CheckCase(name, plan, simulated, _case(name, document, chain, simulated, emulate=emulate))
 
 
 def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
@@ -176,4 +176,4 @@ def links_of(costs: Costs, cuts: int) -> list[CutLink]:
     ]
 
 
-__all__ = ["EVEN", "PLAN", "Prepared", "even_plan", "links_of", "prepared", "stage_seconds"]
+__all__ = ["EVEN", "PLAN", "CheckCase", "even_plan", "links_of", "prepare_case", "stage_seconds"]

@@ -21,7 +21,7 @@ from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument, Weight
 from ..runtimes.checking.prediction import is_serial
 from ..runtimes.formats import deepspeed_export, pipe_export
 from ..runtimes.formats.plan_choice import Choice, choose
-from .check_cases import Prepared, even_plan, links_of
+from .check_cases import CheckCase, even_plan, links_of
 
 TORCH = "torch"
 EXPORTS: dict[str, Callable[..., tuple[RuntimeDocument, str | None]]] = {
@@ -94,7 +94,9 @@ def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
         )
 
 
-def for_runtime(name: str, plan: Plan, placed: Placed, runtime: str, device: Device) -> Prepared[RuntimeCase]:
+def for_runtime(
+    name: str, plan: Plan, placed: Placed, runtime: str, device: Device
+) -> CheckCase[RuntimeCase]:
     """Raises ExportError where the runtime does not run the plan itself."""
     document, remark = EXPORTS[runtime](plan, device=device, made_by=MadeBy())
     if remark is not None:
@@ -112,7 +114,7 @@ def for_runtime(name: str, plan: Plan, placed: Placed, runtime: str, device: Dev
         all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
         tied=WeightSum.list_of(costs),
     )
-    return Prepared(name, plan, simulated, case)
+    return CheckCase(name, plan, simulated, case)
 
 
 def serial_note(case: RuntimeCase) -> list[str]:

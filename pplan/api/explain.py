@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Unpack
 
-from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..planner.explanation.compare import Comparison
+from ..planner.explanation.compare import PlanComparison
 from ..planner.explanation.compare import compare as compare_plans
 from ..planner.explanation.current_split import CurrentSplit
 from ..planner.explanation.explain_context import make_context
@@ -17,16 +16,13 @@ from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
+from .options import ExplainKeywords, ExplainOptions, options_from
 
 
 def explain(
     plan: Plan | str | Path,
     profile: Profile | str | Path,
-    *,
-    current: Sequence[int] | None = None,
-    replicas: int = 1,
-    micro_batches: int | None = None,
-    schedule: str | None = None,
+    **options: Unpack[ExplainKeywords],
 ) -> Explanation:
     """Why `plan`, made from `profile`, is as it is, on the machine that it was made for.
 
@@ -39,13 +35,9 @@ def explain(
 
     Raises UsageError (a profile of other layers, a split that cannot be), FileError.
     """
-    split = arguments.wholes("current", current)
-    of_it = (
-        arguments.whole("replicas", replicas),
-        arguments.optional_whole("micro_batches", micro_batches),
-        arguments.optional_word("schedule", schedule),
-    )
-    used = None if split is None else CurrentSplit(split, *of_it)
+    (split,) = options_from(options, ExplainOptions, of="explain")
+    of_it = (split.replicas, split.micro_batches, split.schedule)
+    used = None if split.current is None else CurrentSplit(split.current, *of_it)
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     plan = as_plan(plan)
     measured, reference = profile_and_reference(profile, "", "")
@@ -54,7 +46,7 @@ def explain(
     return explain_plan(plan, measured.chain(), machine, profiles, used)
 
 
-def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = None) -> Comparison:
+def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = None) -> PlanComparison:
     """The plans side by side: step, samples/s, bubble, memory, devices and gap of each.
 
     With the `profile` that the first was made from, what every named planner makes of its problem, too. Of

@@ -10,7 +10,8 @@ from ..cost_models.layer import Chain
 from ..cost_models.machines.processor_seconds import PROCESSOR, check_processor_seconds_of
 from ..cost_models.machines.topology_options import described_topology, make_topology
 from ..cost_models.topology import Topology
-from ..planner.layout import Overrides, devices_needed, read_machine
+from ..planner.layout import devices_needed, read_machine
+from ..planner.overrides import Overrides
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import profiled_device

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Required
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Required, TypedDict
 
+from ..cost_models import arguments
 from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
-from ..cost_models.option_fields import Option, Options, declared, options_from, unknown_option
+from ..cost_models.option_fields import Option, Options, declared, option, options_from, unknown_option
+from ..cost_models.schedules import SCHEDULES
+from ..cost_models.typed_text import counts
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
-from ..planner.plan_options import PlanKeywords, PlanOptions
+from ..planner.overrides import OverrideKeywords, Overrides
+from ..planner.plan_options import PlanKeywords, PlanOptions, TrainingKeywords
+from ..profiler.profile_options import (
+    ImportKeywords,
+    LinkOptions,
+    ProfileImportOptions,
+    ProfileKeywords,
+    ProfileOptions,
+    TransformerSizes,
+)
+from .check_options import CheckKeywords, CheckOptions
+from .stage_costs import CostOptions
 
 
 class ProblemKeywords(MachineKeywords, PlanKeywords, total=False):
@@ -20,24 +36,172 @@ class SolveKeywords(ProblemKeywords, ObjectiveKeywords, total=False):
     """The options of a problem, and what its plan is to be the best of."""
 
 
-class PointKeywords(MachineKeywords, PlanKeywords, ObjectiveKeywords, total=False):
-    """The same, where the number of devices may be one of what is swept."""
+class FrontierKeywords(ProblemKeywords, total=False):
+    """The options of a problem, and the fields of `FrontierOptions`."""
+
+    points: int
+    memory_step: float
+
+
+class SweepKeywords(MachineKeywords, PlanKeywords, ObjectiveKeywords, total=False):
+    """The options of all problems of a grid, and the fields of `SweepOptions`."""
 
     gpus: int
+    jobs: int | None
+    backend: Literal["processes", "dask", "ray"] | str
+
+
+class SimulateKeywords(MachineKeywords, OverrideKeywords, total=False):
+    """What is simulated otherwise than the plan says, and another machine than the plan's."""
+
+
+class PartitionKeywords(TypedDict, total=False):
+    """The fields of `PartitionOptions`, as a caller may give them."""
+
+    schedule: str | None
+    virtual_stages: int | None
+    replicas: int | None
+    recompute: str | None
+
+
+class ImportPlanKeywords(MachineKeywords, TrainingKeywords, PartitionKeywords, total=False):
+    """The options of a plan that a partition of another tool makes."""
+
+    gpus: int | None
+
+
+class ExplainKeywords(TypedDict, total=False):
+    """The fields of `ExplainOptions`, as a caller may give them."""
+
+    current: Sequence[int] | None
+    replicas: int
+    micro_batches: int | None
+    schedule: str | None
+
+
+def _number(form: str, help: str, panel: str | None = None) -> Any:
+    return option(None, arguments.optional_whole, help, form, least=1, panel=panel)
+
+
+def _schedule(help: str, panel: str | None = None) -> Any:
+    return option(None, arguments.optional_word, help, "NAME", words=tuple(SCHEDULES), panel=panel)
+
+
+@dataclass(frozen=True)
+class PartitionOptions(Options):
+    """What a partition of another tool does not say; None: as it says, else the best. `virtual_stages`: of a
+    device; `replicas`: of every stage."""
+
+    schedule: str | None = _schedule(
+        "Where the partition does not say it; default: the faster of 1f1b and gpipe."
+    )
+    virtual_stages: int | None = _number("V", "Stages on each device.")
+    replicas: int | None = _number("R", "Devices that share every stage.")
+    recompute: str | None = option(
+        None,
+        arguments.optional_word,
+        "Where the partition does not say it; default: if out of memory.",
+        "never|always|except-last|auto",
+        words=("never", "always", "except-last", "auto"),
+    )
+
+
+_IN_USE = "The split in use"
+
+
+@dataclass(frozen=True)
+class ExplainOptions(Options):
+    """The split in use: `current`, the layers of each of its stages, each on `replicas` devices, with so many
+    `micro_batches` and that `schedule`; None: the best for it."""
+
+    current: tuple[int, ...] | None = option(
+        None,
+        arguments.wholes,
+        "Layers of each stage as you split them now: why it is slower than the plan.",
+        "N,N,...",
+        read=counts,
+        panel=_IN_USE,
+    )
+    replicas: int = option(
+        1,
+        arguments.whole,
+        "Devices that share each of its stages.",
+        "R",
+        least=1,
+        panel=_IN_USE,
+    )
+    micro_batches: int | None = _number(
+        "M", "Into which it cuts the global batch; default: the best number.", _IN_USE
+    )
+    schedule: str | None = _schedule("Its schedule; default: the best that the plan might have.", _IN_USE)
+
+
+@dataclass(frozen=True)
+class FrontierOptions(Options):
+    """`points`: at most so many plans, each with less memory than the one before by the share `memory_step`
+    at least (0: none is left out)."""
+
+    points: int = option(
+        24,
+        arguments.whole,
+        "Of `frontier`: at most so many plans, 2 % of memory apart.",
+        "N",
+        least=1,
+        panel="The objective",
+    )
+    memory_step: float = option(0.02, arguments.number)
+
+
+@dataclass(frozen=True)
+class SweepOptions(Options):
+    """`jobs`: how many points run side by side (None: as many as there are cores). `backend`: processes of
+    this machine, or a cluster of Dask (at DASK_SCHEDULER_ADDRESS) or Ray."""
+
+    backend: str = option(
+        "processes",
+        arguments.word,
+        "Of `sweep`: where it runs, on this machine or a cluster.",
+        "processes|dask|ray",
+        panel="Many problems",
+    )
+    jobs: int | None = _number(
+        "N", "Of `sweep`: how many run at once; default: one per core.", "Many problems"
+    )
 
 
 __all__ = [
+    "CheckKeywords",
+    "CheckOptions",
+    "CostOptions",
+    "ExplainKeywords",
+    "ExplainOptions",
+    "FrontierKeywords",
+    "FrontierOptions",
+    "ImportKeywords",
+    "ImportPlanKeywords",
+    "LinkOptions",
     "MachineKeywords",
     "MachineOptions",
     "ObjectiveKeywords",
     "ObjectiveOptions",
     "Option",
     "Options",
+    "OverrideKeywords",
+    "Overrides",
+    "PartitionKeywords",
+    "PartitionOptions",
     "PlanKeywords",
     "PlanOptions",
-    "PointKeywords",
     "ProblemKeywords",
+    "ProfileImportOptions",
+    "ProfileKeywords",
+    "ProfileOptions",
+    "SimulateKeywords",
     "SolveKeywords",
+    "SweepKeywords",
+    "SweepOptions",
+    "TrainingKeywords",
+    "TransformerSizes",
     "declared",
     "options_from",
     "unknown_option",

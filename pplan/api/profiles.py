@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Unpack
 
 from ..cost_models import arguments
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import MachineError, UsageError
-from ..profiler.importing.importer import ProfileImportOptions
 from ..profiler.importing.importer import import_profile as import_file
 from ..profiler.profile_file import Profile
+from .options import ImportKeywords, ProfileImportOptions, ProfileKeywords, ProfileOptions, options_from
 from .provenance import made_by
 
 if TYPE_CHECKING:
@@ -28,47 +28,20 @@ def profile(
     model: str | nn.Module,
     example_input: ExampleInput | None = None,
     *,
-    input_shape: Sequence[int] | None = None,
-    classes: int | None = None,
-    micro_batch_sizes: Sequence[int] | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    granularity: str | None = None,
-    keep_together: Sequence[str] = (),
-    settings: Mapping[str, object] | None = None,
-    loss: str | None = None,
-    compile: bool = False,
-    channels_last: bool = False,
-    amp: Literal["bf16", "fp16"] | None = None,
-    tf32: bool = False,
-    budget_seconds: float = 60.0,
-    seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
-    calibrate: str | Path | Profile | None = None,
-    cache: bool = False,
-    resume: bool = False,
     remark: Callable[[str], None] | None = None,
+    **options: Unpack[ProfileKeywords],
 ) -> Profile:
     """Measures every layer of `model`, forward and backward, at several micro-batch sizes.
 
     `model` is a torchvision model's name, `hf:` and a transformers model's name, `package.module:factory`, or
     a module with its `example_input`: a tensor, a tuple of forward's arguments, or a dict of its keyword
-    arguments, with at least one sample along dimension 0. `settings` are the factory's keyword arguments, or
-    keys of the transformers configuration (also layers, hidden, heads, sequence, vocabulary). `input_shape`
-    is that of one sample. `dtype` defaults to the model's own, `device` to CUDA where there is one ("meta":
-    layers and bytes only; "analytic:h100", any preset or a TOML file: seconds estimated from FLOPs and bytes,
-    with the efficiencies of `calibrate`, a measured profile of the same model, where it is given).
+    arguments, with at least one sample along dimension 0. The `options` are the fields of `ProfileOptions`,
+    which says what they are; those of `pplan profile --help`. `settings` may hold layers, hidden, heads,
+    sequence and vocabulary too. What earlier runs kept is taken only with `cache` ($PPLAN_CACHE, else
+    ~/.cache/pplan).
 
-    `granularity`: "block" (cuts that one tensor crosses), "fine" (any number), or "module:PATTERN[,PATTERN]";
-    no cut is allowed between layers that match a pattern of `keep_together`. `loss`: "cross-entropy", "mse",
-    "none" or "package.module:function" of the model's output; else what is usual for such a model. `compile`,
-    `channels_last`, `amp` and `tf32`: as the training will run.
-
-    The measuring takes about `budget_seconds` over all sizes together; `progress` is told what is in hand.
-
-    `cache`: a profile of the same layers, input, dtype, device and versions that an earlier run kept is
-    taken, whatever the model's name, and this one is kept ($PPLAN_CACHE, else ~/.cache/pplan). `resume`: so
-    are the passes of a run that was interrupted or killed. `remark` is told of it, a line each.
+    `progress` is told what is in hand; `remark` of profiles and passes that are taken, a line each.
 
     Raises UsageError, FileError (`calibrate`, the TOML file), ModelError, MachineError. At Ctrl-C, after a
     micro-batch size was measured, the KeyboardInterrupt holds what there is as its `profile`.
@@ -79,65 +52,25 @@ def profile(
     from ..profiler.measure import profile_model
 
     # A model can take long to build: what is refused anyway is refused before.
-    seed = arguments.whole("seed", seed, at_least=0, at_most=2**63 - 1)
-    sizes = arguments.wholes("micro_batch_sizes", micro_batch_sizes)
-    budget_seconds = arguments.number("budget_seconds", budget_seconds)
-    settings = arguments.settings("settings", settings)
-    granularity = arguments.optional_word("granularity", granularity)
-    loss = arguments.optional_word("loss", loss)
-    keep_together = arguments.words("keep_together", keep_together)
-    arguments.optional_word("amp", amp)
-    flags = {"compile": compile, "channels_last": channels_last, "tf32": tf32, "cache": cache}
-    for name, value in {**flags, "resume": resume}.items():
-        arguments.flag(name, value)
+    (asked,) = options_from(options, ProfileOptions, of="profile")
     for name, told in {"progress": progress, "remark": remark}.items():
         arguments.function(name, told)
-    if calibrate is not None and not isinstance(calibrate, Profile):
-        calibrate = arguments.path("calibrate", calibrate)
-    target = parse_analytic_device(arguments.optional_word("device", device), calibrate)
-    device = device if target is None else "meta"
-    device_named(device)
-    if dtype is not None:
-        dtype_named(arguments.word("dtype", dtype))
-    loaded = _loaded(
-        model,
-        example_input,
-        input_shape=arguments.wholes("input_shape", input_shape),
-        classes=arguments.optional_whole("classes", classes),
-        settings=settings,
-        seed=seed,
-        on_meta=device == "meta",
-    )
+    target = parse_analytic_device(asked.device, asked.calibrate)
+    device_named("meta" if target is not None else asked.device)
+    if asked.dtype is not None:
+        dtype_named(asked.dtype)
     return profile_model(
-        loaded,
-        granularity=granularity,
-        keep_together=keep_together,
-        loss=loss,
-        compile=compile,
-        channels_last=channels_last,
-        amp=amp,
-        tf32=tf32,
-        micro_batch_sizes=sizes,
-        dtype=dtype,
-        device=device,
-        budget_seconds=budget_seconds,
-        seed=seed,
+        _loaded(model, example_input, asked, on_meta=target is not None or asked.device == "meta"),
+        asked,
         progress=progress,
         estimate_for=target,
-        cache=cache,
-        resume=resume,
         remark=remark,
     )
 
 
 def import_profile(
     path: str | Path,
-    *,
-    format: Literal["pipedream", "csv", "json"] | str | None = None,
-    model: str | None = None,
-    micro_batch_size: int | None = None,
-    granularity: Literal["block", "fine"] | str | None = None,
-    dtype: str = "float32",
+    **options: Unpack[ImportKeywords],
 ) -> Profile:
     """The profile of costs from elsewhere: PipeDream's graph.txt, or a table as CSV or JSON, one row a layer.
 
@@ -151,14 +84,8 @@ def import_profile(
 
     Raises UsageError, FileError (the file, with the line or index).
     """
-    options = ProfileImportOptions(
-        format=arguments.optional_word("format", format),
-        model=arguments.optional_word("model", model),
-        micro_batch_size=arguments.optional_whole("micro_batch_size", micro_batch_size),
-        granularity=arguments.optional_word("granularity", granularity),
-        dtype=arguments.word("dtype", dtype),
-    )
-    imported = import_file(arguments.path("path", path), options)
+    (asked,) = options_from(options, ProfileImportOptions, of="import_profile")
+    imported = import_file(arguments.path("path", path), asked)
     return imported.model_copy(update={"made_by": made_by(MadeBy())})
 
 
@@ -231,14 +158,7 @@ def load_model(
 
 
 def _loaded(
-    model: str | nn.Module,
-    example_input: ExampleInput | None,
-    *,
-    input_shape: Sequence[int] | None,
-    classes: int | None,
-    settings: Mapping[str, object] | None,
-    seed: int,
-    on_meta: bool,
+    model: str | nn.Module, example_input: ExampleInput | None, asked: ProfileOptions, *, on_meta: bool
 ) -> LoadedModel:
     from torch import nn
 
@@ -251,12 +171,17 @@ def _loaded(
                 f"example_input is given with the name {model!r}", "Give input_shape, or the module itself."
             )
         return load(
-            model, classes=classes, input_shape=input_shape, settings=settings, seed=seed, on_meta=on_meta
+            model,
+            classes=asked.classes,
+            input_shape=asked.input_shape,
+            settings=asked.settings,
+            seed=asked.seed,
+            on_meta=on_meta,
         )
     arguments.instance("model", model, nn.Module, "Give the name of a model, or a torch.nn.Module.")
     if example_input is None:
         raise UsageError("a module is given without example_input", "Give a batch of its input as a tensor.")
-    if input_shape is not None or classes is not None or settings:
+    if asked.input_shape is not None or asked.classes is not None or asked.settings:
         raise UsageError(
             "input_shape, classes or settings are given with a module", "Omit them: the module decides."
         )

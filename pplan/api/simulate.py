@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
-from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.processor_seconds import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
@@ -17,13 +16,14 @@ from ..cost_models.schedules import SCHEDULES, Program
 from ..cost_models.timeline import Timeline
 from ..cost_models.timeline import simulate as simulate_program
 from ..cost_models.topology import Topology
-from ..planner.layout import Overrides, devices_needed, read_machine
+from ..planner.layout import devices_needed, read_machine
 from ..planner.plan_file import TIE, Plan
 from ..planner.plan_simulation import simulate_plan
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import profiled_device
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import own_profiles
+from .options import MachineOptions, Overrides, SimulateKeywords, options_from
 from .simulation import LONG_ENOUGH, Simulation
 from .stage_costs import StageCosts, check_size, check_steady_size
 
@@ -33,57 +33,37 @@ T = TypeVar("T")
 def simulate(
     plan: Plan | str | Path,
     profile: Profile | str | Path,
-    *,
-    topology: str | Path | None = None,
-    schedule: str | None = None,
-    stages: int | None = None,
-    micro_batches: int | None = None,
-    virtual_stages: int | None = None,
-    replicas: int | None = None,
+    **options: Unpack[SimulateKeywords],
 ) -> Timeline:
     """A step of `plan`, simulated with the costs of `profile`: start and end of every action.
 
-    `plan` and `profile` may be the paths of their files. `topology` is a machine's name or a TOML file; None
-    is the machine that the plan was made for. `schedule`, `stages` (devices of the pipeline),
-    `micro_batches`, `virtual_stages` (of a device) and `replicas` (of every stage) override the plan's, as
-    `pplan simulate` does. The plan's replicas stay, or have to be named where they cannot; other `stages`
-    than the plan's are on one device each. Of the result: `step_seconds`, `bubble`, `stage_times`,
-    `peak_in_flight`, `spans`, `transfers`.
+    `plan` and `profile` may be the paths of their files. The `options` are the fields of `Overrides`, what is
+    simulated otherwise than the plan says, and of `MachineOptions` (but `gpus`): another machine than the
+    plan's, or what is changed of it; those of `pplan simulate --help`. The plan's replicas stay, or have to
+    be named where they cannot; other `stages` than the plan's are on one device each.
 
-    Raises UsageError (numbers that the schedule, the mini-batch or the cuts do not allow, a profile of other
-    layers), FileError.
+    Of the result: `step_seconds`, `bubble`, `stage_times`, `peak_in_flight`, `spans`, `transfers`.
+
+    Raises UsageError (numbers that the schedule, the global batch or the cuts do not allow, a profile of
+    other layers), FileError.
     """
     made = as_plan(plan)
     measured, reference = profile_and_reference(profile, "", "")
     check_layers(made, reference)
-    overrides = Overrides(
-        schedule=arguments.optional_word("schedule", schedule),
-        stages=arguments.optional_whole("stages", stages),
-        micro_batches=arguments.optional_whole("micro_batches", micro_batches),
-        virtual_stages=arguments.optional_whole("virtual_stages", virtual_stages),
-        replicas=arguments.optional_whole("replicas", replicas),
+    overrides, other = options_from(
+        options, *(Overrides, MachineOptions), of="simulate", takes=SimulateKeywords.__annotations__
     )
-    file = None if topology is None else arguments.path("topology", topology)
-    machine = make_topology(
-        gpus=devices_needed(made, overrides),
-        file=read_machine(made, "plan") if file is None else file,
-        profiled=profiled_device(measured),
-    )
-    if file is not None:
-        check_processor_seconds(profiled_device(measured), machine, made.wishes.seconds_of)
-    profiles = own_profiles(machine, Path() if file is None else file.parent)
+    machine = _topology(made, measured, other, devices_needed(made, overrides), "plan")
+    profiles = own_profiles(machine, other.folder)
     chain = measured.chain()
     return _with_fields(lambda: simulate_plan(made, chain, machine, overrides, profiles)).timeline
 
 
-def simulate_files(
-    read: PlanAndProfile, overrides: Overrides, machine: Mapping[str, Any], topology: Path | None = None
-) -> Simulation:
-    """A step of the plan, on its machine or as `machine`, arguments of `make_topology`, and the topology's
-    file say. Raises UsageError, FileError."""
+def simulate_files(read: PlanAndProfile, overrides: Overrides, machine: MachineOptions) -> Simulation:
+    """A step of the plan, on its machine or on `machine`. Raises UsageError, FileError."""
     plan, chain = read.plan, read.profile.chain()
-    made = _topology(read, machine, topology, devices_needed(plan, overrides))
-    profiles = own_profiles(made, read.plan_file.parent if topology is None else topology.parent)
+    made = _topology(plan, read.profile, machine, devices_needed(plan, overrides), str(read.plan_file))
+    profiles = own_profiles(made, read.plan_file.parent if machine.topology is None else machine.folder)
     found = _with_fields(lambda: simulate_plan(plan, chain, made, overrides, profiles))
     as_it_is = overrides == Overrides()
     own = found if as_it_is else simulate_plan(plan, chain, made, profiles=profiles)
@@ -101,23 +81,17 @@ def simulate_files(
     bare = Simulation(
         own.schedule, plan.micro_batches, own.virtual_stages, own.timeline, mini_batch=plan.mini_batch
     )
-    given = topology is not None or any(value is not None for value in machine.values())
-    unlike = _differences(plan, bare.mini_batch_seconds, given=given)
+    unlike = _differences(plan, bare.mini_batch_seconds, given=machine != MachineOptions())
     return replace(simulated, notes=(*found.notes, *transfer_note(overrides.transfers), *unlike))
 
 
-def simulate_costs(
-    costs: StageCosts,
-    *,
-    schedule: str,
-    stages: int,
-    micro_batches: int,
-    virtual_stages: int | None = None,
-    transfers: str = "overlapped",
-) -> Simulation:
-    """A step of the costs given. Raises UsageError."""
-    own = SCHEDULES[schedule]
-    chunks = own.default_virtual_stages if virtual_stages is None else virtual_stages
+def simulate_costs(costs: StageCosts, asked: Overrides) -> Simulation:
+    """A step of the costs given, of which `asked` says the schedule, the stages and the micro-batches.
+
+    Raises UsageError.
+    """
+    own, stages, micro_batches = SCHEDULES[asked.schedule or ""], asked.stages or 1, asked.micro_batches or 1
+    chunks = asked.virtual_stages or own.default_virtual_stages
     check_size(stages, micro_batches, chunks)
     if not own.synchronous:
         check_steady_size(stages, LONG_ENOUGH * stages, chunks)
@@ -126,8 +100,8 @@ def simulate_costs(
         schedule=own,
         micro_batches=micro_batches,
         virtual_stages=chunks,
-        timeline=simulate_program(program, costs.costs(program, transfers)),
-        notes=(*_notes(program, costs), *transfer_note(transfers)),
+        timeline=simulate_program(program, costs.costs(program, asked.transfers)),
+        notes=(*_notes(program, costs), *transfer_note(asked.transfers)),
     )
 
 
@@ -161,19 +135,15 @@ def _with_fields(make: Callable[[], T]) -> T:
         raise UsageError(f"{field}={found[2]}{error.what[found.end() :]}", error.hint) from error
 
 
-def _topology(read: PlanAndProfile, machine: Mapping[str, Any], file: Path | None, gpus: int) -> Topology:
+def _topology(plan: Plan, profile: Profile, machine: MachineOptions, gpus: int, where: str) -> Topology:
     """The machine that the plan was made for, with what the options change of it; another one where they name
-    a topology or a GPU."""
-    plan, profile = read.plan, read.profile
-    another = file is not None or machine.get("gpu") is not None
-    topology = make_topology(
-        gpus=gpus,
-        **machine,
-        file=file if another else read_machine(plan, str(read.plan_file)),
-        profiled=profiled_device(profile),
-    )
+    a topology or a GPU. `where` names the plan in errors."""
+    another = machine.topology is not None or machine.gpu is not None
+    profiled = profiled_device(profile)
+    file = machine.topology if another else read_machine(plan, where)
+    topology = make_topology(gpus=gpus, **machine.parts, file=file, profiled=profiled)
     if another:
-        check_processor_seconds(profiled_device(profile), topology, plan.wishes.seconds_of)
+        check_processor_seconds(profiled, topology, plan.wishes.seconds_of)
     return topology
 
 

@@ -72,7 +72,8 @@ class Simulation:
 
     @property
     def mini_batch_seconds(self) -> float:
-        """Of a step; of a plan with an asynchronous schedule, of a further mini-batch in its steady state."""
+        """Of a step; of a plan with an asynchronous schedule, of a further global batch in its steady
+        state."""
         rate = self.samples_per_second
         if self.mini_batch is None or rate is None or self.steady is None:
             return self.timeline.step_seconds
@@ -86,6 +87,6 @@ class Simulation:
         rounds = max(-(-self.micro_batches // self.stages), LONG_ENOUGH)
         program = self.schedule.program(self.stages, rounds * self.stages, self.virtual_stages)
         if self.mini_batch is not None and (program.update_every or 0) > 1:
-            # A plan's mini-batch is what an update is made from.
+            # A plan's global batch is what an update is made from.
             program = replace(program, update_every=max(self.micro_batches, self.stages))
         return steady_state(program, self.timeline.costs)

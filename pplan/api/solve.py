@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from ..cost_models import arguments
 from ..cost_models.document import MadeBy
@@ -25,12 +25,14 @@ from ..profiler.profile_warnings import list_notes, list_warnings, profiled_devi
 from .load import profile_and_reference
 from .machine import own_profiles
 from .options import (
+    FrontierKeywords,
+    FrontierOptions,
     MachineOptions,
     ObjectiveOptions,
     PlanOptions,
-    PointKeywords,
-    ProblemKeywords,
     SolveKeywords,
+    SweepKeywords,
+    SweepOptions,
     declared,
     options_from,
     unknown_option,
@@ -38,6 +40,7 @@ from .options import (
 from .provenance import made_by
 
 MODELS = (MachineOptions, PlanOptions, ObjectiveOptions)
+SWEEP = tuple(declared(SweepOptions))
 
 
 def solve(
@@ -99,17 +102,16 @@ def make_problem(
 def frontier(
     profile: Profile | str | Path,
     *,
-    points: int = 24,
-    memory_step: float = 0.02,
     profile_file: str = "",
     profile_sha256: str = "",
-    **options: Unpack[ProblemKeywords],
+    **options: Unpack[FrontierKeywords],
 ) -> Frontier:
     """The plans of which none is both faster and smaller: step time against the most that a device holds.
 
-    At most `points` of them, the fastest first, each with less memory than the one before by the share
-    `memory_step` at least (0: none is left out). `options` are those of `solve`, but for `objective` and
-    `price`. Of the result: `points`, each with `step_seconds`, `memory_bytes`, `exact` and its `plan`.
+    At most `points` of them (24), the fastest first, each with less memory than the one before by the share
+    `memory_step` at least (0.02; 0: none is left out). The other `options` are those of `solve`, but for
+    `objective` and `price`. Of the result: `points`, each with `step_seconds`, `memory_bytes`, `exact` and
+    its `plan`.
 
     Raises UsageError, FileError (the profile, the topology), InfeasibleError (no plan fits).
     """
@@ -120,15 +122,17 @@ def frontier(
                 f"Omit {name}.",
             )
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
-    machine, plan_options = options_from(options, MachineOptions, PlanOptions)
+    machine, plan_options, own = options_from(
+        options, MachineOptions, PlanOptions, FrontierOptions, of="frontier"
+    )
     problem = make_problem(measured, reference, machine, plan_options)
     found = build_frontier(
         problem,
         model=measured.model,
         profile=reference,
         warnings=list_warnings(measured, problem.topology),
-        points=arguments.whole("points", points),
-        memory_step=arguments.number("memory_step", memory_step),
+        points=own.points,
+        memory_step=own.memory_step,
     )
     return found.model_copy(update={"made_by": made_by(found.made_by, measured=measured.made_by)})
 
@@ -137,30 +141,32 @@ def sweep(
     profile: Profile | str | Path,
     grid: Mapping[str, Sequence[Any]],
     *,
-    jobs: int | None = None,
-    backend: Literal["processes", "dask", "ray"] | str = "processes",
     profile_file: str = "",
     profile_sha256: str = "",
-    **options: Unpack[PointKeywords],
+    **options: Unpack[SweepKeywords],
 ) -> SweepResult:
     """A grid of problems, each solved by itself: `pplan.sweep(profile, {"gpus": [2, 4]}, mini_batch=64)`.
 
     `grid`: values for some options of `solve`, by name; every combination is a point, the last name changing
-    fastest. `options`: those of `solve` that are the same for all. `jobs`: how many run side by side (None:
-    as many as there are cores). `backend`: processes of this machine, or a cluster of Dask (at
-    DASK_SCHEDULER_ADDRESS) or Ray. Of the result: `rows`, each with its `point`, the figures of the plan
-    (step_seconds, memory_bytes, balance and so on), or the `reason` why there is none.
+    fastest. `options`: those of `solve` that are the same for all, and those of `SweepOptions`: `jobs`, how
+    many run side by side (None: as many as there are cores); `backend`, "processes" of this machine, or a
+    cluster of "dask" (at DASK_SCHEDULER_ADDRESS) or "ray".
+
+    Of the result: `rows`, each with its `point`, the figures of the plan (step_seconds, memory_bytes, balance
+    and so on), or the `reason` why there is none.
 
     Raises UsageError (also the points', where none is usable), FileError, MachineError (the backend is not
     installed).
     """
-    check_grid(grid, options)
+    (own,) = options_from({name: value for name, value in options.items() if name in SWEEP}, SweepOptions)
+    common = {name: value for name, value in options.items() if name not in SWEEP}
+    check_grid(grid, common)
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
     rows = solve_points(
-        partial(_solved_point, measured, reference.file, reference.sha256, options),
+        partial(_solved_point, measured, reference.file, reference.sha256, common),
         list_points(grid),
-        backend=arguments.word("backend", backend),
-        jobs=arguments.optional_whole("jobs", jobs),
+        backend=own.backend,
+        jobs=own.jobs,
     )
     return SweepResult(
         model=measured.model,
@@ -198,16 +204,13 @@ def check_grid(grid: Any, options: Mapping[str, Any]) -> None:
             _check_word(key, value)
 
 
-WORDS = ("runtime", "schedule", "planner", "recompute", "optimizer", "precision", "gradient_dtype")
+WORDS = ("runtime", "schedule", "planner", "recompute", "optimizer", "precision", "gradient_dtype", "zero")
 """Arguments of which a value that no problem knows is refused at once: it would be a row without a plan."""
 
 
 def _check_word(key: str, value: Any) -> None:
     """Raises UsageError for a word that is not known."""
-    text = arguments.optional_word(key, value)
-    if text is None:
-        return
-    if key == "planner" and text != BEST:
-        planner_named(text)
-    requested: dict[str, Any] = {key: text}
-    PlanOptions(**requested)
+    wished: dict[str, Any] = {key: value}
+    planner = PlanOptions(**wished).planner
+    if planner != BEST:
+        planner_named(planner)

@@ -2,18 +2,77 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..cost_models import arguments
 from ..cost_models.errors import UsageError
+from ..cost_models.option_fields import Options, option
 
 if TYPE_CHECKING:
     from ..cost_models.schedules import Program, StageSlot
     from ..cost_models.simulator.costs import Array, Costs
 
+MOST_MILLISECONDS = 1e9
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 MOST_ACTIONS = 2_000_000
 """Of a step: some hundred bytes each."""
+
+
+def _read_milliseconds(text: str, name: str) -> tuple[float, ...]:
+    """`18.5` or `18.5,20,19`. Raises UsageError."""
+    return tuple(_milliseconds(part.strip(), f"{name} {text}", name) for part in text.split(","))
+
+
+def _milliseconds(part: str, shown: str, name: str) -> float:
+    hint = f"Give milliseconds, one value or one a stage: {name} 18.5 or {name} 18.5,20,19"
+    if not _NUMBER.fullmatch(part):
+        raise UsageError(f"{shown}: {part!r} is not a number of milliseconds", hint)
+    value = float(part)
+    if value < 0:
+        raise UsageError(f"{shown}: {part} must not be negative", hint)
+    if not math.isfinite(value) or value > MOST_MILLISECONDS:
+        raise UsageError(f"{shown}: {part} must be at most {MOST_MILLISECONDS:.0f}", hint)
+    return value
+
+
+def _checked_milliseconds(name: str, value: Any) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    return tuple(arguments.number(f"{name}[{index}]", own) for index, own in enumerate(value))
+
+
+def _cost(help: str) -> Any:
+    return option(
+        None,
+        _checked_milliseconds,
+        help,
+        "MS[,MS...]",
+        read=_read_milliseconds,
+        panel="Costs, instead of a plan: one value, or one a stage",
+    )
+
+
+@dataclass(frozen=True)
+class CostOptions(Options):
+    """Costs of a pipeline's stages instead of a plan's, in milliseconds: one value, or one a stage."""
+
+    forward_ms: tuple[float, ...] | None = _cost("Forward of a micro-batch.")
+    backward_ms: tuple[float, ...] | None = _cost(
+        "Its backward; with `weight_ms`, the gradient of the input alone."
+    )
+    weight_ms: tuple[float, ...] | None = _cost("The gradient of the weights.")
+    transfer_ms: tuple[float, ...] | None = _cost(
+        "From a stage to the next, and back: latency only; default: 0."
+    )
+
+    def seconds(self, name: str) -> tuple[float, ...] | None:
+        """Those of a field."""
+        given: tuple[float, ...] | None = getattr(self, name)
+        return None if given is None else tuple(value / 1e3 for value in given)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def _one_stage(
     schedule, mode = found[4], found[5].replace(" ", "_")
     base, machine = inputs.figures(check), inputs.machine
     assert machine is not None
-    check.same("its mini-batch", count * size, inputs.plan.mini_batch)
+    check.same("its global batch", count * size, inputs.plan.mini_batch)
     check.holds("schedule", schedule in SYNCHRONOUS, schedule)
     check.at_most("its replicas", replicas, machine.gpus)
     starts = [0, *machine.ends[:-1]] if replicas == 1 else [0]
@@ -110,7 +110,7 @@ def _alternative(check: LineCheck, inputs: VerificationInputs, names: list[str],
     word = table.text("recompute", plan.recompute)
     modes = tuple(table.texts("stage_recompute")) if word == "selective" else (word,) * len(balance)
     check.same("layers of its stages", sum(balance), sum(plan.balance))
-    check.same("mini-batch", count * size, plan.mini_batch)
+    check.same("global batch", count * size, plan.mini_batch)
     check.same("stages, and what each recomputes", len(modes), len(balance))
     check.same("stages that are left over on some device", len(balance) % parts, 0)
     check.holds("schedule", schedule in SYNCHRONOUS, schedule)

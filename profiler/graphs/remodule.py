@@ -27,7 +27,7 @@ def leaf_calls_made_whole(graph: fx.Graph, model: nn.Module) -> None:
         path = _innermost(nodes[0])[1]
         leaf = _leaf(model, path)
         if leaf is not None:
-            call = _Call(graph, model, leaf, nodes, places)
+            call = _ModuleCall(graph, model, leaf, nodes, places)
             if call.is_whole:
                 call.make(path, key)
 
@@ -99,7 +99,7 @@ def _is_tensor(node: fx.Node) -> bool:
     return node.meta.get("value_kind") == "tensor"
 
 
-class _Call:
+class _ModuleCall:
     """The nodes of one call of a leaf, and what passes between them and the others."""
 
     def __init__(

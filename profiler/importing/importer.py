@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,46 +11,20 @@ from pydantic import ValidationError
 
 from ...cost_models.document import kind_of, read_text
 from ...cost_models.errors import FileError, UsageError
-from ...cost_models.optimizers import precision_of
 from ...cost_models.quantities import counted, format_seconds
 from ..profile_file import Profile, ProfiledLayer
+from ..profile_options import ProfileImportOptions
 from . import graph_layers, table_layers
 from .cost_table import Row, looks_like_csv, read_csv, read_json
 from .pipedream_graph import is_graph, parse_graph
 
 Format = Literal["pipedream", "csv", "json"]
-FORMATS: tuple[Format, ...] = ("pipedream", "csv", "json")
-GRANULARITIES = ("block", "fine")
 UNKNOWN_DEVICE = "unknown"
 
 PIPEDREAM_SAMPLES = 128
 """Of the profiles of image models that PipeDream publishes; the file does not say."""
 TABLE_SAMPLES = 1
 """Of a table that does not say: then a sample stands for whatever was measured."""
-
-
-@dataclass(frozen=True)
-class ProfileImportOptions:
-    """What the file does not say; None: as is usual for its format.
-
-    `granularity` is for graphs: a table's rows are its layers.
-    """
-
-    format: str | None = None
-    model: str | None = None
-    micro_batch_size: int | None = None
-    granularity: str | None = None
-    dtype: str = "float32"
-
-    def check(self) -> None:
-        """Raises UsageError for words that are not known."""
-        for field, word, known in (
-            ("format", self.format, FORMATS),
-            ("granularity", self.granularity, GRANULARITIES),
-        ):
-            if word is not None and word not in known:
-                raise UsageError(f"{field}={word!r}: not known", f"Use one of: {', '.join(known)}.")
-        precision_of(self.dtype)
 
 
 def import_profile(path: Path, options: ProfileImportOptions) -> Profile:

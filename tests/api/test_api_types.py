@@ -11,14 +11,36 @@ from typing import Any
 import pytest
 
 import pplan
+from pplan.api import options as declarations
 from pplan.api.options import (
+    CheckKeywords,
+    CheckOptions,
+    ExplainKeywords,
+    ExplainOptions,
+    FrontierKeywords,
+    FrontierOptions,
+    ImportKeywords,
+    ImportPlanKeywords,
     MachineKeywords,
     MachineOptions,
     ObjectiveKeywords,
     ObjectiveOptions,
+    Options,
+    OverrideKeywords,
+    Overrides,
+    PartitionKeywords,
+    PartitionOptions,
     PlanKeywords,
     PlanOptions,
+    ProblemKeywords,
+    ProfileImportOptions,
+    ProfileKeywords,
+    ProfileOptions,
+    SimulateKeywords,
     SolveKeywords,
+    SweepKeywords,
+    SweepOptions,
+    TrainingKeywords,
     declared,
 )
 from pplan.api.solve import MODELS
@@ -27,9 +49,9 @@ from pplan.profiler.profile_file import Profile
 
 FREE = {
     *("profile.model", "profile.example_input", "sequential.example_input", "sequential.model"),
-    *("compare.plans", "sweep.options", "frontier.options"),
+    "compare.plans",
 }
-"""Of any type: what torch makes of it decides. `options` are those of `solve`, which has them all."""
+"""Of any type: what torch makes of it decides."""
 
 
 def written(keywords: Any) -> dict[str, str]:
@@ -44,19 +66,40 @@ def written(keywords: Any) -> dict[str, str]:
     }
 
 
-KEYWORDS = written(SolveKeywords)
-
-
-def test_the_keywords_are_the_fields_of_the_options() -> None:
-    for keywords, model in (
+@pytest.mark.parametrize(
+    ("keywords", "model"),
+    [
         (MachineKeywords, MachineOptions),
         (PlanKeywords, PlanOptions),
         (ObjectiveKeywords, ObjectiveOptions),
+        (OverrideKeywords, Overrides),
+        (PartitionKeywords, PartitionOptions),
+        (ExplainKeywords, ExplainOptions),
+        (CheckKeywords, CheckOptions),
+        (ProfileKeywords, ProfileOptions),
+        (ImportKeywords, ProfileImportOptions),
+    ],
+)
+def test_the_keywords_are_the_fields_of_the_options(keywords: Any, model: type[Options]) -> None:
+    assert set(keywords.__annotations__) == set(declared(model)) - {"gpus"}
+    made = {name: value for name, value in vars(model()).items() if name != "gpus"}
+    assert model(**made) == model()
+
+
+def test_keywords_of_several_models_are_all_of_theirs() -> None:
+    def names(*models: type[Options]) -> set[str]:
+        return {name for model in models for name in declared(model)}
+
+    for keywords, known in (
+        (SolveKeywords, names(*MODELS)),
+        (ProblemKeywords, names(MachineOptions, PlanOptions)),
+        (FrontierKeywords, names(MachineOptions, PlanOptions, FrontierOptions)),
+        (SweepKeywords, names(*MODELS, SweepOptions)),
+        (SimulateKeywords, names(MachineOptions, Overrides) - {"gpus"}),
+        (ImportPlanKeywords, names(MachineOptions, PartitionOptions) | set(TrainingKeywords.__annotations__)),
     ):
-        assert set(keywords.__annotations__) == set(declared(model)) - {"gpus"}
-        made = {name: value for name, value in vars(model()).items() if name != "gpus"}
-        assert model(**made) == model()
-    assert set(KEYWORDS) == {name for model in MODELS for name in declared(model)}
+        assert set(keywords.__annotations__) == known
+    assert set(TrainingKeywords.__annotations__) < names(PlanOptions)
 
 
 def test_an_option_that_is_none_is_refused_with_the_nearest(profile: Profile) -> None:
@@ -83,7 +126,8 @@ def arguments() -> Iterator[tuple[str, str, str]]:
         for parameter in inspect.signature(function).parameters.values():
             if f"{name}.{parameter.name}" not in FREE:
                 if parameter.kind is parameter.VAR_KEYWORD:
-                    for option, annotation in KEYWORDS.items():
+                    named = str(parameter.annotation).removeprefix("Unpack[").removesuffix("]")
+                    for option, annotation in written(getattr(declarations, named)).items():
                         yield name, option, annotation
                 else:
                     yield name, parameter.name, str(parameter.annotation)
@@ -112,7 +156,7 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
     given: dict[str, dict[str, Any]] = {
         "solve": {"profile": profile, "gpus": 2, "mini_batch": 16},
         "frontier": {"profile": profile, "gpus": 2, "mini_batch": 16, "points": 1},
-        "sweep": {"profile": profile, "grid": {"mini_batch": [16]}, "gpus": 2},
+        "sweep": {"profile": profile, "grid": {"use_all": [True, False]}, "mini_batch": 16, "gpus": 2},
         "simulate": {"plan": plan, "profile": profile},
         "explain": {"plan": plan, "profile": profile},
         "check": {"plan": plan, "profile": profile},
@@ -128,6 +172,9 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         "load_profile": {"path": "a.profile.json"},
         "load_plan": {"path": "a.plan.json"},
     }
+    if (name, argument) == ("sweep", "use_all"):
+        given[name]["grid"] = {"mini_batch": [8]}
+        del given[name]["mini_batch"]
     own = {**given[name], argument: value}
     plans = (Plan.model_validate(plan.model_dump()),) if name == "compare" else ()
     getattr(pplan, name)(*plans, **own)

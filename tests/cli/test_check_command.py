@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.api.check import CheckOptions, model_spec
+from pplan.api.check import model_spec
+from pplan.api.check_options import CheckOptions
 from pplan.cost_models.errors import MachineError
 from pplan.planner.plan_file import Alternative, Plan
 from pplan.profiler.profile_file import Profile

@@ -12,7 +12,7 @@ import pytest
 import pplan
 from pplan.cli.compare_command import print_comparison, share
 from pplan.cost_models.errors import UsageError
-from pplan.planner.explanation.compare import Compared, Comparison
+from pplan.planner.explanation.compare import Compared, PlanComparison
 from pplan.planner.plan_file import Plan
 from pplan.planner.planners import PLANNERS
 from pplan.profiler.profile_file import Profile
@@ -53,7 +53,7 @@ def test_table(plan: Plan, golden: Golden, width: int, terminal: Terminal) -> No
 def test_files(run: Run, files: Plan) -> None:
     ran = run("compare", "a.plan.json", "b.plan.json", "--json")
     assert (ran.status, ran.err) == (0, "")
-    made = Comparison.model_validate(json.loads(ran.out))
+    made = PlanComparison.model_validate(json.loads(ran.out))
     first, second = made.rows
     assert (first.name, second.name) == ("a.plan.json", "b.plan.json")
     assert first.step_seconds == files.prediction.step_seconds
@@ -96,7 +96,7 @@ def test_the_planners_under_a_plans_wishes(run: Run, here: Path, profile: Profil
     ran = run("compare", "--json")
     assert ran.status == 0
     assert ran.lines == ["Using even.plan.json (newest plan in this directory)"]
-    made = Comparison.model_validate(json.loads(ran.out))
+    made = PlanComparison.model_validate(json.loads(ran.out))
     rows = {row.name: row for row in made.rows[1:]}
     assert set(rows) == {"best", *PLANNERS}
     assert made.rows[0].name == "even.plan.json"
@@ -154,6 +154,7 @@ def test_an_imported_plan_has_the_distance_from_what_solve_proved_of_its_problem
     assert ours.gap == pytest.approx(best.prediction.gap)
 
 
+@pytest.mark.slow
 def test_an_imported_plan_alone_has_no_gap(profile: Profile, terminal: Terminal) -> None:
     theirs = pplan.import_plan("2,4,6", profile, mini_batch=64, schedule="1f1b")
     larger = pplan.solve(profile, gpus=3, mini_batch=128)

@@ -13,8 +13,8 @@ import pytest
 import pplan
 from pplan.cli.explain_tables import answer_lines, described, print_explanation
 from pplan.planner.explanation.explanation import Explanation
-from pplan.planner.explanation.plan_summary import PlanSummary
 from pplan.planner.plan_file import Plan
+from pplan.planner.plan_stages import PlanSummary
 from pplan.profiler.profile_file import Profile
 
 Golden = Callable[[str, str], None]

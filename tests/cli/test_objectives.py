@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.cli.sweep_options import grid_of
+from pplan.cli.sweep_options import read_grid
 from pplan.cost_models.errors import UsageError
 from pplan.planner.objectives.frontier import Frontier
 from pplan.planner.plan_file import Plan
@@ -44,13 +44,13 @@ def toy(here: Path, profile: Profile) -> Path:
     ],
 )
 def test_what_is_swept(text: str, grid: dict[str, list[Any]]) -> None:
-    assert grid_of([text]) == grid
+    assert read_grid([text], "--sweep") == grid
 
 
 @pytest.mark.parametrize(
     ("texts", "word"),
     [
-        (["gpu=2"], "Did you mean gpus?"),
+        (["gpuss=2"], "Did you mean gpus?"),
         (["gpus"], "has no values"),
         (["gpus="], "has no values"),
         (["gpus=2,,4"], "a value is missing"),
@@ -65,7 +65,7 @@ def test_what_is_swept(text: str, grid: dict[str, list[Any]]) -> None:
 )
 def test_sweeps_that_cannot_be(texts: list[str], word: str) -> None:
     with pytest.raises(UsageError) as caught:
-        grid_of(texts)
+        read_grid(texts, "--sweep")
     assert word in str(caught.value)
 
 

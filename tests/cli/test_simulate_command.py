@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.cli.simulate_command import TRANSFERS
 from pplan.cost_models.errors import FileError
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.simulator import costs
+from pplan.planner.overrides import TRANSFERS
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 

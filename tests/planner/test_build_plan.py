@@ -83,6 +83,7 @@ def test_a_named_schedule_is_kept(schedule: str, make_chain: MakeChain, make_top
     assert parallel.step_seconds == pytest.approx(plan.prediction.step_seconds)
 
 
+@pytest.mark.slow
 def test_alternatives_hold_the_best_of_each_schedule(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:

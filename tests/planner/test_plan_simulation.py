@@ -14,7 +14,8 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.balance import balance
 from pplan.planner.build_plan import solve
-from pplan.planner.layout import Overrides, devices_needed
+from pplan.planner.layout import devices_needed
+from pplan.planner.overrides import Overrides
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_simulation import simulate_plan

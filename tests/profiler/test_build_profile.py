@@ -15,6 +15,7 @@ from pplan.cost_models.tied_weights import TiedWeight
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
 from pplan.profiler.profile_file import Profile
+from pplan.profiler.profile_options import ProfileOptions
 
 
 class Skips(nn.Module):
@@ -33,10 +34,11 @@ class Skips(nn.Module):
         return {"logits": self.head(value), "value": value}
 
 
-def skips(**options: Any) -> Profile:
+def skips(*, parts: bool = True, **options: Any) -> Profile:
     given = {"ids": torch.randint(0, 16, (2, 5)), "shift": torch.randn(2, 5, 8)}
     loaded = from_module(Skips(), given)
-    return profile_model(loaded, micro_batch_sizes=[1, 3], rounds=1, device="cpu", **options)
+    asked = ProfileOptions(micro_batch_sizes=[1, 3], device="cpu", **options)
+    return profile_model(loaded, asked, rounds=1, parts=parts)
 
 
 def test_several_inputs_and_tensors_over_a_cut() -> None:
@@ -92,7 +94,9 @@ def test_ties_that_cannot_be_are_refused(change: dict[str, Any], words: str) -> 
 def test_pins_are_told() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     profile = profile_model(
-        (model, torch.randn(2, 4)), keep_together=["[12]"], micro_batch_sizes=[1], rounds=1, device="cpu"
+        (model, torch.randn(2, 4)),
+        ProfileOptions(keep_together=["[12]"], micro_batch_sizes=[1], device="cpu"),
+        rounds=1,
     )
     assert [layer.cut_reason for layer in profile.layers] == [None, "kept together: [12]", None, None]
 
@@ -100,7 +104,7 @@ def test_pins_are_told() -> None:
 def test_the_loss_is_measured_beside_the_layers_and_the_last_stage_pays_for_it() -> None:
     model, given = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 9)), torch.randn(2, 6)
     profile = profile_model(
-        (model, given), loss="cross-entropy", micro_batch_sizes=[1, 4], rounds=2, device="cpu"
+        (model, given), ProfileOptions(loss="cross-entropy", micro_batch_sizes=[1, 4], device="cpu"), rounds=2
     )
     assert profile.loss is not None
     assert profile.loss.name == "cross-entropy"
@@ -134,7 +138,7 @@ def test_the_peak_of_a_step_is_the_one_of_the_parts() -> None:
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 144, 5)
     )
     profile = profile_model(
-        (model, torch.randn(2, 3, 16, 16)), micro_batch_sizes=[2, 8], rounds=1, device="cpu"
+        (model, torch.randn(2, 3, 16, 16)), ProfileOptions(micro_batch_sizes=[2, 8], device="cpu"), rounds=1
     )
     for whole in profile.whole:
         assert whole.peak_bytes is not None
@@ -145,11 +149,8 @@ def test_how_it_was_run_is_told() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
     profile = profile_model(
         (model, torch.randn(1, 3, 8, 8)),
-        channels_last=True,
-        amp="bf16",
-        micro_batch_sizes=[1],
+        ProfileOptions(channels_last=True, amp="bf16", micro_batch_sizes=[1], device="cpu"),
         rounds=1,
-        device="cpu",
     )
     assert (profile.channels_last, profile.amp, profile.compiled, profile.tf32) == (
         True,
@@ -171,7 +172,9 @@ def test_on_meta_there_are_layers_and_bytes_and_no_seconds() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 9))
     on_cpu, on_meta = (
         profile_model(
-            (model, torch.randn(2, 6)), loss="mse", micro_batch_sizes=[2, 8], rounds=1, device=device
+            (model, torch.randn(2, 6)),
+            ProfileOptions(loss="mse", micro_batch_sizes=[2, 8], device=device),
+            rounds=1,
         )
         for device in ("cpu", "meta")
     )
@@ -217,7 +220,9 @@ def test_shared_buffers_are_told() -> None:
             result: Tensor = self.norm(self.b(self.norm(self.a(given))))
             return result
 
-    profile = profile_model((Norms(), torch.randn(4, 4)), device="meta", micro_batch_sizes=[4])
+    profile = profile_model(
+        (Norms(), torch.randn(4, 4)), ProfileOptions(device="meta", micro_batch_sizes=[4])
+    )
     assert {tied.tensor for tied in profile.tied} == {
         "norm.running_mean",
         "norm.running_var",

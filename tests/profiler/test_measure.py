@@ -10,12 +10,14 @@ import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock
 
 from pplan.cost_models.errors import MachineError, ModelError, UsageError
 from pplan.profiler import measure
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module, load_model
 from pplan.profiler.profile_file import Profile
+from pplan.profiler.profile_options import ProfileOptions
 
 
 class SmallVgg(nn.Module):
@@ -41,7 +43,7 @@ class SmallVgg(nn.Module):
 @pytest.fixture(scope="module")
 def vgg11() -> Profile:
     loaded = dataclasses.replace(from_module(SmallVgg(), torch.randn(1, 3, 32, 32)), classes=10)
-    return profile_model(loaded, micro_batch_sizes=[1, 2], rounds=2, device="cpu", seed=3)
+    return profile_model(loaded, ProfileOptions(micro_batch_sizes=[1, 2], device="cpu", seed=3), rounds=2)
 
 
 def test_a_real_profile_is_complete(vgg11: Profile) -> None:
@@ -84,13 +86,15 @@ def test_it_survives_the_file_and_becomes_a_chain(vgg11: Profile) -> None:
 
 
 def test_the_model_is_untouched() -> None:
-    model = torchvision.models.resnet18(num_classes=3)
+    model = torchvision.models.ResNet(BasicBlock, [1, 1, 1, 1], num_classes=3)
     model.layer1.eval()
     before = copy.deepcopy(model.state_dict())
     training = [module.training for module in model.modules()]
     given = torch.randn(2, 3, 32, 32)
     state = torch.get_rng_state()
-    profile = profile_model((model, given), micro_batch_sizes=[2], rounds=1, device="cpu", dtype="float64")
+    profile = profile_model(
+        (model, given), ProfileOptions(micro_batch_sizes=[2], device="cpu", dtype="float64"), rounds=1
+    )
     assert profile.dtype == "float64"
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model.modules()] == training
@@ -103,7 +107,9 @@ def test_the_model_counts_in_the_dtype_asked_for() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     for dtype, item in (("float64", 8), ("float32", 4)):
         profile = profile_model(
-            (model, torch.ones(2, 4)), micro_batch_sizes=[2], dtype=dtype, device="cpu", rounds=1
+            (model, torch.ones(2, 4)),
+            ProfileOptions(micro_batch_sizes=[2], dtype=dtype, device="cpu"),
+            rounds=1,
         )
         assert profile.layers[0].parameter_bytes == 20 * item
         assert profile.layers[1].buffer_bytes == 8 * item + 8
@@ -113,14 +119,18 @@ def test_the_model_counts_in_the_dtype_asked_for() -> None:
 def test_whole_numbers_stay_whole() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, 2))
     given = torch.tensor([[1, 2, 9]])
-    profile = profile_model((model, given), micro_batch_sizes=[3], rounds=1, dtype="float64", device="cpu")
+    profile = profile_model(
+        (model, given), ProfileOptions(micro_batch_sizes=[3], dtype="float64", device="cpu"), rounds=1
+    )
     assert profile.input_bytes_per_sample == 3 * 8
     assert profile.layers[0].costs[0].output_bytes == 3 * 3 * 4 * 8
 
 
 def test_evaluation_mode_is_said() -> None:
     profile = profile_model(
-        (nn.Linear(4, 4).eval(), torch.ones(1, 4)), micro_batch_sizes=[1], rounds=1, device="cpu"
+        (nn.Linear(4, 4).eval(), torch.ones(1, 4)),
+        ProfileOptions(micro_batch_sizes=[1], device="cpu"),
+        rounds=1,
     )
     assert any("evaluation mode" in note for note in profile.notes)
 
@@ -137,7 +147,7 @@ def test_an_off_closing_ratio_is_noted(clock: Any, takes: Any, monkeypatch: pyte
     monkeypatch.setattr(clock, "stamp", costly)
     model = nn.Sequential(takes(clock, 1, 2), takes(clock, 3, 4))
     profile = profile_model(
-        (model, torch.ones(1, 4)), micro_batch_sizes=[1], rounds=1, device="cpu", clock=clock
+        (model, torch.ones(1, 4)), ProfileOptions(micro_batch_sizes=[1], device="cpu"), rounds=1, clock=clock
     )
     assert profile.whole[0].forward_closing_ratio == pytest.approx(6 / 5)
     assert profile.whole[0].backward_closing_ratio == pytest.approx(8 / 7)
@@ -148,13 +158,13 @@ def test_an_off_closing_ratio_is_noted(clock: Any, takes: Any, monkeypatch: pyte
 def test_a_clock_that_reads_nothing_is_an_error(clock: Any, takes: Any) -> None:
     model = (nn.Sequential(takes(clock, 0, 0)), torch.ones(1, 4))
     with pytest.raises(MachineError, match="micro-batch size 2: the clock reads 0 s") as caught:
-        profile_model(model, micro_batch_sizes=[2], rounds=1, device="cpu", clock=clock)
+        profile_model(model, ProfileOptions(micro_batch_sizes=[2], device="cpu"), rounds=1, clock=clock)
     assert "`micro_batch_sizes`" in caught.value.hint
 
 
 def test_a_direction_of_no_time_has_no_closing_ratio(clock: Any, takes: Any) -> None:
     model = (nn.Sequential(takes(clock, 0, 2)), torch.ones(1, 4))
-    profile = profile_model(model, micro_batch_sizes=[2], rounds=1, device="cpu", clock=clock)
+    profile = profile_model(model, ProfileOptions(micro_batch_sizes=[2], device="cpu"), rounds=1, clock=clock)
     whole = profile.whole[0]
     assert whole.closing_ratio == whole.backward_closing_ratio == 1
     assert whole.forward_closing_ratio is None
@@ -168,38 +178,44 @@ def test_a_direction_of_no_time_has_no_closing_ratio(clock: Any, takes: Any) -> 
         ({"device": "cuda:99"}, MachineError, "device 'cuda:99' is not here"),
         ({"budget_seconds": 0.0}, UsageError, "budget_seconds=0:"),
         ({"budget_seconds": float("nan")}, UsageError, "budget_seconds=nan:"),
-        ({"micro_batch_sizes": []}, UsageError, r"micro_batch_sizes=\[\]"),
-        ({"micro_batch_sizes": [4, 0]}, UsageError, r"micro_batch_sizes=\[4, 0\]"),
-        ({"micro_batch_sizes": [1.5]}, UsageError, r"micro_batch_sizes=\[1.5\]"),
+        ({"micro_batch_sizes": []}, UsageError, r"micro_batch_sizes=\(\)"),
+        ({"micro_batch_sizes": [4, 0]}, UsageError, r"micro_batch_sizes\[1\]=0"),
+        ({"micro_batch_sizes": [1.5]}, UsageError, r"micro_batch_sizes\[0\]=1.5"),
         ({"micro_batch_sizes": "1,2"}, UsageError, "micro_batch_sizes='1,2'"),
         ({"micro_batch_sizes": 8}, UsageError, "micro_batch_sizes=8"),
-        ({"rounds": 0}, UsageError, "rounds=0"),
-        ({"seed": -1}, UsageError, "seed -1"),
-        ({"seed": 2**63}, UsageError, "seed 9223372036854775808"),
+        ({"seed": -1}, UsageError, "seed=-1"),
+        ({"seed": 2**63}, UsageError, "seed=9223372036854775808"),
     ],
 )
 def test_what_cannot_be_asked_for(options: dict[str, Any], error: type[Exception], expected: str) -> None:
     with pytest.raises(error, match=expected):
-        profile_model((nn.Linear(4, 4), torch.ones(1, 4)), **options)
+        profile_model((nn.Linear(4, 4), torch.ones(1, 4)), ProfileOptions(**options))
+
+
+def test_no_rounds_cannot_be_asked_for() -> None:
+    with pytest.raises(UsageError, match="rounds=0"):
+        profile_model((nn.Linear(4, 4), torch.ones(1, 4)), rounds=0)
 
 
 def test_a_frozen_model_is_refused() -> None:
     model = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(ModelError, match="needs no gradient"):
-        profile_model((model, torch.ones(1, 4)), micro_batch_sizes=[1], device="cpu")
+        profile_model((model, torch.ones(1, 4)), ProfileOptions(micro_batch_sizes=[1], device="cpu"))
 
 
 def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model = nn.Linear(4, 4)
     model.stream = (number for number in range(3))  # type: ignore[assignment]
     with pytest.raises(ModelError, match=r"Linear cannot be copied: TypeError"):
-        profile_model((model, torch.ones(1, 4)), device="cpu")
+        profile_model((model, torch.ones(1, 4)), ProfileOptions(device="cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float32])
 def test_a_model_is_measured_in_its_own_dtype(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(dtype)
-    profile = profile_model((model, torch.ones(2, 4)), micro_batch_sizes=[1], rounds=1, device="cpu")
+    profile = profile_model(
+        (model, torch.ones(2, 4)), ProfileOptions(micro_batch_sizes=[1], device="cpu"), rounds=1
+    )
     assert f"torch.{profile.dtype}" == str(dtype)
     assert profile.layers[0].parameter_bytes == 20 * dtype.itemsize
     assert profile.layers[0].costs[0].output_bytes == 4 * dtype.itemsize
@@ -209,7 +225,9 @@ def test_a_model_is_measured_in_its_own_dtype(dtype: torch.dtype) -> None:
 
 def test_a_model_of_several_dtypes_is_measured_in_float32_and_told_so() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
-    profile = profile_model((model, torch.ones(2, 4)), micro_batch_sizes=[1], rounds=1, device="cpu")
+    profile = profile_model(
+        (model, torch.ones(2, 4)), ProfileOptions(micro_batch_sizes=[1], device="cpu"), rounds=1
+    )
     assert profile.dtype == "float32"
     assert [layer.parameter_bytes for layer in profile.layers] == [80, 80]
     assert any("in bfloat16 and float32 and was measured in float32" in note for note in profile.notes)
@@ -219,19 +237,21 @@ def test_complex_parameters_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.complex64))
     for dtype in (None, "float32"):
         with pytest.raises(ModelError, match=r"1\.weight is complex64"):
-            profile_model((model, torch.ones(1, 4)), dtype=dtype, device="cpu")
+            profile_model((model, torch.ones(1, 4)), ProfileOptions(dtype=dtype, device="cpu"))
 
 
 def test_a_lazy_model_is_to_be_run_once() -> None:
     with pytest.raises(ModelError, match="weight is lazy") as caught:
-        profile_model((nn.LazyLinear(4), torch.ones(1, 4)), device="cpu")
+        profile_model((nn.LazyLinear(4), torch.ones(1, 4)), ProfileOptions(device="cpu"))
     assert "once first" in caught.value.hint
 
 
 def test_frozen_layers_are_told_in_the_profile() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
-    profile = profile_model((model, torch.ones(1, 4)), micro_batch_sizes=[1], rounds=1, device="cpu")
+    profile = profile_model(
+        (model, torch.ones(1, 4)), ProfileOptions(micro_batch_sizes=[1], device="cpu"), rounds=1
+    )
     assert [layer.trainable_bytes for layer in profile.layers] == [0, 80]
     assert profile.edges == [("0", "1")]
 
@@ -256,7 +276,7 @@ class Unrun(nn.Linear):
 @pytest.mark.parametrize("layer", [Uncopied, Unmoved, Unrun])
 def test_no_memory_before_the_sweep_is_the_machines_lack(layer: type[nn.Linear]) -> None:
     with pytest.raises(MachineError) as caught:
-        profile_model((nn.Sequential(layer(4, 4)), torch.ones(2, 4)), device="cpu")
+        profile_model((nn.Sequential(layer(4, 4)), torch.ones(2, 4)), ProfileOptions(device="cpu"))
     assert caught.value.what == (
         "Sequential: the model does not fit on cpu: CUDA out of memory. Tried to allocate 2 GiB"
     )
@@ -266,7 +286,7 @@ def test_no_memory_before_the_sweep_is_the_machines_lack(layer: type[nn.Linear])
 @pytest.mark.gpu
 def test_a_profile_on_a_device() -> None:
     loaded = load_model("vgg11", classes=10, input_shape=(3, 32, 32))
-    profile = profile_model(loaded, micro_batch_sizes=[1, 8], rounds=3, device="cuda")
+    profile = profile_model(loaded, ProfileOptions(micro_batch_sizes=[1, 8], device="cuda"), rounds=3)
     assert profile.device == "cuda"
     assert profile.device_memory_bytes == torch.cuda.get_device_properties(0).total_memory
     assert all(
@@ -289,5 +309,8 @@ def test_the_device_is_entered_before_its_random_numbers_are_seeded(monkeypatch:
 
     for name in ("fixed_seed", "_on"):
         monkeypatch.setattr(measure, name, telling(name, getattr(measure, name)))
-    profile_model((nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)), device="meta", micro_batch_sizes=[1])
+    profile_model(
+        (nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)),
+        ProfileOptions(device="meta", micro_batch_sizes=[1]),
+    )
     assert entered == ["_on", "fixed_seed"]

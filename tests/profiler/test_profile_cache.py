@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pplan.cost_models.option_fields import declared
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
 from pplan.profiler.profile_cache import Request, cache_folder
 from pplan.profiler.profile_file import Interrupted, Profile
+from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.size_sweep import Progress
 from pplan.profiler.user_model.loaded_model import LoadedModel
 
@@ -43,8 +45,10 @@ def kept(
     """The profile, and what was said."""
     said: list[str] = []
     loaded = module if isinstance(module, LoadedModel) else (module or model(), given)
-    options = {"rounds": 1, "micro_batch_sizes": [1], "cache": True, "device": "cpu", **options}
-    return profile_model(loaded, remark=said.append, **options), said
+    own = {name: value for name, value in options.items() if name in declared(ProfileOptions)}
+    asked = ProfileOptions(**{"micro_batch_sizes": [1], "cache": True, "device": "cpu", **own})
+    measuring = {"rounds": 1} | {name: value for name, value in options.items() if name not in own}
+    return profile_model(loaded, asked, remark=said.append, **measuring), said
 
 
 def is_hit(said: list[str]) -> bool:

@@ -19,6 +19,7 @@ from pplan.profiler.micro_batch_sizes import sizes_to_try
 from pplan.profiler.offload.segmented import SegmentedMeasurement
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.profile_file import Profile
+from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.segmented_sweep import SegmentedSweep
 from pplan.profiler.sequential import as_sequential
 from pplan.profiler.size_sweep import Progress
@@ -254,7 +255,11 @@ def test_the_working_copy_stays_where_it_is(clock: Any, takes: Any) -> None:
 def profiled(model: nn.Module, memory_bytes: int | None, sizes: Sequence[int] | None) -> Profile:
     given = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(0))
     return profile_model(
-        (model, given), micro_batch_sizes=sizes, rounds=1, parts=False, memory_bytes=memory_bytes
+        (model, given),
+        ProfileOptions(micro_batch_sizes=sizes),
+        rounds=1,
+        parts=False,
+        memory_bytes=memory_bytes,
     )
 
 

@@ -36,7 +36,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.fixture(params=["vgg11", *MODELS])
+@pytest.fixture(params=["vgg11", pytest.param("resnet18", marks=pytest.mark.slow), "nested"])
 def model(request: pytest.FixtureRequest, small_vgg: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return {"vgg11": small_vgg, **MODELS}[request.param]().double()

@@ -358,6 +358,7 @@ def test_names_that_are_no_models_are_refused_where_they_are_built(
         _load_model(ModelSpec(name="evil"))
 
 
+@pytest.mark.slow
 def test_a_loss_is_imported_only_where_the_user_names_it() -> None:
     spec = ModelSpec(
         name="alexnet", input_shape=[3, 64, 64], classes=2, loss="evil:loss", by_user=("other:loss",)
@@ -366,6 +367,7 @@ def test_a_loss_is_imported_only_where_the_user_names_it() -> None:
         _load_model(spec)
 
 
+@pytest.mark.slow
 def test_another_model_than_the_profiled_one_is_refused() -> None:
     spec = ModelSpec(
         name="alexnet", input_shape=[3, 64, 64], classes=2, layers_sha256="0" * 64, profiled="a\x1bb"

@@ -43,6 +43,7 @@ def test_on_the_devices_from_rank_0_on(
     assert report.agrees, report.differing
 
 
+@pytest.mark.slow
 def test_of_another_runtime_than_the_one_asked_for(
     make_profile: Callable[..., Any], solve_files: Callable[..., Any]
 ) -> None:
@@ -56,6 +57,7 @@ def test_of_another_runtime_than_the_one_asked_for(
     assert report.agrees, report.differing
 
 
+@pytest.mark.slow
 def test_the_launches_of_kinds_with_a_profile_of_their_own(
     make_profile: Callable[..., Any], solve_files: Callable[..., Any]
 ) -> None:

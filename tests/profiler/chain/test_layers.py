@@ -15,6 +15,7 @@ from pplan.cost_models.errors import ModelError, UsageError
 from pplan.profiler.chain.layers import LayerChain, build_chain, layer_failure
 from pplan.profiler.chain.shared_parameters import storage_aliases
 from pplan.profiler.measure import profile_model
+from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.user_model.loaded_model import ModelInput
 
 
@@ -495,7 +496,7 @@ def test_parameters_over_the_same_memory_are_shared_too() -> None:
     assert storage_aliases(model) == (("a.weight", "b.weight"),)
     chain = build_chain(model, torch.ones(2, 4))
     assert [layer.cut_reason for layer in chain.layers] == ["a and b share a.weight", None, None]
-    profile = profile_model((model, torch.ones(2, 4)), device="meta", micro_batch_sizes=[2])
+    profile = profile_model((model, torch.ones(2, 4)), ProfileOptions(device="meta", micro_batch_sizes=[2]))
     assert [layer.cut_after for layer in profile.layers] == [False, True, True]
     assert [(tied.tensor, tied.layers) for tied in profile.tied] == [("a.weight", ["a", "b"])]
 

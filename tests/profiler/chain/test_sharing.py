@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from pplan.profiler.chain.layers import build_chain, find_tensor_users
 from pplan.profiler.chain.shared_parameters import Again, Borrowed
 from pplan.profiler.measure import profile_model
+from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.sequential import sequential, state_dict_names
 
 
@@ -293,7 +294,9 @@ def test_its_own_chain_knows_the_sharers(model: nn.Module) -> None:
         layer.parameter_bytes for layer in chain.layers
     ]
     profile = profile_model(
-        (sequential(model, batch()), batch()), rounds=1, micro_batch_sizes=[2], device="cpu", dtype="float64"
+        (sequential(model, batch()), batch()),
+        ProfileOptions(micro_batch_sizes=[2], device="cpu", dtype="float64"),
+        rounds=1,
     )
     assert [layer.cut_after for layer in profile.layers[:-1]] == cuts[:-1]
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measure import profile_model
+from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.sequential import sequential
 
 
@@ -138,7 +139,7 @@ class Recomputing(nn.Module):
 def test_a_checkpoint_that_tracing_looks_through_is_told(recomputes: bool) -> None:
     model, given = Recomputing(recomputes), torch.randn(2, 4)
     assert build_chain(model, given).drops_checkpoints is recomputes
-    profile = profile_model((model, given), device="meta", micro_batch_sizes=[2])
+    profile = profile_model((model, given), ProfileOptions(device="meta", micro_batch_sizes=[2]))
     assert any("torch.utils.checkpoint" in note for note in profile.notes) is recomputes
 
 

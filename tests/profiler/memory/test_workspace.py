@@ -18,6 +18,7 @@ from pplan.profiler.memory.workspace import LossWorkspace, StepMemory, Workspace
 from pplan.profiler.offload.fitting import count_pass
 from pplan.profiler.passes.timing import OutputGradients, backward, run_layers
 from pplan.profiler.profile_file import Profile
+from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.user_model.losses import loss_named
 
 
@@ -209,7 +210,10 @@ def half_precision_step(size: int, name: str) -> tuple[Profile, int]:
     model = nn.Sequential(nn.Embedding(2000, 8), nn.Linear(8, 2000))
     given = torch.randint(2000, (size, 16))
     profile = profile_model(
-        (model, given), micro_batch_sizes=[size], rounds=1, device="cpu", loss=name, amp="bf16", parts=False
+        (model, given),
+        ProfileOptions(micro_batch_sizes=[size], device="cpu", loss=name, amp="bf16"),
+        rounds=1,
+        parts=False,
     )
     loss = loss_named(name)
     assert loss is not None

@@ -17,6 +17,7 @@ from pplan.profiler.measure import profile_model
 from pplan.profiler.passes.modes import Modes, compiler_failure
 from pplan.profiler.passes.timing import OutputGradients, run_layers
 from pplan.profiler.passes.watchers import CompositeWatcher
+from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.user_model.loaded_model import ModelInput
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -220,7 +221,7 @@ def test_channels_last_leaves_what_it_has_no_layout_for() -> None:
 
 def test_a_clip_is_profiled_in_channels_last() -> None:
     model = nn.Sequential(nn.Conv3d(3, 4, 3), nn.ReLU())
-    options: dict[str, Any] = {"device": "cpu", "micro_batch_sizes": [2], "rounds": 1, "channels_last": True}
-    assert profile_model((model, torch.ones(2, 3, 4, 8, 8)), **options).channels_last
-    vectors = profile_model((nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)), **options)
+    asked = ProfileOptions(device="cpu", micro_batch_sizes=[2], channels_last=True)
+    assert profile_model((model, torch.ones(2, 3, 4, 8, 8)), asked, rounds=1).channels_last
+    vectors = profile_model((nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)), asked, rounds=1)
     assert any("channels_last changed nothing" in note for note in vectors.notes)

@@ -1,4 +1,4 @@
-"""`--set key=value`: the types of the values, and what a wrong pair is told."""
+"""What is typed for options as values: the types of settings, and what a wrong one is told."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pplan.cli.settings import parse_settings
 from pplan.cost_models.errors import UsageError
+from pplan.cost_models.typed_text import settings
 
 
 @pytest.mark.parametrize(
@@ -36,20 +36,20 @@ from pplan.cost_models.errors import UsageError
     ],
 )
 def test_values_have_their_types(text: str, value: object) -> None:
-    parsed = parse_settings([f"key={text}"])["key"]
+    parsed = settings([f"key={text}"], "--set")["key"]
     assert parsed == value
     assert type(parsed) is type(value)
 
 
 def test_pairs_stay_in_order_and_spaces_are_trimmed() -> None:
-    assert list(parse_settings((" depth = 24 ", "name=x")).items()) == [("depth", 24), ("name", "x")]
-    assert parse_settings(()) == {}
+    assert list(settings((" depth = 24 ", "name=x"), "--set").items()) == [("depth", 24), ("name", "x")]
+    assert settings((), "--set") == {}
 
 
 @pytest.mark.slow
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
 def test_what_python_writes_is_read_back(value: object) -> None:
-    assert parse_settings([f"key={value!r}"]) == {"key": value}
+    assert settings([f"key={value!r}"], "--set") == {"key": value}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,6 @@ def test_what_python_writes_is_read_back(value: object) -> None:
 )
 def test_wrong_pairs_are_refused(pairs: list[str], told: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_settings(pairs)
+        settings(pairs, "--set")
     assert told in raised.value.what
     assert raised.value.hint

@@ -1,0 +1,123 @@
+"""The options of a check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from ..cost_models import arguments
+from ..cost_models.errors import UsageError
+from ..cost_models.option_fields import Options, option
+from ..cost_models.quantities import parse_seconds
+from ..cost_models.typed_text import settings
+
+RUNTIMES = ("torch", "torchgpipe", "fairscale", "deepspeed")
+
+
+class CheckKeywords(TypedDict, total=False):
+    """The fields of `CheckOptions`, as a caller may give them."""
+
+    runtime: str
+    model: str | None
+    settings: Mapping[str, object] | None
+    loss: str | None
+    device: Literal["auto", "cpu", "cuda"] | str
+    emulate: bool
+    even: bool
+    calibrate: bool
+    calibration: str | Path | None
+    steps: int
+    timeout: float
+
+
+def _settings(name: str, value: Any) -> dict[str, object]:
+    return arguments.settings(name, value) or {}
+
+
+def _device(name: str, value: Any) -> str:
+    if arguments.word(name, value) not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device {value!r} is not known", "Use auto, cpu or cuda.")
+    return str(value)
+
+
+@dataclass(frozen=True)
+class CheckOptions(Options):
+    """How a plan is checked. Raises UsageError.
+
+    `runtime`: torch (torch.distributed.pipelining), torchgpipe, fairscale or deepspeed. `model` and `loss` of
+    yours, where the profile's are not taken (their code is imported then, and else never), with `settings`,
+    what the model was profiled with. `device`: CUDA with a GPU each, "cpu" with one thread each, or what
+    there is enough of. `emulate`: the stages wait as long as the plan says they compute. `even`: the even
+    split of as many stages runs beside it. `calibrate`: other schedules run first, and overhead, link and
+    slowdown are fitted to them; `calibration`: a file of what was fitted before. `steps`: how many are timed.
+    `timeout`: seconds after which a step that does not end is given up.
+    """
+
+    model: str | None = option(
+        None,
+        arguments.optional_word,
+        "The model, where it is your own: package.module:factory. A file's word runs no code.",
+        "NAME",
+    )
+    settings: Mapping[str, Any] = option(
+        None,
+        _settings,
+        "As the model was profiled with; repeatable.",
+        "NAME=VALUE",
+        flag="--set",
+        read=settings,
+        repeats=True,
+    )
+    loss: str | None = option(
+        None,
+        arguments.optional_word,
+        "The loss, where it is your own: package.module:function.",
+        "NAME",
+    )
+    runtime: str = option(
+        "torch",
+        arguments.word,
+        f"What runs it: {', '.join(RUNTIMES)}.",
+        "NAME",
+        words=RUNTIMES,
+    )
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto",
+        _device,
+        "auto: CUDA where there are enough GPUs, else a core for each process.",
+        "auto|cpu|cuda",
+        words=("auto", "cpu", "cuda"),
+    )
+    emulate: bool = option(
+        False,
+        arguments.flag,
+        "Stages wait as long as the plan says they compute: for more devices than this machine has.",
+    )
+    even: bool = option(True, arguments.flag, "Do not run the even split beside the plan.", flag="--no-even")
+    calibrate: bool = option(
+        False,
+        arguments.flag,
+        "Run other schedules first, fit overhead, link and slowdown to them, write both beside the plan and "
+        "solve again.",
+    )
+    calibration: Path | None = option(
+        None, arguments.optional_path, "Corrections that an earlier `calibrate` wrote.", "FILE"
+    )
+    steps: int = option(5, arguments.whole, "Steps that are timed.", "N", least=1)
+    timeout: float = option(
+        120.0,
+        arguments.number,
+        "How long a step may take before the check gives up.",
+        "120s",
+        read=parse_seconds,
+        default_text="120s",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.calibrate and self.calibration is not None:
+            raise UsageError("check: both `calibrate` and `calibration`", "Give one of them.")
+        if self.timeout < 1:
+            raise UsageError(f"timeout={self.timeout:g}: must be at least 1 s", "For example: timeout=120.")

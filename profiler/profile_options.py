@@ -1,0 +1,282 @@
+"""The options of what makes a profile: what is measured of a model, of links, and how a file is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from ..cost_models import arguments
+from ..cost_models.errors import UsageError
+from ..cost_models.optimizers import precision_of
+from ..cost_models.option_fields import Options, option
+from ..cost_models.quantities import parse_bytes, parse_seconds
+from ..cost_models.typed_text import settings, sizes
+
+if TYPE_CHECKING:
+    from .profile_file import Profile
+
+AMP = ("bf16", "fp16")
+FORMATS = ("pipedream", "csv", "json")
+GRANULARITIES = ("block", "fine")
+SIZES_OF_MODEL = ("layers", "hidden", "heads", "sequence", "vocabulary")
+
+
+class ProfileKeywords(TypedDict, total=False):
+    """The fields of `ProfileOptions`, as a caller may give them."""
+
+    input_shape: Sequence[int] | None
+    classes: int | None
+    micro_batch_sizes: Sequence[int] | None
+    dtype: str | None
+    device: str | None
+    calibrate: str | Path | Profile | None
+    granularity: str | None
+    keep_together: Sequence[str]
+    settings: Mapping[str, object] | None
+    loss: str | None
+    compile: bool
+    channels_last: bool
+    amp: Literal["bf16", "fp16"] | None
+    tf32: bool
+    budget_seconds: float
+    seed: int
+    resume: bool
+    cache: bool
+
+
+class ImportKeywords(TypedDict, total=False):
+    """The fields of `ProfileImportOptions`, as a caller may give them."""
+
+    format: Literal["pipedream", "csv", "json"] | str | None
+    model: str | None
+    micro_batch_size: int | None
+    granularity: Literal["block", "fine"] | str | None
+    dtype: str
+
+
+def read_shape(text: str, name: str) -> tuple[int, ...]:
+    """`3x224x224` as numbers. Raises UsageError."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        raise UsageError(
+            f"{name} {text}: is not the shape of one sample",
+            f"Give its sizes without the batch, with an x between: {name} 3x224x224",
+        )
+    return tuple(int(part) for part in text.split("x"))
+
+
+def _profile_or_path(name: str, value: Any) -> Path | Profile | None:
+    if value is None or isinstance(value, str | Path):
+        return None if value is None else Path(value)
+    from .profile_file import Profile
+
+    return value if isinstance(value, Profile) else arguments.path(name, value)
+
+
+def _seed(name: str, value: Any) -> int:
+    return arguments.whole(name, value, at_least=0, at_most=2**63 - 1)
+
+
+def _flag(help: str, flag: str = "") -> Any:
+    return option(False, arguments.flag, help, flag=flag)
+
+
+def _number(help: str, panel: str | None = None) -> Any:
+    return option(None, arguments.optional_whole, help, "N", least=1, panel=panel)
+
+
+def _text(form: str, help: str) -> Any:
+    return option(None, arguments.optional_word, help, form)
+
+
+@dataclass(frozen=True)
+class ProfileOptions(Options):
+    """How a model is built and measured; None: as is usual for it. Raises UsageError.
+
+    `input_shape` is that of one sample. `dtype` defaults to the model's own, or float32 where it has several
+    or none; `device` to CUDA where there is one. On "meta" nothing is timed: layers and bytes are counted;
+    "analytic:h100", any preset or a TOML file: seconds estimated from FLOPs and bytes, with the efficiencies
+    of `calibrate`, a measured profile of the same model, where it is given. `granularity`: "block" (cuts that
+    one tensor crosses), "fine" (any number), or "module:PATTERN[,PATTERN]"; no cut is allowed between layers
+    that match a pattern of `keep_together`. `settings` are the factory's keyword arguments, or keys of the
+    transformers configuration. `loss`: "cross-entropy", "mse", "none" or "package.module:function" of the
+    model's output. `compile`, `channels_last`, `amp` and `tf32`: as the training will run.
+    `micro_batch_sizes`: those, else 1, 2, 4, ..., the smallest first and as far as `budget_seconds`, over all
+    sizes together, and memory reach. `cache`: the profile of an earlier run of the same is taken, and this
+    one is kept; `resume`: so are the passes of a run that was interrupted; implies `cache`.
+    """
+
+    input_shape: Sequence[int] | None = option(
+        None,
+        arguments.wholes,
+        "Shape of one sample, without the batch.",
+        "3x224x224",
+        flag="--input",
+        read=read_shape,
+    )
+    classes: int | None = _number("How many classes a torchvision model tells apart.")
+    micro_batch_sizes: Sequence[int] | None = option(
+        None, arguments.wholes, "Micro-batch sizes to measure; default: powers of two.", "1,2,4,8", read=sizes
+    )
+    dtype: str | None = _text(
+        "float32", "Or float16, bfloat16, float64: of weights and input; default: the model's own."
+    )
+    device: str | None = _text(
+        "cpu|cuda|cuda:N|meta|analytic:GPU",
+        "Where to measure; default: CUDA where there is one. meta: layers and bytes only; analytic:h100 or "
+        "analytic:my.toml: estimated from FLOPs and bytes.",
+    )
+    calibrate: Path | Profile | None = option(
+        None,
+        _profile_or_path,
+        "A measured profile of the same model, whose efficiencies an analytic one takes.",
+        "FILE",
+    )
+    granularity: str | None = _text(
+        "NAME",
+        "block: layers between all places that one tensor crosses; fine: any number; or your own modules, as "
+        "in module:layers.*,head.",
+    )
+    keep_together: Sequence[str] = option(
+        (),
+        arguments.words,
+        "Forbid cuts between layers that match; may be repeated.",
+        "PATTERN",
+        repeats=True,
+    )
+    settings: Mapping[str, object] | None = option(
+        None,
+        arguments.settings,
+        "A keyword of the factory, or a key of the transformers configuration; repeatable.",
+        "NAME=VALUE",
+        flag="--set",
+        read=settings,
+        repeats=True,
+    )
+    loss: str | None = _text(
+        "NAME",
+        "cross-entropy, mse, none or package.module:function, computed by the last stage; default: what is "
+        "usual for such a model.",
+    )
+    compile: bool = _flag("Measure each layer under torch.compile.")
+    channels_last: bool = _flag("Measure images as channels last.")
+    amp: Literal["bf16", "fp16"] | None = option(
+        None, arguments.optional_word, "Measure under autocast.", "bf16|fp16", words=AMP
+    )
+    tf32: bool = _flag("Allow TensorFloat-32 for float32 products on an NVIDIA GPU.")
+    budget_seconds: float = option(
+        60.0,
+        arguments.number,
+        "How long to measure, over all sizes together.",
+        "60s",
+        flag="--budget",
+        read=parse_seconds,
+        default_text="60s",
+    )
+    seed: int = option(0, _seed, "Random seed, of weights and inputs.", "N", least=0)
+    resume: bool = _flag("Go on with a profile of the same that was interrupted.")
+    cache: bool = _flag("Measure anew, and keep nothing for later runs of the same.", "--no-cache")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.budget_seconds > 0 or self.budget_seconds == float("inf"):
+            raise UsageError(
+                f"budget_seconds={self.budget_seconds:g}: must be above 0", "As in budget_seconds=60."
+            )
+
+
+@dataclass(frozen=True)
+class TransformerSizes(Options):
+    """Keys of a transformers configuration that stand for themselves on the command line."""
+
+    layers: int | None = _number("Blocks (of encoder and decoder each).", "Transformers models")
+    hidden: int | None = _number("Width of the blocks.", "Transformers models")
+    heads: int | None = _number("Attention heads.", "Transformers models")
+    sequence: int | None = _number("Tokens of a sample.", "Transformers models")
+    vocabulary: int | None = _number("Size of the vocabulary.", "Transformers models")
+
+
+@dataclass(frozen=True)
+class ProfileImportOptions(Options):
+    """What a file of costs does not say; None: as is usual for its format.
+
+    `granularity` is for graphs: a table's rows are its layers.
+    """
+
+    format: str | None = option(
+        None,
+        arguments.optional_word,
+        "Format of the file; default: detected from its content.",
+        "|".join(FORMATS),
+        words=FORMATS,
+    )
+    model: str | None = _text("NAME", "The model's name; default: the file's.")
+    micro_batch_size: int | None = _number(
+        "Samples that the costs are for, where the file does not say it; default: 128 of a graph, 1 of a "
+        "table."
+    )
+    granularity: str | None = option(
+        None,
+        arguments.optional_word,
+        "Layers of a graph: what lies between all places that one tensor crosses, or each operation.",
+        "|".join(GRANULARITIES),
+        words=GRANULARITIES,
+    )
+    dtype: str = option(
+        "float32", arguments.word, "Or float16, bfloat16, float64: of the weights.", "float32"
+    )
+
+    def check(self) -> None:
+        """Raises UsageError for words that are not known."""
+        for field, word, known in (
+            ("format", self.format, FORMATS),
+            ("granularity", self.granularity, GRANULARITIES),
+        ):
+            if word is not None and word not in known:
+                raise UsageError(f"{field}={word!r}: not known", f"Use one of: {', '.join(known)}.")
+        precision_of(self.dtype)
+
+
+def _read_byte_sizes(text: str, name: str) -> tuple[int, ...]:
+    """`1KiB,16MiB` in bytes. Raises UsageError."""
+    found = tuple(sorted({parse_bytes(part.strip(), name) for part in text.split(",")}))
+    if len(found) < 2:
+        raise UsageError(
+            f"{name} {text}: one size does not tell latency from bandwidth",
+            f"Give two or more, as in {name} 1KiB,1MiB,16MiB.",
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class LinkOptions(Options):
+    """How links are measured. `sizes`: bytes of a transfer."""
+
+    sizes: tuple[int, ...] | None = option(
+        None,
+        arguments.wholes,
+        "Bytes of a transfer; default: from 1 KiB to 16 MiB.",
+        "1KiB,16MiB",
+        read=_read_byte_sizes,
+    )
+    repeats: int = option(
+        20, arguments.whole, "Transfers of each size, of which the median counts.", "N", least=1
+    )
+    timeout_seconds: float = option(
+        60.0,
+        arguments.number,
+        "How long to wait for a process that is silent.",
+        "60s",
+        flag="--timeout",
+        read=parse_seconds,
+        default_text="60s",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.timeout_seconds < 1:
+            raise UsageError(
+                f"timeout_seconds={self.timeout_seconds:g}: must be at least 1 s", "Give 60 s, say."
+            )
