@@ -409,6 +409,10 @@ class Problem:
             parts.append("on all devices")
         if cuts := self._cuts_in_words():
             parts.append(f"under {cuts}")
+        if self.untied_reason:
+            names = " and ".join(own.name for own in self.chain.tied[:2])
+            more = f" and {len(self.chain.tied) - 2} more" if len(self.chain.tied) > 2 else ""
+            parts.append(f"the layers that share {names}{more} on one stage ({self.untied_reason})")
         return ", ".join(part for part in parts if part)
 
     def micro_batches_in_words(self) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deepspeed.pipe import PipelineModule
     from torch import nn
 
-    from .pipelining.tied_weights import StageLayers, TiedWeight
+    from .pipelining.weight_copies import CopiedWeight, StageLayers
 
 __all__ = ["DeepspeedExport", "build"]
 
@@ -57,7 +57,7 @@ def build(
     from .pipelining.cut_hooks import guard_cuts
     from .pipelining.plan_layers import match_layers
     from .pipelining.runtime_internals import partitioned
-    from .pipelining.tied_weights import find_tied_weights, split_stage
+    from .pipelining.weight_copies import find_tied_weights, split_stage
 
     document = resolve_document(source, DeepspeedExport, export)
     example = None if example_input is None else ModelInput.of(example_input)
@@ -96,7 +96,7 @@ def build(
 
 
 def _tied_modules(
-    module: Any, *, document: DeepspeedExport, tied: Sequence[TiedWeight], own: StageLayers
+    module: Any, *, document: DeepspeedExport, tied: Sequence[CopiedWeight], own: StageLayers
 ) -> dict[str, dict[str, Any]]:
     """Of a PipelineModule, as it keeps them for its TiedLayerSpecs: by name, who has copies of the weights of
     this process. It makes them equal when it begins, and adds up their gradients before each update."""
@@ -117,7 +117,7 @@ def _tied_modules(
     return found
 
 
-def _check_parameters(document: DeepspeedExport, model: nn.Sequential, tied: Sequence[TiedWeight]) -> None:
+def _check_parameters(document: DeepspeedExport, model: nn.Sequential, tied: Sequence[CopiedWeight]) -> None:
     for stage, (first, end) in enumerate(pairwise(document.parts)):
         own = [parameter for layer in model[first:end] for parameter in layer.parameters()]
         own += [weight.parameter for weight in tied if stage in weight.stages]

@@ -12,7 +12,7 @@ from ...profiler.chain.shared_parameters import tensors_used
 from ...profiler.sequential import sequential
 from ...profiler.user_model.loaded_model import ModelInput
 from ..formats.export_document import ExportDocument, check_layers
-from .tied_weights import shared_tensor_error
+from .weight_copies import shared_tensor_error
 
 
 def match_layers(

@@ -25,7 +25,7 @@ from .rank_coordinates import RankCoordinates, Replicate, average_gradients, fin
 from .runtime_internals import Stage, load_order
 from .stage_module import StageModule, stage_loss
 from .stage_shapes import StageShapes, trace_shapes
-from .tied_weights import TiedGradients, find_tied_weights, names_of_copies, split_stage, tie_stages
+from .weight_copies import TiedGradients, find_tied_weights, names_of_copies, split_stage, tie_stages
 
 _SCHEDULES = (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
 

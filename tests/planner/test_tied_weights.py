@@ -111,6 +111,15 @@ def test_runtimes_that_keep_no_copies_keep_the_users_together(
             plan_partition(problem, given, model="toy", profile=REFERENCE)
 
 
+def test_the_answer_says_why_layers_stay_together(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    problem = build_problem(
+        tied(make_chain(3, 6), (0, 3)), make_topology(2), PlanOptions(runtime="torchgpipe"), REFERENCE, {}
+    )
+    assert problem.searched().endswith(
+        "the layers that share weight0 on one stage (torchgpipe: it refuses a parameter that two stages share)"
+    )
+
+
 def test_megatron_ties_two_users(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain = tied(make_chain(2, 6), (0, 5))
     problem = build_problem(chain, make_topology(2), PlanOptions(runtime="megatron"), REFERENCE, {})

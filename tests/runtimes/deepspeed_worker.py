@@ -16,7 +16,7 @@ from torch import nn
 import pplan
 from pplan.runtimes.deepspeed import build
 from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
-from pplan.runtimes.pipelining.tied_weights import find_tied_weights
+from pplan.runtimes.pipelining.weight_copies import find_tied_weights
 
 STEPS = 2
 MODELS = runpy.run_path(str(Path(__file__).with_name("torch_worker.py")))

@@ -22,14 +22,14 @@ from .rank_coordinates import RankCoordinates
 
 
 @dataclass(frozen=True, eq=False)
-class TiedWeight:
+class CopiedWeight:
     """A parameter of the model that the layers of several `stages` use (ascending)."""
 
     parameter: nn.Parameter
     stages: tuple[int, ...]
 
 
-def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[TiedWeight]:
+def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[CopiedWeight]:
     """In the order of the layers that use them first: the same in every process.
 
     Raises ExportError where stages share a buffer: what one of them writes, no other would see.
@@ -45,7 +45,7 @@ def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[TiedW
         if len(stages) > 1 and not isinstance(tensor, nn.Parameter):
             raise shared_tensor_error(stages[0], stages[1], tensor, "buffer")
         if len(stages) > 1 and isinstance(tensor, nn.Parameter):
-            tied.append(TiedWeight(tensor, tuple(stages)))
+            tied.append(CopiedWeight(tensor, tuple(stages)))
     return tied
 
 
@@ -67,7 +67,7 @@ class StageLayers:
 
 
 def split_stage(
-    layers: nn.Sequential, parts: Sequence[int], stage: int, tied: Sequence[TiedWeight]
+    layers: nn.Sequential, parts: Sequence[int], stage: int, tied: Sequence[CopiedWeight]
 ) -> StageLayers:
     """The layers of one stage, which register copies of the weights that earlier stages register, too. All
     else is the model's own; modules are new where there are copies."""
@@ -135,7 +135,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def tie_stages(
-    tied: Sequence[TiedWeight],
+    tied: Sequence[CopiedWeight],
     stages: dict[int, nn.Module],
     own: dict[int, StageLayers],
     coordinates: RankCoordinates,
@@ -205,7 +205,9 @@ def _name(module: nn.Module, parameter: nn.Parameter) -> str:
     return next(name for name, own in module.named_parameters() if own is parameter)
 
 
-def names_of_copies(tied: Sequence[TiedWeight], stage: int, module: nn.Module, own: StageLayers) -> list[str]:
+def names_of_copies(
+    tied: Sequence[CopiedWeight], stage: int, module: nn.Module, own: StageLayers
+) -> list[str]:
     """Names of the copies in a stage's module that an earlier stage has, too: their replicas' gradients are
     added up with that one's."""
     return [_name(module, own.copies[i]) for i in own.copies if tied[i].stages[0] != stage]
