@@ -81,7 +81,7 @@ class ExportOptions(Options):
         arguments.settings,
         "For `model`, as it was profiled with; repeatable.",
         "NAME=VALUE",
-        flag="--set",
+        flag="set",
         read=read_settings,
         repeats=True,
     )

@@ -27,6 +27,7 @@ from .problem import Problem
 from .robust.interval import estimate_interval
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
+from .space_description import describe_search
 
 
 def solve(
@@ -128,7 +129,7 @@ def bare_plan(
         tied=shared_weights(problem.space, best),
         prediction=_prediction(problem, best, found),
         wishes=problem.options,
-        searched=problem.searched(),
+        searched=describe_search(problem),
         default_mini_batch=choose_mini_batch(problem, tried=False),
         layer_names=list(problem.chain.names),
         profile=profile,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import platform
 import re
 from collections.abc import Iterator
@@ -19,9 +20,18 @@ from .chain.layers import Layer, LayerChain
 from .chain.shared_parameters import modules_used, tensors_used
 from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
+from .source_files import hash_sources, list_versions
 from .torch_internals import tree_flatten
 
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
+
+
+_VARIABLES = (
+    *("ATEN_", "OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_", "BLIS_", "MALLOC_"),
+    *("CUDA_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NVIDIA_TF32", "NCCL_", "TORCH", "PYTORCH_", "LD_PRELOAD"),
+)
+"""How names of environment variables begin that decide which kernels run, on how many threads."""
+_OF_NO_SPEED = ("TORCH_HOME", "TORCH_HUB", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "CUDA_CACHE_PATH")
 
 
 def fingerprint(subject: MeasurementTarget) -> str:
@@ -29,10 +39,10 @@ def fingerprint(subject: MeasurementTarget) -> str:
 
     Of the layers: names, kinds, cuts, modules with their settings and source code, parameters and buffers by
     shape and dtype. Of the conditions: input, dtype, device, modes, loss, seed, threads, versions. Neither
-    the model's name nor any value of its weights or of its input is in it. Code that modules call in files
-    other than their own is not looked at.
+    the model's name nor any value of its weights or of its input is in it. Of code, the files of the model's
+    classes and functions count, and all files of the user's that these import.
     """
-    told = {"layers": _chain(subject.chain), **_input(subject), **_conditions(subject)}
+    told = {"layers": _chain(subject.chain), **_input(subject), **_conditions(subject), **_code(subject)}
     # Addresses are others in every process.
     return sha256(re.sub("0x[0-9a-fA-F]+", "", json.dumps(told, sort_keys=True)))
 
@@ -72,6 +82,20 @@ def _module(module: nn.Module) -> dict[str, Any]:
         "settings": {name: _setting(value) for name, value in vars(module).items()},
         "source": _source(kind),
     }
+
+
+def _code(subject: MeasurementTarget) -> dict[str, Any]:
+    """Files of the user's, and versions of the installed packages."""
+    modules = {part for layer in subject.chain.layers for part in modules_used(layer.module)}
+    classes = {kind for part in modules for kind in type(part).__mro__}
+    settings = [value for part in modules for value in vars(part).values()]
+    functions = [
+        node.target for part in modules if isinstance(part, fx.GraphModule) for node in part.graph.nodes
+    ]
+    loss = [] if subject.loss is None else [subject.loss.function]
+    made = (*classes, *settings, *(type(value) for value in settings), *functions, *loss)
+    names = {name for one in made if isinstance(name := getattr(one, "__module__", None), str)}
+    return {"sources": hash_sources(names), "packages": list_versions(names)}
 
 
 def _functions(module: fx.GraphModule) -> Iterator[tuple[str, str]]:
@@ -128,8 +152,25 @@ def _conditions(subject: MeasurementTarget) -> dict[str, Any]:
         "device": [device.type, device_name(device), device_memory_bytes(device)],
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "modes": [modes.compile, modes.channels_last, modes.amp, modes.tf32],
+        "environment": _environment(),
         "process": [torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()],
         "loss": None if loss is None else [loss.name, _source(loss.function)],
         "seed": subject.seed,
         "versions": [made.pplan, made.python, made.torch, made.cuda, made.driver, platform.platform()],
+    }
+
+
+def _environment() -> dict[str, Any]:
+    """What decides, besides the threads, which kernels run and how fast."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_VARIABLES) and not name.startswith(_OF_NO_SPEED)
+    }
+    return {
+        "variables": variables,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "onednn": torch.backends.mkldnn.enabled,
+        "interop_threads": torch.get_num_interop_threads(),
+        "matmul": torch.get_float32_matmul_precision(),
     }

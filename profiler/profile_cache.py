@@ -17,6 +17,7 @@ from .fingerprint import fingerprint
 from .journal import Journal
 from .measurement_target import MeasurementTarget
 from .profile_file import Profile
+from .profile_warnings import misses_whole
 
 
 def cache_folder() -> Path:
@@ -126,7 +127,7 @@ class ProfileCache:
             profile = Profile.parse(text, str(path))
         except FileError:
             return None
-        if not stored.request.answers(request):
+        if not stored.request.answers(request) or misses_whole(profile):
             return None
         self.remark(f"Taken from the cache of {profile.made_by.time}; `cache=False` measures anew")
         return profile
@@ -152,6 +153,10 @@ class ProfileCache:
         return journal
 
     def _store(self, path: Path, profile: Profile, request: Request) -> None:
+        """Not where the layers do not add up to the model: measuring again may do better."""
+        if misses_whole(profile):
+            self.remark("The profile is not kept for a later run: its layers do not add up to the model")
+            return
         stored = StoredProfile.model_validate({**profile.model_dump(by_alias=True), "request": request})
         try:
             write_whole(path, stored.to_json(), force=True)

@@ -13,6 +13,11 @@ from .profile_file import Profile, WholeMeasurement
 CLOSES = 0.05
 """Share by which the layers' seconds may miss the whole model's, and its passes vary, without a word."""
 
+MISSES = 0.1
+"""Share from which on such a profile is not kept for later: measuring again may do better."""
+STAMPS_SECONDS = 1e-3
+"""What reading the clock between layers may add to a pass of a model, however small that is."""
+
 
 def profiled_device(profile: Profile) -> ProfiledDevice:
     """What the profile was measured on."""
@@ -34,6 +39,15 @@ def list_notes(profile: Profile) -> list[str]:
     """What else the profile says."""
     own = {text for whole in profile.whole for text in closing_warning(whole)}
     return [*profile.remarks(), *(note for note in profile.notes if note not in own)]
+
+
+def misses_whole(profile: Profile) -> bool:
+    """Whether the layers are far from adding up to the whole model at some micro-batch size."""
+    return any(
+        abs(whole.closing_ratio - 1)
+        > max(MISSES, STAMPS_SECONDS / (whole.forward_seconds + whole.backward_seconds))
+        for whole in profile.whole
+    )
 
 
 def closing_warning(whole: WholeMeasurement) -> list[str]:

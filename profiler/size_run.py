@@ -169,12 +169,20 @@ class SizeRun:
         return median(self._taken)
 
     @property
+    def counting_passes(self) -> int:
+        """Of the warm-up, before those in two parts."""
+        counted = 2 + (self.memory is not None) + (self.loss_workspace is not None)
+        return counted + PLAIN_AND_HELD * self._subject.clock.has_host
+
+    @property
+    def parts_passes(self) -> int:
+        """Of the warm-up, in two parts."""
+        return self._parts * (PLAIN_AND_HELD if self._subject.clock.has_host else 1)
+
+    @property
     def warm_up_rounds(self) -> float:
         """So many rounds have as many passes as the warm-up."""
-        counted = 2 + (self.memory is not None) + (self.loss_workspace is not None)
-        leads = PLAIN_AND_HELD * self._subject.clock.has_host
-        parts = self._parts * (leads or 1)
-        return (counted + leads + parts) / (2 + self._parts)
+        return (self.counting_passes + self.parts_passes) / (2 + self._parts)
 
     @property
     def lead_note(self) -> str | None:

@@ -97,8 +97,8 @@ class SizeSweep(ABC, Generic[Run]):
         """What the profile says after Ctrl-C."""
         return "interrupted: larger micro-batch sizes were not measured"
 
-    def predict_seconds(self, size: int) -> float:
-        """What `measure_size` would take, in proportion to the last size's."""
+    def predict_seconds(self, size: int, *, least: bool = False) -> float:  # noqa: ARG002
+        """What `measure_size` would take, from the last sizes'; `least`: with the fewest rounds."""
         return self._last_seconds * size / self.runs[-1].size
 
     def beyond_memory(self, size: int) -> str:  # noqa: ARG002
@@ -146,7 +146,7 @@ class SizeSweep(ABC, Generic[Run]):
     def _refuse(self, size: int) -> tuple[str, str] | None:
         """Why `size` is not begun: a cost in proportion to the last size's would not fit."""
         predicted, left = self.predict_seconds(size), self.budget_seconds - self.spent
-        if self.rounds is None and predicted > left:
+        if self.rounds is None and self.predict_seconds(size, least=True) > left:
             return "budget", beyond_budget(predicted, left, self.budget_seconds) + self._enough()
         memory = self.beyond_memory(size)
         return ("does not fit", memory) if memory else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from ..cost_models.quantities import format_bytes
 from .local_machine import free_host_bytes
+from .micro_batch_sizes import in_words
 from .size_result import SizeResult
 from .size_run import SizeRun, release
 from .size_sweep import SizeSweep
@@ -50,9 +52,20 @@ class WholeSweep(SizeSweep[SizeRun]):
     def results(self) -> list[SizeResult]:
         return [SizeResult.of_run(run) for run in self.runs]
 
-    def predict_seconds(self, size: int) -> float:
+    def predict_seconds(self, size: int, *, least: bool = False) -> float:
         last = self.runs[-1]
-        return last.round_seconds * (self._first_round_count + last.warm_up_rounds) * size / last.size
+        rounds = 1 if least and not self.subject.modes.compile else self._first_round_count
+        return self._predict_round(size) * (rounds + last.warm_up_rounds)
+
+    def _predict_round(self, size: int) -> float:
+        """On the line through the last two sizes; no more than in proportion, and no less than the last's."""
+        last = self.runs[-1]
+        most = last.round_seconds * size / last.size
+        if len(self.runs) == 1:
+            return most
+        before = self.runs[-2]
+        slope = (last.round_seconds - before.round_seconds) / (last.size - before.size)
+        return min(most, last.round_seconds + max(slope, 0.0) * (size - last.size))
 
     def beyond_memory(self, size: int) -> str:
         last = self.runs[-1]
@@ -121,6 +134,8 @@ class WholeSweep(SizeSweep[SizeRun]):
         kept = self.kept(size)
         if kept is None:
             run.warm_up(lambda layer: self.tell("warm-up", size, layer.name))
+            if not self.runs:
+                self._leave_parts_to_the_budget(run)
             # Besides what is saved, a CPU would hold about as much in gradients.
             beyond = self._beyond_host(_PARTS_MARGIN * sum(run.saved.saved_bytes), "need about {}")
             if beyond:
@@ -130,12 +145,38 @@ class WholeSweep(SizeSweep[SizeRun]):
             run.go_on(kept)
         wanted = self._first_round_count
         for number in range(run.rounds_done, wanted):
+            if number and self._ends_budget(run.round_seconds):
+                break
             self.tell(f"round {number + 1} of {wanted}", size)
             run.round()
         self._note_parts(run)
+        if not self.runs and self.rounds is None and self.spent > self.budget_seconds:
+            self.notes.append(self._short_budget(run))
         if run.memory is None and _NO_PEAK not in self.notes:
             self.notes.append(_NO_PEAK)
         return run
+
+    def _ends_budget(self, seconds: float) -> bool:
+        """Whether so many more would be past it; not of what is compiled, which cannot be run again later."""
+        bounded = self.rounds is None and not self.subject.modes.compile
+        return bounded and self.spent + seconds > self.budget_seconds
+
+    def _leave_parts_to_the_budget(self, run: SizeRun) -> None:
+        """The first size is measured whatever it costs; backward in two parts only where there is time."""
+        a_pass = self.spent / run.counting_passes
+        passes = run.parts_passes + 3  # to warm up, and one of each kind
+        if self._ends_budget(passes * a_pass):
+            needed = in_words(self.spent + passes * a_pass, math.ceil)
+            run.leave_parts_out(f"a budget of {self.budget_seconds:g} s is too short, it takes {needed}")
+
+    def _short_budget(self, run: SizeRun) -> str:
+        """That the first size alone took longer than all was to take, and what would do."""
+        enough = run.round_seconds * (self._first_round_count + run.warm_up_rounds)
+        return (
+            f"micro-batch size {run.size} alone took {in_words(self.spent)} with {len(run.rounds)} "
+            f"round{'s' * (len(run.rounds) > 1)}, the budget is {self.budget_seconds:g} s: its seconds are "
+            f"less certain; about {in_words(enough, math.ceil)} would do for it"
+        )
 
     def _switch_to(self, run: SizeRun | None) -> None:
         """Makes it the only one that holds its input on the device."""

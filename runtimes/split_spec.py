@@ -40,7 +40,7 @@ def split_spec(
     if isinstance(source, Plan):
         source, _ = export(source, device="cuda", made_by=MadeBy())
     document = load_document(source, TorchExport)
-    chain = build_chain(model, example_input, granularity=document.granularity)
+    chain = build_chain(model, example_input, granularity=document.granularity, verify=True)
     names = [layer.name for layer in chain.layers]
     check_names(document, document.parts[-1], len(names), names, chain.model_name)
     return {_first_module(chain, first): SplitPoint.BEGINNING for first in document.parts[1:-1]}

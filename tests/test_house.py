@@ -324,7 +324,6 @@ for name in ("pplan", *{[f"pplan.{room}" for room in MAY_IMPORT]!r}):
 
 
 SAME_NAME = {
-    "machine_options.py": "the command line's parameters for the fields of the model of that name",
     "options.py": "the command line's parameters for the options that the API declares",
 }
 """Files that may have the name of another, and why."""

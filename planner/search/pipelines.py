@@ -21,7 +21,8 @@ from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
 from ..replica_exchange import bytes_by_layer, tied_exchanges
 from ..stage_table import Floats
-from .space import ReplicaGroupCosts, Space
+from .replica_group import ReplicaGroupCosts
+from .space import Space
 
 
 @dataclass(frozen=True, eq=False)

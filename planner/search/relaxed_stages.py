@@ -22,7 +22,8 @@ from ...cost_models.memory import LedgerOptions
 from ...cost_models.topology import Topology
 from ..stage_table import Floats, StageTable, ledger_options
 from .pipelines import stage_modes
-from .space import ReplicaGroupCosts, Space, divide_batch, with_cuts
+from .replica_group import ReplicaGroupCosts
+from .space import Space, divide_batch, with_cuts
 from .subproblem import Family, bounded_counts
 
 MOST_PLACES = 97

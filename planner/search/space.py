@@ -15,7 +15,6 @@ from ...cost_models.collectives import alike, all_reduce_seconds
 from ...cost_models.errors import UsageError
 from ...cost_models.hardware import Device
 from ...cost_models.layer import Chain, LayerCosts
-from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.optimizers import Precision
 from ...cost_models.port_sharing import PortSharings
 from ...cost_models.precision import training_precision
@@ -28,6 +27,7 @@ from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
 from ..stage_table import Floats, StageTable, ledger_options
 from .allreduce_overlap import Buckets, make_buckets
 from .budget import SearchBudget
+from .replica_group import ReplicaGroupCosts
 
 MOST_BLOCKS = 220
 """Between allowed cuts: of so many, tables of all stages are made."""
@@ -282,68 +282,6 @@ class Space:
                 "Give that profile, or the device's speed relative to the profiled one.",
             )
         return self._table(kind.profile, self.profiles[kind.profile], size, past_largest=True)
-
-
-@dataclass(frozen=True, eq=False)
-class ReplicaGroupCosts:
-    """What all stages cost on so many devices of these kinds, so joined. Tables as of `StageTable`.
-
-    Seconds are those of the slowest replica; `exposed_allreduce`: of the all-reduce that follows the last
-    backward.
-    """
-
-    table: StageTable
-    replicas: int
-    per_replica_batch: int
-    size: int
-    forward: Floats
-    backward: Floats
-    exposed_allreduce: Floats
-    limit: float
-    optimizer: str
-    ledger: LedgerOptions
-    least_tied: Floats | float = 0.0
-    """Of sums of tied weights' gradients, at the least: they follow the all-reduce."""
-    _room: dict[str, Floats] = field(default_factory=dict)
-
-    def room(self, recompute: Recompute, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> Floats:
-        """(pairs,): `most_in_flight` of some stages alone."""
-        if recompute in self._room:
-            return self._room[recompute][start, end]
-        if self.limit == inf:
-            return np.full(len(start), inf)
-        one, two = (
-            self.table.memory_of(
-                start, end, in_flight, recompute, self.optimizer, self.replicas, **self.ledger
-            )
-            for in_flight in (1, 2)
-        )
-        return self._most(one, two)
-
-    def most_in_flight(self, recompute: Recompute) -> Floats:
-        """How many micro-batches each stage has room for, as a fraction; negative where for none. The ledger
-        is a line of the micro-batches that are held."""
-        if recompute not in self._room:
-            unlimited = self.limit == inf
-            self._room[recompute] = (
-                np.full(self.forward.shape, inf)
-                if unlimited
-                else self._most(self.bytes(1, recompute), self.bytes(2, recompute))
-            )
-        return self._room[recompute]
-
-    def _most(self, one: Floats, two: Floats) -> Floats:
-        """From the bytes with one micro-batch held, and with two."""
-        base, each = 2 * one - two, two - one
-        with np.errstate(divide="ignore", invalid="ignore"):
-            most = np.where(each > 0, (self.limit - base) / each, np.where(one <= self.limit, inf, -inf))
-        # A stage that fits to the byte may not be lost to rounding.
-        room: Floats = most * (1 + 1e-12)
-        return room
-
-    def bytes(self, in_flight: float, recompute: Recompute) -> Floats:
-        """What each stage needs on one replica."""
-        return self.table.memory(in_flight, recompute, self.optimizer, self.replicas, **self.ledger)
 
 
 def narrow_space(space: Space, ends: Sequence[int]) -> Space:

@@ -22,7 +22,8 @@ from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .device_ranges import DeviceRanges
 from .pipelines import stage_modes
-from .space import ReplicaGroupCosts, Space, divide_batch
+from .replica_group import ReplicaGroupCosts
+from .space import Space, divide_batch
 
 Indices = npt.NDArray[np.int64]
 

@@ -46,15 +46,16 @@ _INSTEAD = (
 )
 
 
-def export_graph(model: nn.Module, given: ModelInput, name: str) -> TracedGraph:
+def export_graph(model: nn.Module, given: ModelInput, name: str, *, for_real: bool = False) -> TracedGraph:
     """The graph of `model` called with `given`, for any batch size.
 
-    Traced on a meta copy, or where that fails on a real one, in the mode (`training`) that each module is in.
+    Traced on a meta copy, or where that fails or `for_real` on a real one (models may compute otherwise on
+    the device that they are on), in the mode (`training`) that each module is in.
     Raises ModelError with the line of the model's code that cannot be traced or holds for one batch size
     only; where memory runs out, what the allocator raises.
     """
     failures: list[Exception] = []
-    for place in (_on_meta, _for_real):
+    for place in (_for_real,) if for_real else (_on_meta, _for_real):
         try:
             export = _exported(*place(model, given, name))
             if place is _on_meta:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from torch import nn
@@ -52,9 +53,7 @@ def trace_model(
         return make(elements, Trial(elements, model, given, name))
     called_with(model, given, name)
     failures: list[ModelError] = []
-    for words, frontend in _frontends(model, granularity):
-        if tool not in (None, words):
-            continue
+    for words, frontend in _frontends(model, granularity, tool):
         try:
             with notice_checkpoints() as noticed:
                 traced = frontend(model, given, name)
@@ -87,8 +86,18 @@ def _as_model_error(error: Exception, words: str, name: str) -> ModelError:
     return ModelError(f"{name} cannot be traced by {words}: {first_line(error)}", INSTEAD)
 
 
-def _frontends(model: nn.Module, granularity: Granularity) -> Iterator[tuple[str, _Frontend]]:
-    """Each with its name."""
+def _frontends(
+    model: nn.Module, granularity: Granularity, only: str | None
+) -> Iterator[tuple[str, _Frontend]]:
+    """Each with its name. Where there is none of the name `only`, as on the meta device, it is all."""
+    if only is None:
+        yield from _all_frontends(model, granularity)
+        return
+    every = list(_all_frontends(model, granularity))
+    yield from [pair for pair in every if pair[0] == only] or every
+
+
+def _all_frontends(model: nn.Module, granularity: Granularity) -> Iterator[tuple[str, _Frontend]]:
     yield "torch.fx", trace_symbolically
     matched = [path for path, _ in model.named_modules() if path and granularity.outermost(path) == path]
     if matched:
@@ -100,6 +109,8 @@ def _frontends(model: nn.Module, granularity: Granularity) -> Iterator[tuple[str
     from .exporting import export_graph
 
     yield "torch.export", export_graph
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        yield "torch.export on its device", partial(export_graph, for_real=True)
     containers = container_paths(model)
     if containers:
         yield "torch.fx around modules of torch.nn", _with_leaves([*matched, *containers])

@@ -18,6 +18,7 @@ from pplan.planner.build_plan import build_problem, solve
 from pplan.planner.fixed_partition import FixedPartition, plan_partition
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.space_description import describe_search
 from pplan.planner.stage_table import StageTable
 
 MakeChain = Callable[..., Chain]
@@ -115,8 +116,9 @@ def test_the_answer_says_why_layers_stay_together(make_chain: MakeChain, make_to
     problem = build_problem(
         tied(make_chain(3, 6), (0, 3)), make_topology(2), PlanOptions(runtime="torchgpipe"), REFERENCE, {}
     )
-    assert problem.searched().endswith(
-        "the layers that share weight0 on one stage (torchgpipe: it refuses a parameter that two stages share)"
+    assert describe_search(problem).endswith(
+        ", the layers that share weight0 on one stage (torchgpipe: it refuses a parameter that two stages "
+        "share)"
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import importlib
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.option_fields import declared
+from pplan.profiler import profile_cache
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
+from pplan.profiler.passes.layer_stamps import LayerStamps
 from pplan.profiler.profile_cache import Request, cache_folder
 from pplan.profiler.profile_file import Interrupted, Profile
 from pplan.profiler.profile_options import ProfileOptions
+from pplan.profiler.profile_warnings import misses_whole
 from pplan.profiler.size_sweep import Progress
 from pplan.profiler.user_model.loaded_model import LoadedModel
 
 INPUT = torch.ones(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of a few microseconds vary too much to add up."""
+    monkeypatch.setattr(profile_cache, "misses_whole", lambda _: False)
 
 
 def model(width: int = 8) -> nn.Module:
@@ -297,3 +309,86 @@ def test_in_segments_an_interruption_holds_the_sizes_before() -> None:
     whole, said = kept(wide, **options)
     assert (whole.micro_batch_sizes, said) == ([1, 2], [])
     assert is_hit(kept(wide, **options)[1])
+
+
+def imported(folder: Path, **files: str) -> nn.Module:
+    """What `build` of the file `own_model` makes, as a new process would import it."""
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+    module: nn.Module = importlib.import_module("own_model").build()
+    return module
+
+
+OWN_MODEL = """
+from torch import nn
+import own_layers
+def build():
+    return nn.Sequential(nn.Linear(4, 4), own_layers.Scales())
+"""
+OWN_LAYERS = """
+from torch import nn
+class Scales(nn.Module):
+    def forward(self, given):
+        from own_arithmetic import scale
+        return scale(given)
+"""
+
+
+def test_functions_in_other_files_of_the_users_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    files = {"own_arithmetic": "def scale(given):\n    return given * 2\n", "own_layers": OWN_LAYERS}
+    files["own_model"] = OWN_MODEL
+    kept(imported(tmp_path, **files))
+    assert is_hit(kept(imported(tmp_path, **files))[1])
+    changed = files | {"own_arithmetic": "def scale(given):\n    return (given * 2).exp()\n"}
+    assert not is_hit(kept(imported(tmp_path, **changed))[1])
+    assert is_hit(kept(imported(tmp_path, **changed))[1])
+    # What nothing imports does not count.
+    (tmp_path / "own_other.py").write_text("other = 1\n")
+    assert is_hit(kept(imported(tmp_path, **changed))[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ATEN_CPU_CAPABILITY", "default"),
+        ("OMP_PROC_BIND", "close"),
+        ("KMP_BLOCKTIME", "0"),
+        ("MKL_CBWR", "AVX2"),
+    ],
+)
+def test_variables_that_choose_kernels_count(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(name, raising=False)
+    kept()
+    monkeypatch.setenv("MY_OWN_VARIABLE", value)
+    assert is_hit(kept()[1])
+    monkeypatch.setenv(name, value)
+    assert not is_hit(kept()[1])
+
+
+def test_a_profile_whose_layers_miss_the_model_is_measured_again(
+    own_cache: Path, clock: Any, takes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile_cache, "misses_whole", misses_whole)
+    layers, plain = nn.Sequential(takes(clock, 1, 2), takes(clock, 1, 2)), LayerStamps.times
+
+    def missing_half(stamps: LayerStamps) -> Any:
+        times = plain(stamps)
+        return dataclasses.replace(times, forward=times.forward * 0.5, backward=times.backward * 0.5)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LayerStamps, "times", missing_half)
+        profile, said = kept(layers, clock=clock)
+    assert profile.whole[0].closing_ratio == pytest.approx(0.5)
+    assert said == ["The profile is not kept for a later run: its layers do not add up to the model"]
+    assert not list(own_cache.glob("*.profile.json"))
+    whole, said = kept(layers, clock=clock)
+    assert (said, whole.whole[0].closing_ratio) == ([], 1.0)
+    # One that an earlier version kept is not taken either.
+    (file,) = own_cache.glob("*.profile.json")
+    file.write_text(file.read_text().replace('"closing_ratio": 1.0', '"closing_ratio": 0.67'))
+    assert not is_hit(kept(layers, clock=clock)[1])
+    assert is_hit(kept(layers, clock=clock)[1])

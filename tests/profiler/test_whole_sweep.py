@@ -340,20 +340,45 @@ def test_the_budget_decides_how_far_the_default_sizes_go(clock: Any, takes: Any)
 
 
 def test_parts_take_their_share_of_the_budget(clock: Any, parted: Any) -> None:
-    # A pass takes 7 s, a round 21. Size 1: four warm-up passes and 3 rounds, 91 s. Size 2: predicted twice
-    # that, 182 s, more than the 109 s left; rounds 4 and 5 of size 1 tell that nothing varies.
+    # A pass takes 7 s, a round 21, whatever the size. Size 1: four warm-up passes and 3 rounds, 91 s. Size 2:
+    # predicted twice as long, 98 s with one round, and 109 s are left; it takes as long as size 1. Size 4 is
+    # then predicted to take as long, too, 49 s with one round, and 18 s are left.
     model = nn.Sequential(parted(clock, 1, 2, 4), parted(clock, 0, 0, 2))
     sweep = swept(subject_of(model, clock), budget=200.0, parts=True)
-    assert (sizes_of(sweep), rounds_of(sweep)) == ([1], [5])
-    # Parts are in the first three rounds only.
-    assert clock.now() == PROBE + 4 * 7 + 3 * 21 + 2 * 14
-    assert sweep.unmeasured[0].detail.startswith("it would take about 182 s, ")
+    assert (sizes_of(sweep), rounds_of(sweep)) == ([1, 2], [3, 3])
+    assert clock.now() == PROBE + 2 * (4 * 7 + 3 * 21)
+    assert sweep.unmeasured[0].detail.startswith("it would take about 91 s, 18 s of 200 s are left")
+
+
+def test_a_size_that_fits_with_fewer_rounds_is_measured(clock: Any, takes: Any) -> None:
+    # A pass takes 3 s a sample. Size 1: 27 s. Size 2: 54 s predicted, 30 s with one round; 42 s are left, and
+    # 30 s are spent; another round would take 12 s, which are left.
+    sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), budget=69.0)
+    assert (sizes_of(sweep), rounds_of(sweep)) == ([1, 2], [3, 2])
+    assert clock.now() == PROBE + 69
 
 
 def test_the_smallest_size_is_measured_whatever_the_budget(clock: Any, takes: Any) -> None:
     sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), [8, 16, 32], budget=0.001)
-    assert (sizes_of(sweep), rounds_of(sweep)) == ([8], [3])
+    assert (sizes_of(sweep), rounds_of(sweep)) == ([8], [1])
     assert left_of(sweep) == [(16, "budget"), (32, "budget")]
+    # Three warm-up passes and a round of two, 24 s each; three rounds would be what is needed.
+    assert sweep.notes == [
+        "micro-batch size 8 alone took 120 s with 1 round, the budget is 0.001 s: "
+        "its seconds are less certain; about 216 s would do for it"
+    ]
+
+
+def test_parts_wait_for_a_longer_budget_at_the_smallest_size(clock: Any, parted: Any) -> None:
+    # A pass takes 5 s: three to count, one in parts to warm up, and one of each of three kinds: 35 s.
+    model = nn.Sequential(parted(clock, 1, 2, 4))
+    short = swept(subject_of(model, clock), [1], budget=34.0, parts=True)
+    assert (rounds_of(short), len(short.runs[0].rounds.parts)) == ([1], 0)
+    assert short.notes[0] == (
+        "micro-batch size 1 has no backward in two parts: a budget of 34 s is too short, it takes 35 s"
+    )
+    long = swept(subject_of(model, clock), [1], budget=35.0, parts=True)
+    assert (rounds_of(long), len(long.runs[0].rounds.parts), long.notes) == ([1], 1, [])
 
 
 def test_the_budget_that_would_do_for_the_named_sizes(clock: Any, takes: Any) -> None:
@@ -397,7 +422,7 @@ def test_the_rest_goes_where_the_spread_is(clock: Any, takes: Any) -> None:
 
 def test_a_size_that_turns_out_to_fit_is_measured_after_all(clock: Any, takes: Any) -> None:
     # The first 9 passes take 10 s, as on a busy machine, all others 1 s a sample. After 3 rounds size 2 is
-    # predicted to take 4.5 rounds of 40 s, 110 s are left; after 6 rounds 4.5 of 22 s, 104 s are left.
+    # predicted to take 2.5 rounds of 40 s, 90 s are left; after 6 rounds 2.5 of 22 s, 84 s are left.
     calls: list[int] = []
 
     def calming(batch: int) -> float:
@@ -409,7 +434,7 @@ def test_a_size_that_turns_out_to_fit_is_measured_after_all(clock: Any, takes: A
     subject = subject_of(nn.Sequential(layer), clock)
     calls.clear()
     clock.advance(-clock.now(), 0.0)
-    sweep = swept(subject, budget=200.0)
+    sweep = swept(subject, budget=180.0)
     assert sizes_of(sweep)[:2] == [1, 2]
     assert sweep.runs[1].rounds.medians("forward")[0] == pytest.approx(2)
     assert rounds_of(sweep)[0] >= 6

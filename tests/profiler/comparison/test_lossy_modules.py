@@ -233,6 +233,14 @@ class DecidesByBatch(Parts):
         return self.rest(features if len(given) < 2 else features - features.mean(0))
 
 
+class ChoosesByDevice(Parts):
+    """As mixtures of experts do; mostly a graph is traced on the meta device."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        features = self.first(given)
+        return self.rest(features * 2 if given.device.type == "meta" else features)
+
+
 class NoticesTracing(Parts):
     def forward(self, given: Tensor) -> Tensor:
         features = self.first(given)
@@ -248,7 +256,16 @@ SameTraining = Callable[[nn.Module, nn.Module, nn.Module, object], None]
 
 
 @pytest.mark.parametrize(
-    "kind", [FrozenPart, GradientsSwitchedOff, DecoratedPart, AutocastPart, Permutes, NoticesTracing]
+    "kind",
+    [
+        FrozenPart,
+        GradientsSwitchedOff,
+        DecoratedPart,
+        AutocastPart,
+        Permutes,
+        NoticesTracing,
+        ChoosesByDevice,
+    ],
 )
 def test_regions_that_torch_export_keeps(kind: type[Parts], assert_same_training: SameTraining) -> None:
     model = kind()
