@@ -105,7 +105,7 @@ def test_the_quick_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sums_of_tied_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that take these sums for longer than they are."""
-    cases = [case for case in (case_of(seed, "tied") for seed in range(8)) if case.options.runtime is None]
+    cases = [case_of(seed, "tied") for seed in (12, 36, 38)]
     own = space.least_seconds_after
     assert found(cases) == {}
     monkeypatch.setattr(space, "least_seconds_after", lambda *args: 3 * own(*args))
