@@ -19,7 +19,7 @@ from pplan.planner.objectives.frontier import Frontier, build_frontier
 from pplan.planner.plan_file import Plan
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS
-from pplan.planner.search import bounds_1f1b, subproblem
+from pplan.planner.search import bounds_1f1b, space, subproblem
 
 
 def found(cases: list[Case], solver: Solver = quickly_solved) -> Counter[str]:
@@ -101,6 +101,15 @@ def test_the_quick_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     own = subproblem.quick_bound
     monkeypatch.setattr(subproblem, "quick_bound", lambda *args: 1.01 * own(*args))
     assert found(PLAIN)["before searching"] > 0
+
+
+def test_sums_of_tied_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that take these sums for longer than they are."""
+    cases = [case_of(seed, "tied") for seed in (12, 36, 38)]
+    own = space.least_seconds_after
+    assert found(cases) == {}
+    monkeypatch.setattr(space, "least_seconds_after", lambda *args: 3 * own(*args))
+    assert found(cases)["before searching"] > 0
 
 
 class TestFrontier:
