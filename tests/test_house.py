@@ -323,7 +323,7 @@ for name in ("pplan", *{[f"pplan.{room}" for room in MAY_IMPORT]!r}):
     subprocess.run([sys.executable, "-c", check], cwd=tmp_path, check=True)
 
 
-SAME_NAME = {}
+SAME_NAME: dict[str, str] = {}
 """Files that may have the name of another, and why."""
 
 
