@@ -14,12 +14,13 @@ from attack.problems import Case, case_of
 from attack.results import Result
 
 from pplan.cost_models.errors import InfeasibleError
+from pplan.cost_models.tied_weights import least_seconds_after
 from pplan.planner.build_plan import build_problem
 from pplan.planner.objectives.frontier import Frontier, build_frontier
 from pplan.planner.plan_file import Plan
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS
-from pplan.planner.search import bounds_1f1b, space, subproblem
+from pplan.planner.search import bounds_1f1b, subproblem
 
 
 def found(cases: list[Case], solver: Solver = quickly_solved) -> Counter[str]:
@@ -106,9 +107,9 @@ def test_the_quick_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sums_of_tied_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that take these sums for longer than they are."""
     cases = [case_of(seed, "tied") for seed in (12, 36, 38)]
-    own = space.least_seconds_after
+    own = least_seconds_after
     assert found(cases) == {}
-    monkeypatch.setattr(space, "least_seconds_after", lambda *args: 3 * own(*args))
+    monkeypatch.setattr("pplan.planner.search.space.least_seconds_after", lambda *args: 3 * own(*args))
     assert found(cases)["before searching"] > 0
 
 

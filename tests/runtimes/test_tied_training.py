@@ -14,6 +14,7 @@ import pytest
 from pplan.planner.plan_file import Plan
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import load_model
+from pplan.profiler.profile_options import ProfileOptions
 from pplan.runtimes.formats.exporters import export
 
 MakePlan = Callable[..., Plan]
@@ -33,7 +34,7 @@ def test_losses_gradients_and_weights_are_the_plain_models(
 ) -> None:
     pytest.importorskip("transformers")
     loaded = load_model("hf:gpt2", settings=SETTINGS)
-    profile = profile_model(loaded, device="meta", micro_batch_sizes=[2])
+    profile = profile_model(loaded, ProfileOptions(device="meta", micro_batch_sizes=[2]))
     assert all(layer.cut_after for layer in profile.layers[:-1])
     plan = make_plan(
         balance,
