@@ -28,7 +28,7 @@ EVERY_COUNT = 16
 SAMPLES_PER_DEVICE = 32
 """Of a global batch that is not requested: the same whatever sizes the profiling machine reached."""
 MOST_DEFAULTS = 512
-"""Mini-batches around that which are tried."""
+"""Global batches around that which are tried."""
 MOST_STAGES = 32
 """That are searched where stages may have replicas."""
 INTERLEAVED = "interleaved"
@@ -136,9 +136,28 @@ class Problem:
         return min(self.gpus, self.topology.gpus_per_node) if one_process else self.gpus
 
     @cached_property
+    def cut_chain(self) -> Chain:
+        """The chain, without the cuts between users of one weight where there is an `untied_reason`."""
+        return self.chain.without_tied_cuts() if self.untied_reason else self.chain
+
+    @property
+    def untied_reason(self) -> str:
+        """Why no cut may lie between the layers that use one weight; empty where it may, or none is tied."""
+        runtime = self.runtime
+        if not self.chain.tied:
+            return ""
+        if runtime is not None and not runtime.trains_tied([len(own.layers) for own in self.chain.tied]):
+            return f"{runtime.name}: {runtime.no_tied}"
+        return (
+            f"zero={self.options.zero}: stages that share a weight keep it whole"
+            if self.options.zero > 1
+            else ""
+        )
+
+    @cached_property
     def space(self) -> Space:
         """The plans under the limits, for the runtime."""
-        chain, limits = limit_cuts(self.chain, self.options)
+        chain, limits = limit_cuts(self.cut_chain, self.options, untied_reason=self.untied_reason)
         return Space(
             chain=chain,
             topology=self.topology,
@@ -149,7 +168,10 @@ class Problem:
             dtype=self.dtype,
             precision=self.precision.bytes,
             zero=self.options.zero,
-            profiles={name: replace(own, cut_after=chain.cut_after) for name, own in self.profiles.items()},
+            profiles={
+                name: replace(own, cut_after=chain.cut_after, tied=chain.tied)
+                for name, own in self.profiles.items()
+            },
             limits=limits,
             budget=self.budget,
         )

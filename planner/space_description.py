@@ -31,6 +31,10 @@ def describe_exact_search(problem: Problem, *, relaxed: bool = False) -> str:
         parts.append("on all devices")
     if cuts := _describe_cuts(problem):
         parts.append(f"under {cuts}")
+    if problem.untied_reason:
+        names = " and ".join(own.name for own in problem.chain.tied[:2])
+        more = f" and {len(problem.chain.tied) - 2} more" if len(problem.chain.tied) > 2 else ""
+        parts.append(f"the layers that share {names}{more} on one stage ({problem.untied_reason})")
     return ", ".join(part for part in parts if part)
 
 

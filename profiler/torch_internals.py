@@ -328,6 +328,11 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in _HOOKS)
 
 
+def forward_pre_hooks_of(module: nn.Module) -> list[object]:
+    """In the order in which they run."""
+    return list(module._forward_pre_hooks.values())
+
+
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """By name; unlike `named_children` also None, and a module each time that it is registered."""
     return module._modules

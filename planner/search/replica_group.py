@@ -30,6 +30,8 @@ class ReplicaGroupCosts:
     limit: float
     optimizer: str
     ledger: LedgerOptions
+    least_tied: Floats | float = 0.0
+    """Of sums of tied weights' gradients, at the least: they follow the all-reduce."""
     _room: dict[str, Floats] = field(default_factory=dict)
 
     def room(self, recompute: Recompute, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> Floats:

@@ -20,6 +20,7 @@ from ...cost_models.port_sharing import PortSharings
 from ...cost_models.precision import training_precision
 from ...cost_models.routes import Routes
 from ...cost_models.runtime import Runtime
+from ...cost_models.tied_weights import least_seconds_after, reduction_seconds
 from ...cost_models.topology import Topology
 from ..plan_options import CutLimits
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
@@ -67,6 +68,7 @@ class Space:
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
     _group_costs: dict[object, ReplicaGroupCosts] = field(default_factory=dict, init=False)
     _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
+    _tied: dict[tuple[tuple[int, ...], float], float] = field(default_factory=dict, init=False)
 
     def within(self, budget: SearchBudget) -> Space:
         """The same, with its tables, under another budget."""
@@ -150,6 +152,13 @@ class Space:
         """The ports that stages share."""
         return PortSharings(self.topology, self.routes)
 
+    def tied_seconds(self, ranks: tuple[int, ...], bytes: float) -> float:
+        """Of the sum of a tied weight's gradients over all that hold it."""
+        key = ranks, bytes
+        if key not in self._tied:
+            self._tied[key] = reduction_seconds(self.topology)(ranks, bytes)
+        return self._tied[key]
+
     def pace(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[float, float]:
         """Latency from stage to stage, and seconds of each byte that a replica of the smaller one sends or
         receives."""
@@ -232,9 +241,7 @@ class Space:
         forward = np.maximum.reduce(forwards)
         exposed_allreduce = np.zeros_like(forward)
         if len(devices) > 1 and self.zero:
-            exposed_allreduce = exchange.at_end(
-                np.asarray(self.table(per_replica_batch).stage_bytes.trainable)
-            )
+            exposed_allreduce = exchange.at_end(self.table(per_replica_batch).reduced(self.zero))
         elif len(devices) > 1:
             exposed = [
                 self.buckets.exposed(
@@ -257,6 +264,13 @@ class Space:
             limit=self.limit(devices),
             optimizer=self.optimizer,
             ledger=ledger_options(least, self.dtype, self.number_bytes, self.zero),
+            least_tied=self.least_tied(self.table(per_replica_batch), len(devices)),
+        )
+
+    def least_tied(self, table: StageTable, replicas: int) -> Floats | float:
+        """`least_seconds_after` of the stages of a table."""
+        return least_seconds_after(
+            self.chain.tied, table.cut_points, self.topology, self.number_bytes, replicas
         )
 
     def timed(self, kind: Device, size: float) -> StageTable:

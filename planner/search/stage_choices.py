@@ -82,6 +82,13 @@ class GroupChoices:
         return self.costs.exposed_allreduce[self.start, self.end]
 
     @cached_property
+    def least_after(self) -> Floats:
+        """After the last backward, at the least: the all-reduce, and sums of tied weights."""
+        tied = self.costs.least_tied
+        own = 0.0 if isinstance(tied, float) else tied[self.start, self.end]
+        return self.exposed_allreduce + own
+
+    @cached_property
     def sent(self) -> Floats:
         """Bytes that a replica sends at the end of the stage."""
         return self.costs.table.crossing[self.end]
@@ -237,7 +244,8 @@ def _groups(
             own = at.setdefault(id(costs), (costs, np.zeros(len(ranks) + 1, dtype=np.bool_)))
             own[1][position] = True
         for costs, where in at.values():
-            work = config.micro_batches * (costs.forward + costs.backward) + costs.exposed_allreduce
+            after = costs.exposed_allreduce + costs.least_tied
+            work = config.micro_batches * (costs.forward + costs.backward) + after
             start, end = np.nonzero(space.usable & (work <= limit))
             if len(start):
                 yield GroupChoices(costs, where, start, end, config)
