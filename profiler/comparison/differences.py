@@ -13,8 +13,8 @@ from torch import Tensor
 from .training_pass import PassResult
 
 _LAST_BITS = 16
-"""Units in the last place, of the largest value of a kind, that any change in the order of sums may cost, also
-where large terms cancel out, as in the gradient of a bias before batch norm."""
+"""Units in the last place, of the largest value of a kind, that another order of sums may cost, also where
+large terms cancel out, as in the gradient of a bias before batch norm."""
 _AMPLIFIED = 8
 """Times what a change of the last bit of every parameter and input makes of a value."""
 _SMALL = 1e-2
