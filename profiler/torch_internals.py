@@ -190,8 +190,8 @@ INTERNALS = (
         "Read nn.Module.__init__: it lists what took their place.",
     ),
     Internal(
-        "torch.utils.checkpoint.CheckpointFunction or _checkpoint_without_reentrant_generator",
-        lambda: checkpoint_functions()[1],
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        lambda: checkpoint._checkpoint_without_reentrant_generator,
         "noticing that a model recomputes parts of itself",
         "Without it a profile does not say so: find what torch.utils.checkpoint.checkpoint calls now.",
         is_required=False,
