@@ -22,7 +22,7 @@ from pplan.profiler.measure import profile_model
 from pplan.profiler.passes.autocast_on_meta import AutocastOnMeta
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.structure import as_on_the_cpu
+from pplan.profiler.structure import as_on_a_gpu
 from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 
 TRAINED = ("vgg19", "resnet50", "densenet121", "vit_b_16", "transformer", "tied", "mlp")
@@ -134,7 +134,7 @@ def _counted(name: str, size: int, device: torch.device, setup: Setup) -> int:
         given = given.to(torch.bfloat16) if given.is_floating_point() else given
     if setup.precision == "autocast":
         setup = replace(setup, autocast=partial(_autocast, device))
-    with as_on_the_cpu() if device.type == "meta" else nullcontext():
+    with as_on_a_gpu(flash=True) if device.type == "meta" else nullcontext():
         return held_bytes(model, given, setup)
 
 

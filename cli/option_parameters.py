@@ -56,7 +56,7 @@ class _Taken:
 
 def flag_of(name: str, own: Option) -> str:
     """The option of a field."""
-    return own.flag or "--" + name.replace("_", "-")
+    return "--" + (own.flag or name.replace("_", "-"))
 
 
 def with_options(command: Command) -> Command:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from ..cost_models.quantities import format_bytes, format_seconds
-from ..planner.plan_file import Alternative, Baseline, Plan, PlannedStage
+from ..planner.plan_file import Alternative, Baseline, Plan, PlannedStage, SharedWeight
 from .number_format import compared, ranges, whole_percent
 from .plan_answer import answer_lines
 from .plan_summary import short_summary, summary_lines
@@ -25,6 +25,7 @@ def print_answer(plan: Plan, console: Console, next_steps: str) -> None:
     _print_head(plan, console)
     _print_stages(plan, console, short=True)
     console.print()
+    _print_shared(plan, console)
     if len(plan.stages) > MOST_STAGES:
         line(console, f"Balance: {'-'.join(map(str, plan.balance))} layers.")
     for sentence in short_summary(plan):
@@ -39,6 +40,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     _print_head(plan, console)
     _print_stages(plan, console, short=False)
     console.print()
+    _print_shared(plan, console)
     for sentence in summary_lines(plan):
         line(console, sentence)
     if plan.baselines:
@@ -53,6 +55,24 @@ def _print_head(plan: Plan, console: Console) -> None:
     print_head(console, answer_lines(plan))
     for warning in plan.warnings:
         line(console, f"Warning: {warning}")
+
+
+def _print_shared(plan: Plan, console: Console) -> None:
+    """The weights that several stages hold; those on the same stages together."""
+    groups: dict[tuple[int, ...], list[SharedWeight]] = {}
+    for own in plan.tied:
+        groups.setdefault(tuple(own.stages), []).append(own)
+    for stages, weights in groups.items():
+        names = weights[0].tensor + (f" and {len(weights) - 1} more" if len(weights) > 1 else "")
+        each = format_bytes(sum(own.bytes for own in weights))
+        seconds = sum(own.sum_seconds for own in weights)
+        added = f"; adding up its gradients takes {format_seconds(seconds)} of the step" if seconds else ""
+        line(console, f"Shared: {names} ({each}) on each of stages {_listed(stages)}{added}.")
+
+
+def _listed(stages: Sequence[int]) -> str:
+    *most, last = map(str, stages)
+    return f"{', '.join(most)} and {last}"
 
 
 def _nearest(plan: Plan) -> list[Baseline]:

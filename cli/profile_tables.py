@@ -22,7 +22,8 @@ def print_profile(profile: Profile, console: Console) -> None:
     for reason, count in Counter(_forbidden(profile)).items():
         line(console, f"Forbidden cuts: {count} of {len(profile.layers) - 1} ({reason}).")
     for tied in profile.tied:
-        line(console, f"Tied: {' and '.join(tied.layers)} share {tied.tensor}.")
+        copies = "" if tied.bytes is None else f" ({format_bytes(tied.bytes)}): stages may have copies"
+        line(console, f"Tied: {' and '.join(tied.layers)} share {tied.tensor}{copies}.")
     _print_layers(profile, console)
     if not profile.structure_only:
         _print_totals(profile, console)

@@ -202,6 +202,7 @@ def _together(chunks: Sequence[StageBytes]) -> StageBytes:
         trainable=sum(float(chunk.trainable) for chunk in chunks),
         buffers=sum(float(chunk.buffers) for chunk in chunks),
         gathered=max(parts),
+        copies=sum(float(chunk.copies) for chunk in chunks),
     )
 
 

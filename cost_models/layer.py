@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
+from .tied_weights import TiedWeight
 
 Vector = npt.NDArray[np.float64]
 
@@ -32,10 +33,10 @@ _OF_THE_HOST = ("forward_host_seconds", "backward_host_seconds")
 class LayerCosts:
     """Every layer of a chain at one micro-batch size: vectors of one entry a layer, seconds and bytes.
 
-    `trainable_bytes` are those of the parameters that get gradients. `input_bytes` is what the first layer is
-    fed. `spread` and `uncertainty` as of `Chain`, None where they are not known. `outside` says in words
-    where the size lies outside the measured ones, or the costs were scaled from the only one (empty:
-    neither).
+    `trainable_bytes` are those of the parameters that get gradients; those of `tied` weights count with their
+    first user. `input_bytes` is what the first layer is fed. `spread` and `uncertainty` as of `Chain`, None
+    where they are not known. `outside` says in words where the size lies outside the measured ones, or the
+    costs were scaled from the only one (empty: neither).
     """
 
     size: float
@@ -56,6 +57,7 @@ class LayerCosts:
     spread: Vector | None = None
     uncertainty: float | None = None
     outside: str = ""
+    tied: tuple[TiedWeight, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +93,8 @@ class Chain:
     spread: Vector | None = None
     """Interquartile range of a layer's forward + backward over the median, shape (layers, sizes); None: not
     known."""
+    tied: tuple[TiedWeight, ...] = ()
+    """Weights that several layers use, where cuts between these are allowed."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -138,8 +142,18 @@ class Chain:
             spread=self.spread_at(size),
             uncertainty=self.uncertainty_at(size),
             outside=self._outside(size),
+            tied=self.tied,
             **values,
         )
+
+    def without_tied_cuts(self) -> Chain:
+        """The same with no cut between the users of one weight."""
+        if not self.tied:
+            return self
+        cut_after = self.cut_after.copy()
+        for weight in self.tied:
+            cut_after[weight.layers[0] : weight.layers[-1]] = False
+        return replace(self, cut_after=cut_after, tied=())
 
     def uncertainty_at(self, size: float) -> float | None:
         """Share by which seconds at `size` may be off: the larger of both measured sizes it lies between."""

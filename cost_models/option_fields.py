@@ -29,7 +29,7 @@ class Option:
 
     `help`: one sentence; a field without it is no option of the command line. `form`: what stands for the
     value there; `panel`: the heading of the help that it stands under; `flag`: its name where that is not the
-    field's; one that begins with --no- makes the field False. `words`: all that may be typed; `least`: the
+    field's; one that begins with "no-" makes the field False. `words`: all that may be typed; `least`: the
     smallest whole number that may be; `read`: how texts are read that are not just words or numbers.
     `repeats`: it may be given several times. `default_text`: the default as it is typed, where that is not
     the value itself.

@@ -47,6 +47,16 @@ class Runtime:
     pure_16_bits: bool = True
     """Whether it trains 16-bit weights without float32 master weights."""
 
+    tied: Literal["any", "ends", "none"] = "none"
+    """Which weights may have users on several stages: any; one of two users, the embedding's on the first and
+    the head's on the last stage; or none."""
+    no_tied: str = "it keeps no copies of a weight on several stages"
+    """Why not any."""
+
+    def trains_tied(self, users: Sequence[int]) -> bool:
+        """Whether it may cut between the users of weights, given how many each has."""
+        return self.tied == "any" or (self.tied == "ends" and all(count == 2 for count in users))
+
     def runs_replicas(self, replicas: Sequence[int]) -> bool:
         """Whether the stages may have these numbers of replicas."""
         return len(set(replicas)) == 1 and (self.replicas == "equal" or replicas[0] == 1)
@@ -79,6 +89,7 @@ def _one_process_gpipe(name: str) -> Runtime:
         one_process=True,
         trains_every_stage=False,
         no_zero="it has no replicas to spread states over",
+        no_tied="it refuses a parameter that two stages share",
     )
 
 
@@ -105,7 +116,10 @@ _STATES_ALONE: dict[str, Any] = {"zero": frozenset({0, 1})}
 _MEGATRON = _STATES_ALONE | {
     "no_zero": "its distributed optimizer spreads the optimizer's states and master weights (ZeRO-1)",
     "pure_16_bits": False,
+    "tied": "ends",
+    "no_tied": "it ties the embedding on the first stage to the head on the last, and nothing else",
 }
+_NO_TIED: dict[str, Any] = {"no_tied": "it refuses tied weights together with pipeline parallelism"}
 _TORCH = frozenset({"naive", "gpipe", "1f1b", "dapple", "interleaved", "looped-bfs"}) | {
     "zb-h1",
     "zb-h2",
@@ -129,6 +143,7 @@ RUNTIMES: dict[str, Runtime] = {
             zero=frozenset({0, 1}),
             no_zero="its pipeline engine runs ZeRO stage 1 only (runtime/pipe/engine.py asserts it)",
             pure_16_bits=False,
+            tied="any",
         ),
         Runtime(
             "torch",
@@ -141,6 +156,7 @@ RUNTIMES: dict[str, Runtime] = {
             virtual_stages=True,
             zero=frozenset({0, 1}),
             no_zero=_WHOLE_GRADIENTS,
+            tied="any",
         ),
         Runtime(
             "huggingface",
@@ -149,12 +165,17 @@ RUNTIMES: dict[str, Runtime] = {
             replicas="none",
             one_process=True,
             trains_every_stage=False,
+            no_tied="accelerate keeps the modules that share a parameter on one device",
         ),
         _of_transformers("megatron", frozenset({"1f1b", "interleaved"}), **_MEGATRON),
         _of_transformers("megatron-bridge", frozenset({"1f1b", "interleaved"}), **_MEGATRON),
-        _of_transformers("torchtitan", _TORCH, **_STATES_ALONE, no_zero=_WHOLE_GRADIENTS),
+        _of_transformers("torchtitan", _TORCH, **_STATES_ALONE, no_zero=_WHOLE_GRADIENTS, **_NO_TIED),
         _of_transformers(
-            "nemo-automodel", _TORCH - {"dualpipe-v"}, **_STATES_ALONE, no_zero=_WHOLE_GRADIENTS
+            "nemo-automodel",
+            _TORCH - {"dualpipe-v"},
+            **_STATES_ALONE,
+            no_zero=_WHOLE_GRADIENTS,
+            **_NO_TIED,
         ),
     )
 }

@@ -23,7 +23,9 @@ class StageBytes:
     own layers, `saved_input` the part of its input that it saves besides; `input` its whole input; `received`
     and `sent` the tensors that cross its two cuts (0 where it has none); `workspace` what it needs at its
     peak besides all it saves (`stage_workspace`). `gathered`: the parameters of two neighbouring layers at
-    most, which ZeRO has whole at a time (None: all of the stage).
+    most, which ZeRO has whole at a time (None: all of the stage). `copies`: of the trainable bytes those of
+    tied weights that an earlier stage has, too: replicas do not add up their gradients among themselves (see
+    `tied_weights`).
     """
 
     parameters: Amount
@@ -36,6 +38,7 @@ class StageBytes:
     sent: Amount
     workspace: Amount
     gathered: Amount | None = None
+    copies: Amount = 0.0
 
 
 def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
@@ -48,9 +51,11 @@ def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
         )
     own = slice(first, last + 1)
     received = float(costs.output_bytes[first - 1]) if first else 0.0
+    copied = [weight for weight in costs.tied if weight.is_copied(first, last + 1)]
+    copies = sum(weight.trainable_bytes for weight in copied)
     return StageBytes(
-        parameters=float(costs.parameter_bytes[own].sum()),
-        trainable=float(costs.trainable_bytes[own].sum()),
+        parameters=float(costs.parameter_bytes[own].sum()) + sum(weight.bytes for weight in copied),
+        trainable=float(costs.trainable_bytes[own].sum()) + copies,
         buffers=float(costs.buffer_bytes[own].sum()),
         saved=float(costs.saved_bytes[own].sum()),
         saved_input=float(costs.saved_input_bytes[first]),
@@ -59,6 +64,7 @@ def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
         sent=float(costs.output_bytes[last]) if last < layers - 1 else 0.0,
         workspace=stage_workspace(costs.saved_bytes[own].tolist(), costs.workspace_bytes[own].tolist()),
         gathered=neighbours(costs.parameter_bytes[own].tolist()),
+        copies=copies,
     )
 
 

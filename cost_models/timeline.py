@@ -24,6 +24,7 @@ from .simulator.engine import Engine, Run, run, run_many
 from .simulator.program_cache import cached_program
 from .simulator.reductions import Reduction, reductions
 from .simulator.result import PeakMemory, Span, StageTime, Timeline, Transfer
+from .tied_weights import ends_after_sums
 
 
 def simulate(
@@ -59,9 +60,11 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
         singles = (general.candidate(index) for index in range(values.duration.shape[1]))
         return np.array([_step(lower_costs(order, single), engine) for single in singles])
     ends = run_many(values, engine)
-    for seconds in (_by_device(general.all_reduce), None if program.update_every else general.optimizer):
-        if seconds is not None:
-            ends = ends + seconds
+    if general.all_reduce is not None:
+        ends = ends + general.all_reduce[:, 0]
+    ends = ends_after_sums(ends, general.tied)
+    if general.optimizer is not None and not program.update_every:
+        ends = ends + general.optimizer
     latest: Array = np.maximum(np.max(ends, axis=0), general.port_seconds)
     return latest
 
@@ -126,15 +129,13 @@ def _ends_alone(values: ActionCosts) -> bool:
     """Whether each device's all-reduce simply follows its last action, and nothing goes on beside it."""
     program, costs = values.order.program, values.costs
     straight_through = len(program.pipes) == 1 and program.parts == 1
+    if costs.tied and (costs.transfers != "overlapped" or not straight_through):
+        return False
     alone = straight_through and costs.buckets == 1 and program.update_every is None
     if costs.reduce_loads:
         return False
     # A device that blocks sends its last result while it reduces.
     return costs.all_reduce is None or (alone and costs.transfers == "overlapped")
-
-
-def _by_device(all_reduce: Array | None) -> Array | None:
-    return None if all_reduce is None else all_reduce[:, 0]
 
 
 __all__ = [

@@ -59,15 +59,16 @@ class Training:
     def exchanged(self, stage: StageBytes) -> Amount:
         """Bytes of what the replicas exchange, on one of them.
 
-        DistributedDataParallel's buckets hold the gradients once more. With ZeRO stage 1 gradients are
-        reduced where they lie, after the last backward: what a reduction needs besides comes when the
-        activations are gone. From stage 2 on the gradients of two neighbouring layers are whole at a time,
-        with stage 3 the parameters too: of the layer at work and of the next one.
+        DistributedDataParallel's buckets hold the gradients once more, but for those of copies of tied
+        weights. With ZeRO stage 1 gradients are reduced where they lie, after the last backward: what a
+        reduction needs besides comes when the activations are gone. From stage 2 on the gradients of two
+        neighbouring layers are whole at a time, with stage 3 the parameters too: of the layer at work and of
+        the next one.
         """
         if self.replicas == 1:
             return 0.0
         if self.zero == 0:
-            return self._gradients(stage.trainable)
+            return self._gradients(stage.trainable - stage.copies)
         if self.zero == 1:
             return stage.trainable * 0
         whole = stage.parameters if stage.gathered is None else stage.gathered

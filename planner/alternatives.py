@@ -11,7 +11,7 @@ from .candidate import ScoredPlan
 from .joint_search import JointSearchResult, is_small, run_search
 from .pipeline_config import SEARCHED
 from .plan_file import Alternative
-from .plan_stages import plan_recompute, plan_stages
+from .plan_stages import plan_recompute, plan_stages, shared_weights
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult
@@ -42,6 +42,7 @@ def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str])
             gradient_dtype=problem.precision.gradient_dtype,
         )
         own = replace(problem, options=options)
+        own.space  # noqa: B018  raises where the options cut between layers that it keeps together
     except UsageError:
         return  # the options leave nothing that it runs
     if not own.families:
@@ -83,6 +84,7 @@ def _interleaved(problem: Problem, answer: JointSearchResult) -> Iterator[Altern
             if INTERLEAVED in runtime.schedules
             and runtime.trains(problem.precision.name, problem.options.zero)
             and _recomputes(runtime, plan)
+            and _keeps_weights(runtime, problem, plan)
         ]
         if not names:
             return
@@ -91,6 +93,14 @@ def _interleaved(problem: Problem, answer: JointSearchResult) -> Iterator[Altern
         than = f"{ratio:.3g} x slower" if ratio > 1 else f"{1 / ratio:.3g} x faster"
         reason = f"a heuristic's proposal, {than} than the plan: interleaved is not searched"
         yield _alternative(problem, found, plan, names, reason)
+
+
+def _keeps_weights(runtime: Runtime, problem: Problem, plan: ScoredPlan) -> bool:
+    """Whether the runtime trains the weights that the plan's stages share."""
+    return all(
+        runtime.tied == "any" or (runtime.tied == "ends" and own.stages == [0, len(plan.proposal.ends) - 1])
+        for own in shared_weights(problem.space, plan)
+    )
 
 
 def _recomputes(runtime: Runtime, plan: ScoredPlan) -> bool:
@@ -110,6 +120,8 @@ def _answers(own: Problem, answer: JointSearchResult) -> bool:
         return False
     in_order = best.proposal.devices == _in_order(best)
     cut_points = list(own.space.table(own.chain.sizes[0]).cut_points)
+    if not set(cut_points).issuperset(best.proposal.ends):
+        return False  # it keeps the users of a weight together
     stages = [(cut_points.index(first), cut_points.index(end)) for first, end in best.proposal.bounds]
     return in_order and all(own.space.usable[stage] for stage in stages)
 
@@ -132,6 +144,7 @@ def _kinds(problem: Problem) -> list[list[str]]:
             virtual_stages=False,
             zero=frozenset(),
             no_zero="",
+            no_tied="",
             pure_16_bits=True,
         )
         trains = runtime.trains(problem.precision.name, problem.options.zero)

@@ -21,10 +21,17 @@ from ..cost_models.precision import training_precision
 from ..cost_models.schedules import Program, Schedule, StageSlot
 from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
 from ..cost_models.stage_bytes import StageBytes
+from ..cost_models.tied_weights import TiedSum, reduction_seconds, tied_sums
 from ..cost_models.timeline import Timeline
 from ..cost_models.topology import Device, Topology
 from ..cost_models.training import Training
-from .replica_exchange import ReplicaExchange, bytes_at_end, bytes_by_layer, gradient_bytes
+from .replica_exchange import (
+    ReplicaExchange,
+    bytes_at_end,
+    bytes_by_layer,
+    gradient_bytes,
+    tied_exchanges,
+)
 from .search.space import divide_batch
 from .stage_table import Floats, StageTable, ledger_options
 
@@ -176,6 +183,7 @@ class Assembly:
             links=sharing.links,
             reduce_loads=sharing.reduce_loads,
             port_seconds=sharing.port_seconds,
+            tied=self.tied,
             transfers=transfers_named(self.transfers),
         )
 
@@ -224,7 +232,23 @@ class Assembly:
             if here.device != there.device
         ]
         ranks = [tuple(own) for own in self.ranks]
-        return _ports(self.topology).of(ranks, hops, list(self._reductions()))
+        return _ports(self.topology).of(ranks, hops, [*self._reductions(), *tied_exchanges(self.tied)])
+
+    @cached_property
+    def tied(self) -> tuple[TiedSum, ...]:
+        """The sums of the gradients of weights that several parts use."""
+        table, parts = self.table(0), range(len(self.bounds))
+        stages = [sorted({pipe[part].device for pipe in self.program.pipes}) for part in parts]
+        return tuple(
+            tied_sums(
+                self.chain.tied,
+                [table.cut_points[end] for _, end in self.bounds],
+                [self.ranks_of(part) for part in parts],
+                stages,
+                self.number_bytes,
+                reduction_seconds(self.topology),
+            )
+        )
 
     def _reductions(self) -> Iterator[Reduced]:
         """What is added up, by part of the layers."""
@@ -233,8 +257,9 @@ class Assembly:
         for part, place in enumerate(self.program.pipes[0]):
             ranks = self.ranks_of(part)
             if len(ranks) > 1:
-                held, at = self.table(place.device).stage_bytes, self.bounds[part]
-                numbers = [np.asarray(own)[[at[0]], [at[1]]] for own in (held.trainable, held.parameters)]
+                table, at = self.table(place.device), self.bounds[part]
+                held = (table.reduced(self.zero), table.stage_bytes.parameters)
+                numbers = [np.asarray(own)[[at[0]], [at[1]]] for own in held]
                 at_end = bytes_at_end(numbers[0], self.number_bytes, self.zero)
                 by_layer = bytes_by_layer(numbers[0], numbers[1], self.number_bytes, self.zero)
                 before = float(by_layer[0]) * self.program.micro_batches
@@ -261,7 +286,7 @@ class Assembly:
         own = slice(table.cut_points[i], table.cut_points[j])
         gradients = gradient_bytes(table.costs.trainable_bytes[own], self.number_bytes)
         if self.zero:
-            return float(self.exchange(part).at_end(np.asarray(table.costs.trainable_bytes[own].sum())))
+            return float(self.exchange(part).at_end(np.asarray(table.reduced(self.zero)[i, j])))
         if not self.reduces_meanwhile(place, ranks):
             return float(all_reduce_seconds(self.topology, ranks, float(gradients.sum()), "best"))
         each = [made.costs.backward_seconds[own] * scale for made, scale in self.timed[place.device]]

@@ -22,11 +22,12 @@ from .mini_batch import choose_mini_batch
 from .plan_file import TIE, Plan, Prediction, ProfileReference
 from .plan_options import PlanOptions
 from .plan_simulation import of_same_layers
-from .plan_stages import bubble, plan_recompute, plan_stages
+from .plan_stages import bubble, plan_recompute, plan_stages, shared_weights
 from .problem import Problem
 from .robust.interval import estimate_interval
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
+from .space_description import describe_search
 
 
 def solve(
@@ -125,9 +126,10 @@ def bare_plan(
         topology=topology.describe(),
         machine=to_toml(topology),
         stages=stages,
+        tied=shared_weights(problem.space, best),
         prediction=_prediction(problem, best, found),
         wishes=problem.options,
-        searched=problem.searched(),
+        searched=describe_search(problem),
         default_mini_batch=choose_mini_batch(problem, tried=False),
         layer_names=list(problem.chain.names),
         profile=profile,

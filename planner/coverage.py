@@ -16,7 +16,7 @@ from .symmetry import Shape, Symmetry
 
 if TYPE_CHECKING:
     from .problem import Problem
-
+from .space_description import describe_exact_search, describe_micro_batches
 
 MOST_SHAPES = 64
 """Choices of devices in an order that a plan's are compared with."""
@@ -70,7 +70,7 @@ def covered(problem: Problem, found: SearchResult) -> str:
     """The plans that the bound of an answer holds for, in words."""
     if found.universal:
         return _any_plan(problem, problem.proposable)
-    words = problem.exactly_searched(relaxed=is_large(problem.space, problem.families))
+    words = describe_exact_search(problem, relaxed=is_large(problem.space, problem.families))
     if others := problem.unsearched:
         return f"{words}; and {_any_plan(problem, others)}"
     return words
@@ -80,4 +80,4 @@ def _any_plan(problem: Problem, schedules: tuple[str, ...]) -> str:
     names = ", ".join(schedules[:-1]) + " and " + schedules[-1] if len(schedules) > 1 else schedules[0]
     what = "any cuts and recomputation" if problem.gpus == 1 else "any cuts, replicas and recomputation"
     order = "" if problem.gpus == 1 else ", any order of the devices"
-    return f"all plans of {names} with {problem.micro_batches_in_words()}: {what}{order}"
+    return f"all plans of {names} with {describe_micro_batches(problem)}: {what}{order}"

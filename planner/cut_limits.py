@@ -15,22 +15,25 @@ from ..cost_models.layer import Chain
 from .plan_options import CutLimits, PlanOptions
 
 
-def limit_cuts(chain: Chain, options: PlanOptions) -> tuple[Chain, CutLimits]:
-    """The chain without the cuts that the options forbid, and what else they ask. Raises UsageError."""
+def limit_cuts(chain: Chain, options: PlanOptions, *, untied_reason: str = "") -> tuple[Chain, CutLimits]:
+    """The chain without the cuts that the options forbid, and what else they ask. `untied_reason`: why it has
+    no cuts between the users of one weight. Raises UsageError."""
     cut_after = chain.cut_after.copy()
     for pattern in options.keep_together:
         matching = np.array([fnmatchcase(name, pattern) for name in chain.names])
         if not matching.any():
             raise _no_such_layer(chain, "keep_together", pattern)
         cut_after[:-1] &= ~(matching[:-1] & matching[1:])
-    must_cut = tuple(dict.fromkeys(_cuts(chain, cut_after, options)))
+    must_cut = tuple(dict.fromkeys(_cuts(chain, cut_after, options, untied_reason)))
     pins = tuple((_layer(chain, "pins", name), stage) for name, stage in options.pins)
     _check_pins(options, pins)
     same = bool((cut_after == chain.cut_after).all())
     return (chain if same else replace(chain, cut_after=cut_after)), CutLimits(must_cut, pins)
 
 
-def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], options: PlanOptions) -> Iterator[int]:
+def _cuts(
+    chain: Chain, cut_after: npt.NDArray[np.bool_], options: PlanOptions, untied_reason: str
+) -> Iterator[int]:
     for name in options.cut_after:
         layer = _layer(chain, "cut_after", name)
         if layer == len(chain) - 1:
@@ -38,7 +41,9 @@ def _cuts(chain: Chain, cut_after: npt.NDArray[np.bool_], options: PlanOptions) 
         if not chain.cut_after[layer]:
             raise UsageError(
                 f"cut_after={name!r}: no stage may end there",
-                "The profile forbids it (pplan show tells why); name a layer before or behind.",
+                "The profile forbids it (pplan show tells why)"
+                + (f", or it parts layers that share a weight ({untied_reason})" if untied_reason else "")
+                + "; name a layer before or behind.",
             )
         if not cut_after[layer]:
             raise UsageError(

@@ -90,12 +90,19 @@ def plan_partition(
 
 def _check_cuts(problem: Problem, given: FixedPartition) -> None:
     chain = problem.chain
+    together = problem.cut_chain.cut_after
     for stage, end in enumerate(given.ends[:-1]):
         if not chain.cut_after[end - 1]:
             raise UsageError(
                 f"stage {stage} ends after layer {end - 1}, {chain.names[end - 1]}, where the profile allows "
                 "no cut",
                 "pplan show PROFILE says why; profile with another `granularity` where the cut is real.",
+            )
+        if not together[end - 1]:
+            raise UsageError(
+                f"stage {stage} ends after layer {end - 1}, {chain.names[end - 1]}, between layers that "
+                f"share a weight ({problem.untied_reason})",
+                "Move the cut, or plan for another runtime: runtime='torch' trains it.",
             )
 
 

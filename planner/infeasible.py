@@ -27,7 +27,8 @@ from .plan_stages import run_in_words
 from .planners import planner_named
 from .problem import Problem
 from .search.pipelines import stage_modes
-from .search.space import ReplicaGroupCosts, Space
+from .search.replica_group import ReplicaGroupCosts
+from .search.space import Space
 
 SECONDS = 1.0
 """Of the search for each change, as of `PlanOptions.time_limit`."""

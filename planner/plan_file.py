@@ -83,6 +83,17 @@ class PlannedStage(Record):
         return self
 
 
+class SharedWeight(Record):
+    """A weight that layers of several `stages` use: each of these has a copy of its `bytes`, which the ledger
+    counts. After the last backward its gradients are added up over all devices of these stages, which takes
+    `sum_seconds` (0 of a frozen weight, and where one device has all)."""
+
+    tensor: str
+    bytes: Bytes
+    stages: Annotated[list[Index], Field(min_length=2)]
+    sum_seconds: Seconds = 0.0
+
+
 class Prediction(Record):
     """What the simulator says of the plan, and what was proven of all plans of the searched space.
 
@@ -251,6 +262,8 @@ class Plan(Document):
     machine: str = ""
     """The same as a topology file (TOML)."""
     stages: Annotated[list[PlannedStage], Field(min_length=1)]
+    tied: list[SharedWeight] = []
+    """Weights that stages share."""
     prediction: Prediction
     objective: Aim | None = None
     baselines: list[Baseline] = []
@@ -352,6 +365,12 @@ def _check_layers(plan: Plan) -> None:
         raise ValueError(
             f"balance {plan.balance} adds up to {sum(plan.balance)}, the stages hold {expected} layers"
         )
+    for own in plan.tied:
+        if own.stages != sorted(set(own.stages)) or own.stages[-1] >= len(plan.stages):
+            raise ValueError(
+                f"tied {own.tensor!r} is on the stages {own.stages}, they must be ascending and of the "
+                f"{len(plan.stages)} that there are"
+            )
     if plan.layer_names and len(plan.layer_names) != expected:
         raise ValueError(f"layer_names has {len(plan.layer_names)} names, the stages hold {expected} layers")
 

@@ -189,7 +189,7 @@ class PlanOptions(Options):
         arguments.pins,
         "LAYER=stageN",
         "The stage of a layer, from 0. Can be repeated.",
-        flag="--pin",
+        flag="pin",
         read=read_pins,
         repeats=True,
     )

@@ -8,7 +8,7 @@ from ..cost_models.document import Record
 from ..cost_models.timeline import simulate
 from .assembly import Assembly
 from .candidate import ScoredPlan
-from .plan_file import PlannedStage, Recompute
+from .plan_file import PlannedStage, Recompute, SharedWeight
 from .scoring import assemble
 from .search.space import Space
 
@@ -42,6 +42,20 @@ def make_stages(space: Space, made: Assembly, plan: ScoredPlan) -> list[PlannedS
             )
         )
     return stages
+
+
+def shared_weights(space: Space, plan: ScoredPlan) -> list[SharedWeight]:
+    """The weights that several of its parts use."""
+    sums = {own.name: own.seconds for own in assemble(space, plan.proposal, plan.recompute).tied}
+    made = []
+    for weight in space.chain.tied:
+        parts = [part for part, bounds in enumerate(plan.proposal.bounds) if weight.is_used(*bounds)]
+        if len(parts) > 1:
+            seconds = sums.get(weight.name, 0.0)
+            made.append(
+                SharedWeight(tensor=weight.name, bytes=round(weight.bytes), stages=parts, sum_seconds=seconds)
+            )
+    return made
 
 
 def _whole(limit: float) -> int | None:

@@ -28,7 +28,7 @@ EVERY_COUNT = 16
 SAMPLES_PER_DEVICE = 32
 """Of a global batch that is not requested: the same whatever sizes the profiling machine reached."""
 MOST_DEFAULTS = 512
-"""Mini-batches around that which are tried."""
+"""Global batches around that which are tried."""
 MOST_STAGES = 32
 """That are searched where stages may have replicas."""
 INTERLEAVED = "interleaved"
@@ -136,9 +136,28 @@ class Problem:
         return min(self.gpus, self.topology.gpus_per_node) if one_process else self.gpus
 
     @cached_property
+    def cut_chain(self) -> Chain:
+        """The chain, without the cuts between users of one weight where there is an `untied_reason`."""
+        return self.chain.without_tied_cuts() if self.untied_reason else self.chain
+
+    @property
+    def untied_reason(self) -> str:
+        """Why no cut may lie between the layers that use one weight; empty where it may, or none is tied."""
+        runtime = self.runtime
+        if not self.chain.tied:
+            return ""
+        if runtime is not None and not runtime.trains_tied([len(own.layers) for own in self.chain.tied]):
+            return f"{runtime.name}: {runtime.no_tied}"
+        return (
+            f"zero={self.options.zero}: stages that share a weight keep it whole"
+            if self.options.zero > 1
+            else ""
+        )
+
+    @cached_property
     def space(self) -> Space:
         """The plans under the limits, for the runtime."""
-        chain, limits = limit_cuts(self.chain, self.options)
+        chain, limits = limit_cuts(self.cut_chain, self.options, untied_reason=self.untied_reason)
         return Space(
             chain=chain,
             topology=self.topology,
@@ -149,7 +168,10 @@ class Problem:
             dtype=self.dtype,
             precision=self.precision.bytes,
             zero=self.options.zero,
-            profiles={name: replace(own, cut_after=chain.cut_after) for name, own in self.profiles.items()},
+            profiles={
+                name: replace(own, cut_after=chain.cut_after, tied=chain.tied)
+                for name, own in self.profiles.items()
+            },
             limits=limits,
             budget=self.budget,
         )
@@ -210,7 +232,7 @@ class Problem:
             for config in self.configs
             if config.schedule in SEARCHED
             for placement in self.placements
-            for counts in self._replicas
+            for counts in self.replica_sets
             if self.may_share(config.micro_batch_size, counts)
         ]
 
@@ -223,7 +245,7 @@ class Problem:
         return placements(reached)[:1]
 
     @cached_property
-    def _replicas(self) -> list[tuple[int, ...]]:
+    def replica_sets(self) -> list[tuple[int, ...]]:
         """The numbers of replicas that stages may have together."""
         if not self._replicated:
             return [(1,)]
@@ -324,7 +346,7 @@ class Problem:
         smallest = -(-batch // MOST_MICRO_BATCHES)
         return [
             size
-            for size in _divisors(batch)
+            for size in divisors(batch)
             if smallest <= size <= largest
             and any(
                 self.chain.reaches(-(-size // count))
@@ -363,73 +385,8 @@ class Problem:
             f"{runtime.name} runs {', '.join(sorted(runtime.schedules))} with recompute {modes}.",
         )
 
-    def searched(self) -> str:
-        """The searched space in words, and what is proposed besides."""
-        names = ", ".join(self.unsearched)
-        return self.exactly_searched() + (f"; {names}: heuristic only" if names else "")
 
-    def exactly_searched(self, *, relaxed: bool = False) -> str:
-        """The searched space in words; `relaxed`: with what a large problem's proof has besides, every number
-        of stages and of replicas and any order of the devices."""
-        most = self.stage_counts[-1]
-        exactly = [name for name in self.schedules if name in SEARCHED]
-        modes = {config.recompute for config in self.configs if config.schedule in exactly or not exactly}
-        stages = "1 stage" if most == 1 else f"1 to {most} stages"
-        parts = [
-            "any number of stages" if relaxed and self.may_be_deeper else stages,
-            self._replicas_in_words(any_count=relaxed and self.any_count),
-            " or ".join(exactly),
-            f"recompute {' or '.join(_in_words(mode) for mode in MODES if mode in modes)}",
-            self.micro_batches_in_words(),
-            self.order_in_words(any_order=relaxed) if exactly else "",
-        ]
-        if self.options.use_all:
-            parts.append("on all devices")
-        if cuts := self._cuts_in_words():
-            parts.append(f"under {cuts}")
-        return ", ".join(part for part in parts if part)
-
-    def micro_batches_in_words(self) -> str:
-        """How many there may be."""
-        counts = sorted({config.micro_batches for config in self.configs})
-        between = [count for count in _divisors(self.mini_batch) if counts[0] <= count <= counts[-1]]
-        if len(counts) > 2 and counts == between:
-            return f"{counts[0]} to {counts[-1]} equal micro-batches"
-        return "1 micro-batch" if counts == [1] else f"{some(counts)} micro-batches"
-
-    def order_in_words(self, *, any_order: bool = False) -> str:
-        """Which devices the stages take; nothing where there is no choice."""
-        if self.gpus == 1:
-            return ""
-        if any_order:
-            return "any order of the devices"
-        orders = " or ".join(dict.fromkeys(placement.in_words for placement in self.placements))
-        return f"consecutive devices {orders}"
-
-    def _cuts_in_words(self) -> str:
-        """The fields given that say where stages end."""
-        options = self.options
-        given = {
-            "cut_after": options.cut_after,
-            "keep_together": options.keep_together,
-            "pins": options.pins,
-        }
-        return " and ".join(f"`{field}`" for field, value in given.items() if value)
-
-    def _replicas_in_words(self, *, any_count: bool) -> str:
-        runtime = self.runtime
-        if self.gpus == 1 or (runtime is not None and runtime.replicas == "none"):
-            return ""
-        if any_count:
-            return "any number of replicas"
-        if runtime is not None:
-            return "equal replicas"
-        counts = self._replicas[0]
-        most = counts[-1]
-        return f"1 to {most} replicas each" if len(counts) == most else f"{some(counts)} replicas each"
-
-
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     """Those that go into it at most `MOST_MICRO_BATCHES` times, and maybe others; ascending."""
     most = min(isqrt(number), MOST_MICRO_BATCHES)
     small = [count for count in range(1, most + 1) if number % count == 0]
@@ -440,10 +397,6 @@ def _is_three_halves(count: int) -> bool:
     """Whether it is 3 times a power of two."""
     third, rest = divmod(count, 3)
     return rest == 0 and third & (third - 1) == 0
-
-
-def _in_words(mode: Mode) -> str:
-    return "if out of memory" if mode == "by_stage" else mode.replace("_", " ")
 
 
 def _check_counts(chain: Chain, gpus: int, options: PlanOptions) -> None:

@@ -20,7 +20,7 @@ An optimizer that spreads nothing reduces as DistributedDataParallel does: `sear
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,8 @@ import numpy.typing as npt
 from ..cost_models.collectives import all_gather_seconds, reduce_scatter_seconds
 from ..cost_models.layer import LayerCosts
 from ..cost_models.optimizers import Precision
+from ..cost_models.port_sharing import Reduced
+from ..cost_models.tied_weights import TiedSum
 from ..cost_models.topology import Topology
 from .stage_table import Floats, StageTable
 
@@ -56,6 +58,12 @@ def bytes_by_layer(trainable: Floats, parameters: Floats, precision: Precision, 
         return np.zeros_like(trainable)
     reduced = gradient_bytes(trainable, precision) / 2
     return reduced if zero == 2 else reduced + parameters
+
+
+def tied_exchanges(sums: Sequence[TiedSum]) -> Iterator[Reduced]:
+    """What these sums of tied weights' gradients load ports with, for which no other exchange waits."""
+    for number, own in enumerate(sums):
+        yield Reduced(-1 - number, own.ranks, 0.0, before=own.bytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from ..cost_models.machines.presets import context_of
 from ..cost_models.memory import LedgerOptions, StageBytes, ledger, total
 from ..cost_models.optimizers import Precision
 from ..cost_models.precision import training_precision
+from ..cost_models.tied_weights import copied_bytes
 
 Floats = npt.NDArray[np.float64]
 
@@ -98,9 +99,10 @@ class StageTable:
         """What the ledger of every stage is made from."""
         costs = self.costs
         starts = np.array(self.cut_points[:-1], dtype=int)
+        whole, copies = self._copied(trainable=False), self._copied(trainable=True)
         return StageBytes(
-            parameters=self.between(costs.parameter_bytes),
-            trainable=self.between(costs.trainable_bytes),
+            parameters=self.between(costs.parameter_bytes) + whole,
+            trainable=self.between(costs.trainable_bytes) + copies,
             buffers=self.between(costs.buffer_bytes),
             saved=self.between(costs.saved_bytes),
             saved_input=np.append(costs.saved_input_bytes[starts], 0.0)[:, None],
@@ -108,7 +110,18 @@ class StageTable:
             received=self.crossing[:, None],
             sent=self.crossing[None, :],
             workspace=self._workspace,
+            copies=copies,
         )
+
+    def _copied(self, *, trainable: bool) -> Floats | float:
+        """Bytes of weights of each stage that an earlier one has, too; of those that are trained."""
+        tied = self.costs.tied
+        return copied_bytes(tied, self.cut_points, trainable=trainable) if tied else 0.0
+
+    def reduced(self, zero: int) -> Floats:
+        """Trainable bytes whose gradients the replicas of each stage add up among themselves."""
+        held = self.stage_bytes
+        return np.asarray(held.trainable if zero else held.trainable - held.copies)
 
     @cached_property
     def _workspace(self) -> Floats:

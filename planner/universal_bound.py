@@ -10,7 +10,8 @@ are the least that any device, number of replicas and link gives:
     M x that                     `naive`, which has one micro-batch at a time
     lead + M w + e               a stage of a straight pipeline (one stage a device): its first action is an F
                                  that came through the stages before it; e: of the all-reduce over its
-                                 replicas what cannot run beside its last backward
+                                 replicas what cannot run beside its last backward, and
+                                 sums of tied weights
     lead + M (f + b) + trail     its last B goes back through the stages before it
 
 The last two are minimised over all partitions by a dynamic programme on (devices used, layers done) that
@@ -243,7 +244,8 @@ class _Case:
                 reduced = 2 * (count - 1) / count * gradients / self._fastest
                 exposed_allreduce = np.maximum(reduced - table.between(back), 0.0)
             whole = np.where(table.valid, table.between(work), inf)
-            made.append((table.between(forward), table.between(forward + back), whole, exposed_allreduce))
+            after = exposed_allreduce + self.space.least_tied(table, count)
+            made.append((table.between(forward), table.between(forward + back), whole, after))
         return made
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,11 @@ from .passes.layer_stamps import LayerTimes, LossTimes
 from .passes.timed_passes import TimedPasses
 from .profile_file import Profile
 from .size_result import SizeResult
+from .structure import Kernels, as_on_a_gpu
 
 DEVICE = "analytic"
+_BACKWARD = 0.5
+"""Assumption: what the host takes for an operation of backward, which no Python runs, against forward's."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class AnalyticTarget:
 
     roofline: Roofline
     measured: Profile | None = None
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those that this GPU runs, on the meta device."""
+        return partial(as_on_a_gpu, flash=self.roofline.has_flash_attention)
 
 
 def parse_analytic_device(
@@ -102,10 +111,10 @@ def _times(subject: MeasurementTarget, size: int, target: AnalyticTarget, curves
     launch, host_launch = target.roofline.launch.value, target.roofline.host_launch.value
     rows = [
         [_work(part, target.roofline, tf32=subject.modes.tf32) for part in (layer.forward, layer.backward)]
-        for layer in count_operations(subject, size)
+        for layer in count_operations(subject, size, target.kernels)
     ]
     seconds = np.array([[work.seconds(curves, launch) for work in row] for row in rows])
-    hosts = np.array([[host_launch * len(work.compute) for work in row] for row in rows])
+    hosts = host_launch * np.array([[len(row[0].compute), _BACKWARD * len(row[1].compute)] for row in rows])
     count = len(subject.chain)
     loss = None if subject.loss is None else LossTimes(*map(float, (*seconds[count], *hosts[count])))
     (forward, backward), (forward_host, backward_host) = seconds[:count].T, hosts[:count].T
@@ -114,19 +123,22 @@ def _times(subject: MeasurementTarget, size: int, target: AnalyticTarget, curves
 
 def _work(operations: Sequence[Operation], roofline: Roofline, *, tf32: bool) -> OperationWork:
     """Convolutions in float32 are in TF32 by torch's default, where the GPU has it."""
-
-    def at_peak(operation: Operation) -> float:
-        if not operation.flops:
-            return 0.0
+    compute, moved = [], []
+    for operation in operations:
         dtype = operation.dtype
         if dtype == "float32" and (tf32 or (operation.is_convolution and "tf32" in roofline.peaks)):
             dtype = "tf32"
-        return operation.flops / roofline.peak(dtype)
-
+        compute.append(operation.flops / roofline.peak(dtype) if operation.flops else 0.0)
+        moved.append(operation.bytes)
+        if operation.conversion_bytes and dtype in _OF_TENSOR_CORES:
+            compute.append(0.0)
+            moved.append(operation.conversion_bytes)
     return OperationWork(
-        np.array([at_peak(operation) for operation in operations], dtype=np.float64),
-        np.array([operation.bytes / roofline.bandwidth.value for operation in operations], dtype=np.float64),
+        np.array(compute, np.float64), np.array(moved, np.float64) / roofline.bandwidth.value
     )
+
+
+_OF_TENSOR_CORES = ("float16", "bfloat16", "tf32")
 
 
 def _calibrated(subject: MeasurementTarget, measured: Profile, roofline: Roofline) -> tuple[Curves, str]:
@@ -136,7 +148,7 @@ def _calibrated(subject: MeasurementTarget, measured: Profile, roofline: Rooflin
     works: list[OperationWork] = []
     seconds: list[float] = []
     for position, size in enumerate(measured.micro_batch_sizes):
-        layers = count_operations(subject, size)[: len(subject.chain)]
+        layers = count_operations(subject, size, AnalyticTarget(own).kernels)[: len(subject.chain)]
         costs = [layer.costs[position] for layer in measured.layers]
         for layer, cost in zip(layers, costs, strict=True):
             works += _works(layer, own, tf32=measured.tf32)

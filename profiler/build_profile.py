@@ -176,12 +176,18 @@ def _whole(result: SizeResult) -> WholeMeasurement:
 
 
 def _tied(model: nn.Module, chain: LayerChain) -> list[Tied]:
-    """Parameters and buffers that several layers use."""
+    """Parameters and buffers that several layers use; the bytes of those of which stages may have copies."""
     modules = [layer.module for layer in chain.layers]
     return [
-        Tied(tensor=name, layers=[chain.layers[index].name for index in users])
-        for name, users in find_tensor_users(model, modules, chain.aliases)
-        if len(users) > 1
+        Tied(
+            tensor=shared.name,
+            layers=[chain.layers[index].name for index in shared.layers],
+            bytes=shared.tensor.nbytes if shared.is_tied else None,
+            trainable=shared.tensor.requires_grad,
+            dtype=_dtype_name(shared.tensor.dtype),
+        )
+        for shared in find_tensor_users(model, modules, chain.aliases)
+        if len(shared.layers) > 1
     ]
 
 

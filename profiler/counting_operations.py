@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,13 +14,16 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from .measurement_target import MeasurementTarget
 from .passes.timing import OutputGradients, run_layers
-from .structure import as_on_the_cpu
+from .structure import Kernels
 from .torch_internals import (
+    BATCH_NORMS,
     CPU_FLASH_BACKWARDS,
     CPU_FLASH_FORWARDS,
     FREE_OPERATORS,
     OpOverload,
     TorchDispatchMode,
+    schema_arguments,
+    suggest_memory_format,
     tree_leaves,
 )
 from .user_model.loaded_model import ModelInput
@@ -29,12 +33,18 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel. `flops`: of matrix products, convolutions and attention; others are bound by `bytes`."""
+    """One kernel. `flops`: of matrix products, convolutions and attention; others are bound by `bytes`.
+
+    `conversion_bytes`: of a convolution whose tensors do not lie channels last, as tensor cores take them:
+    cuDNN reads and writes each once more around it ("Tensor Layouts In Memory: NCHW vs NHWC", NVIDIA Deep
+    Learning Performance Guide).
+    """
 
     flops: int
     bytes: int
     dtype: str
     is_convolution: bool = False
+    conversion_bytes: int = 0
 
 
 @dataclass
@@ -45,16 +55,16 @@ class LayerOperations:
     backward: list[Operation] = field(default_factory=list)
 
 
-def count_operations(subject: MeasurementTarget, size: int) -> list[LayerOperations]:
+def count_operations(subject: MeasurementTarget, size: int, kernels: Kernels) -> list[LayerOperations]:
     """Of every layer at a micro-batch of `size`, and of the loss, where there is one, after the last.
 
-    `subject` lies on the meta device, and its gradients exist. Attention is the fused one.
+    `subject` lies on the meta device, and its gradients exist. `kernels`: of which device.
     """
     layers, context = subject.chain.layers, partial(subject.modes.forward_context, subject.device)
     given = ModelInput.of(subject.loaded.example_input_for(size))
     given = given.to(subject.device, subject.dtype, subject.modes.memory_format).clone()
     made = [LayerOperations() for _ in range(len(layers) + (subject.loss is not None))]
-    with as_on_the_cpu(), _Counter(made) as counter:
+    with kernels(), _Counter(made) as counter:
         gradients = OutputGradients(subject.seed)
         run_layers(layers, given.handed, gradients, counter, loss=subject.loss, context=context)
     return made
@@ -91,31 +101,72 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._now is not None and isinstance(func, OpOverload):
-            made = _operation(func, args, kwargs, result)
-            if made is not None:
-                self._now.append(made)
+            self._now += _operations(func, args, kwargs, result)
         return result
 
 
-def _operation(
+def _operations(
     func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Operation | None:
+) -> list[Operation]:
     """None for what runs no kernel: views, memory that is not written, numbers."""
     packet, written = func.overloadpacket, _tensors(result)
     if func.is_view or packet in _FREE or not written:
-        return None
+        return []
     read = _tensors((args, kwargs))
     if packet in _LOOK_UP:
         # Of the table only the rows asked for.
         read = [*read[1:], *written]
+    read += [read[position] for position in _READ_TWICE.get(packet, ())]
     count = flop_registry.get(packet) or _FLOPS.get(packet)
+    flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+    if packet is _aten.convolution_backward:
+        return _backward_of_convolution(flops, *read[:3], *result)
+    return (
+        [_convolution(flops, read, written)]
+        if packet is _aten.convolution
+        else [_kernel(flops // 2 if _is_causal(func, args, kwargs) else flops, read, written)]
+    )
+
+
+def _kernel(flops: int, read: Sequence[Tensor], written: Sequence[Tensor]) -> Operation:
     floating = [tensor.dtype for tensor in (*read, *written) if tensor.dtype.is_floating_point]
     return Operation(
-        flops=int(count(*args, **kwargs, out_val=result)) if count is not None else 0,
+        flops=flops,
         bytes=sum(map(_extent, read)) + sum(map(_extent, written)),
         dtype=str(floating[0] if floating else written[0].dtype).removeprefix("torch."),
-        is_convolution=packet in _CONVOLUTIONS,
     )
+
+
+def _convolution(flops: int, read: Sequence[Tensor], written: Sequence[Tensor]) -> Operation:
+    converted = 0 if any(map(_is_channels_last, (*read, *written))) else 2
+    return dataclasses.replace(
+        _kernel(flops, read, written),
+        is_convolution=True,
+        conversion_bytes=converted * sum(map(_extent, (*read, *written))),
+    )
+
+
+def _backward_of_convolution(
+    flops: int, gradient: Tensor, given: Tensor, weight: Tensor, *results: Tensor | None
+) -> list[Operation]:
+    """One kernel for the gradient of what was given, one for that of the weight and the bias."""
+    kernels = []
+    of_given, *of_weights = results
+    if of_given is not None:
+        kernels.append(((gradient, weight), [of_given]))
+    if any(one is not None for one in of_weights):
+        kernels.append(((gradient, given), [one for one in of_weights if one is not None]))
+    return [_convolution(flops // len(kernels), read, written) for read, written in kernels]
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return suggest_memory_format(tensor) is not torch.contiguous_format
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Fused attention leaves out what a causal mask hides: half."""
+    names = [argument.name for argument in schema_arguments(func)]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal"))
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -147,4 +198,8 @@ _FREE = {
     *(*FREE_OPERATORS, _aten.lift_fresh, _aten.detach),
 }
 _LOOK_UP = {_aten.embedding, _aten.index_select, _aten.index, _aten.gather}
-_CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward}
+_READ_TWICE = {
+    **dict.fromkeys(BATCH_NORMS, (0,)),
+    _aten.native_batch_norm_backward: (0, 1),
+}
+"""Of what was read, by position: once for the statistics of the batch, once to use them."""

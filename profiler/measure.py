@@ -209,9 +209,10 @@ def _free_bytes(device: torch.device, memory_bytes: int | None) -> int:
 def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """On the meta device."""
     subject = build_target(loaded, setup, limits.smallest)
-    results, notes = count_structure(subject, limits.sizes)
     if limits.estimate_for is not None:
-        return estimate(subject, results, notes, limits.estimate_for)
+        kernels = limits.estimate_for.kernels
+        return estimate(subject, *count_structure(subject, limits.sizes, kernels), limits.estimate_for)
+    results, notes = count_structure(subject, limits.sizes)
     return build_profile(subject, results, (), notes)
 
 

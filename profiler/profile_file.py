@@ -11,6 +11,7 @@ from ..cost_models.document import Document, MadeBy, Record, sha256
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.stage_bytes import workspace_before_loss
+from ..cost_models.tied_weights import TiedWeight
 
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
@@ -111,10 +112,17 @@ class MeasuredLoss(Record):
 
 
 class Tied(Record):
-    """A parameter or buffer that several layers use: they belong on one stage."""
+    """A parameter or buffer that several layers use.
+
+    `bytes`: of a parameter that may stand on several stages, each with a copy; the first of the `layers`
+    counts it as its own. None: its users belong on one stage, as in profiles of earlier versions.
+    """
 
     tensor: str
     layers: list[str]
+    bytes: Bytes | None = None
+    trainable: bool = True
+    dtype: str = ""
 
 
 class InputTensor(Record):
@@ -186,6 +194,28 @@ class Profile(Document):
                 raise ValueError(
                     f"layer {layer.name!r} has costs at the micro-batch sizes {own}, "
                     f"the first layer at {sizes}; they must be the same, ascending and without repeats"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tied(self) -> Self:
+        order = {layer.name: index for index, layer in enumerate(self.layers)}
+        for own in self.tied:
+            unknown = [name for name in own.layers if name not in order]
+            if unknown:
+                raise ValueError(f"tied {own.tensor!r}: no layer is named {unknown[0]!r}")
+            if own.bytes is None:
+                continue
+            users = [order[name] for name in own.layers]
+            if len(users) < 2 or users != sorted(set(users)):
+                raise ValueError(
+                    f"tied {own.tensor!r}: give two layers or more, each once and in their order"
+                )
+            first = self.layers[users[0]]
+            if own.bytes > first.parameter_bytes:
+                raise ValueError(
+                    f"tied {own.tensor!r}: its {own.bytes} bytes are more than the parameters of its first "
+                    f"layer, {first.name!r} ({first.parameter_bytes})"
                 )
         return self
 
@@ -303,7 +333,23 @@ class Profile(Document):
             scales_with_samples=self.scales_with_samples,
             uncertainty=self._uncertainty(),
             spread=self._spread(),
+            tied=self._tied(),
         )
+
+    def _tied(self) -> tuple[TiedWeight, ...]:
+        """In the order of their first users."""
+        order = {layer.name: index for index, layer in enumerate(self.layers)}
+        made = [
+            TiedWeight(
+                name=own.tensor,
+                bytes=float(own.bytes),
+                trainable_bytes=float(own.bytes) if own.trainable else 0.0,
+                layers=tuple(order[name] for name in own.layers),
+            )
+            for own in self.tied
+            if own.bytes is not None
+        ]
+        return tuple(sorted(made, key=lambda own: own.layers[0]))
 
     def _last_workspace(self, loss: MeasuredLoss) -> list[int]:
         """The last layer's with the loss; its own where the loss' is not known."""

@@ -113,7 +113,7 @@ class ProfileOptions(Options):
         arguments.wholes,
         "Shape of one sample, without the batch.",
         "3x224x224",
-        flag="--input",
+        flag="input",
         read=read_shape,
     )
     classes: int | None = _number("How many classes a torchvision model tells apart.")
@@ -151,7 +151,7 @@ class ProfileOptions(Options):
         arguments.settings,
         "A keyword of the factory, or a key of the transformers configuration; repeatable.",
         "NAME=VALUE",
-        flag="--set",
+        flag="set",
         read=settings,
         repeats=True,
     )
@@ -171,13 +171,13 @@ class ProfileOptions(Options):
         arguments.number,
         "How long to measure, over all sizes together.",
         "60s",
-        flag="--budget",
+        flag="budget",
         read=parse_seconds,
         default_text="60s",
     )
     seed: int = option(0, _seed, "Random seed, of weights and inputs.", "N", least=0)
     resume: bool = _flag("Go on with a profile of the same that was interrupted.")
-    cache: bool = _flag("Measure anew, and keep nothing for later runs of the same.", "--no-cache")
+    cache: bool = _flag("Measure anew, and keep nothing for later runs of the same.", "no-cache")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -269,7 +269,7 @@ class LinkOptions(Options):
         arguments.number,
         "How long to wait for a process that is silent.",
         "60s",
-        flag="--timeout",
+        flag="timeout",
         read=parse_seconds,
         default_text="60s",
     )

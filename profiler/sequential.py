@@ -30,7 +30,7 @@ def sequential(
     The elements are the model's own modules, or run them: parameters and buffers are shared, so training the
     one trains the other. Each parameter is registered once, with the first layer that uses it: a module that
     comes again is run through an `Again`, and a module that shares some parameters with an earlier one (tied
-    weights) is a copy without those. Sharers belong on one stage; the profile forbids the cuts between them.
+    weights) is a copy without those. Runtimes that train sharers on several stages give each stage a copy.
     A buffer that two modules register stays with both, as in the model. Where the model overwrites its
     input, the first element works on a clone.
 

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
 from ..cost_models.errors import ModelError
 from .chain.layers import LayerChain
 from .measurement_target import MeasurementTarget
-from .memory.meta_attention import attention_as_on_the_cpu
-from .memory.meta_operations import OperationsAsOnTheCpu
+from .memory.meta_kernels import attention_as_on_the_cpu, kernels_as_on_a_gpu
+from .memory.meta_operations import ON_A_GPU, MetaOperations
 from .micro_batch_sizes import left_out_note
 from .size_result import SizeResult
 from .size_run import SizeRun
 
 _SIZES = (1, 2, 4, 8)
 
+Kernels = Callable[[], AbstractContextManager[str | None]]
+"""Entered, passes on the meta device run as on some device. Yields None, or what is left out of that."""
+
 
 def count_structure(
-    subject: MeasurementTarget, sizes: Sequence[int] | None
+    subject: MeasurementTarget, sizes: Sequence[int] | None, kernels: Kernels | None = None
 ) -> tuple[list[SizeResult], list[str]]:
-    """The bytes at `sizes` (None: a few), which are the CPU's, and notes.
+    """The bytes at `sizes` (None: a few), as `kernels` save them (None: the CPU's), and notes.
 
     Raises ModelError as a pass through the layers does.
     """
     results: list[SizeResult] = []
     notes = _recurrent(subject.chain)
-    with as_on_the_cpu() as missing:
+    with (kernels or as_on_the_cpu)() as missing:
         if missing is not None:
-            notes.append(f"attention is counted with its whole matrix, more than the CPU saves: {missing}")
+            notes.append(f"attention is counted with its whole matrix, which is more: {missing}")
         for size in sizes or _SIZES:
             run = SizeRun(subject, size)
             try:
@@ -63,5 +66,12 @@ def as_on_the_cpu() -> Iterator[str | None]:
 
     Yields None, or why attention is left out of that.
     """
-    with attention_as_on_the_cpu() as missing, OperationsAsOnTheCpu():  # type: ignore[no-untyped-call]
+    with attention_as_on_the_cpu() as missing, MetaOperations():
+        yield missing
+
+
+@contextmanager
+def as_on_a_gpu(*, flash: bool) -> Iterator[str | None]:
+    """The same for a GPU; `flash` as in `kernels_as_on_a_gpu`."""
+    with kernels_as_on_a_gpu(flash=flash) as missing, MetaOperations(ON_A_GPU):
         yield missing

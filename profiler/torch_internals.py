@@ -101,11 +101,18 @@ CPU_FLASH = Internal(
     "Without it attention is counted as unfused, which the profile says; look for the kernel's new name.",
     is_required=False,
 )
+GPU_ATTENTION = Internal(
+    "torch.ops.aten._scaled_dot_product_flash_attention, _scaled_dot_product_efficient_attention",
+    lambda: (_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_efficient_attention),
+    "attention on the meta device: a GPU's fused kernels",
+    "Without them attention is counted as unfused, which the profile says; look for the kernels' new names.",
+    is_required=False,
+)
 DECOMPOSE = Internal(
     "torch._ops.OpOverload.decompose",
     lambda: OpOverload.decompose,
     "attention on the meta device: the unfused path",
-    "Write the decomposition of scaled_dot_product_attention out in memory/meta_attention.py.",
+    "Write the decomposition of scaled_dot_product_attention out in memory/meta_kernels.py.",
     is_required=False,
 )
 DESTROY = Internal(
@@ -127,6 +134,7 @@ INTERNALS = (
     SLEEP,
     FUSED_CHOICE,
     CPU_FLASH,
+    GPU_ATTENTION,
     DECOMPOSE,
     DESTROY,
     Internal(
@@ -197,9 +205,12 @@ INTERNALS = (
         is_required=False,
     ),
     Internal(
-        "torch.ops.aten._unsafe_view, _reshape_alias, _embedding_bag",
-        lambda: (_aten._unsafe_view, _aten._reshape_alias, _aten._embedding_bag),
-        "operators that move no bytes, and bags of embeddings on the meta device",
+        "torch.ops.aten._unsafe_view, _reshape_alias, _embedding_bag, _native_batch_norm_legit",
+        lambda: [
+            getattr(_aten, name)
+            for name in ("_unsafe_view", "_reshape_alias", "_embedding_bag", "_native_batch_norm_legit")
+        ],
+        "operators that move no bytes, bags of embeddings, batch norm on the meta device",
         "They are left out by themselves; look for what counts instead in torch/_meta_registrations.py.",
         is_required=False,
     ),
@@ -213,6 +224,7 @@ def _packets(*names: str) -> tuple[Any, ...]:
 FREE_OPERATORS = _packets("_unsafe_view", "_reshape_alias")
 """They move no bytes."""
 EMBEDDING_BAGS = tuple(packet.default for packet in _packets("_embedding_bag"))
+BATCH_NORMS = (_aten.native_batch_norm, *_packets("_native_batch_norm_legit"))
 CPU_FLASH_FORWARDS = _packets("_scaled_dot_product_flash_attention_for_cpu")
 CPU_FLASH_BACKWARDS = _packets("_scaled_dot_product_flash_attention_for_cpu_backward")
 CONVERSION = "_to_copy"
@@ -246,7 +258,7 @@ def leave_transforms(but: int) -> None:
 
 def missing_for_attention() -> Internal | None:
     """The first that attention on the meta device lacks."""
-    needed = (FUSED_CHOICE, CPU_FLASH, DECOMPOSE, DESTROY)
+    needed = (FUSED_CHOICE, CPU_FLASH, GPU_ATTENTION, DECOMPOSE, DESTROY)
     return next((internal for internal in needed if not internal.exists), None)
 
 
@@ -258,6 +270,16 @@ def choose_attention(*given: Any, **options: Any) -> int:
 
 def flash_attention_on_cpu(*given: Any, **options: Any) -> Tensor:
     attended: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu.default(*given, **options)[0]
+    return attended
+
+
+def flash_attention_on_gpu(*given: Any, **options: Any) -> Tensor:
+    attended: Tensor = _aten._scaled_dot_product_flash_attention.default(*given, **options)[0]
+    return attended
+
+
+def efficient_attention_on_gpu(*given: Any, **options: Any) -> Tensor:
+    attended: Tensor = _aten._scaled_dot_product_efficient_attention.default(*given, **options)[0]
     return attended
 
 
@@ -304,6 +326,11 @@ def copy_as(tensor: Tensor, values: Tensor) -> Tensor:
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its forward."""
     return any(getattr(module, name) for name in _HOOKS)
+
+
+def forward_pre_hooks_of(module: nn.Module) -> list[object]:
+    """In the order in which they run."""
+    return list(module._forward_pre_hooks.values())
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -6,9 +6,10 @@ Its PipelineModule partitions by its own rules only; `build` makes one that take
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..cost_models.errors import ExportError, MachineError
 from ..planner.plan_file import Plan
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from deepspeed.pipe import PipelineModule
     from torch import nn
+
+    from .pipelining.weight_copies import CopiedWeight, StageLayers
 
 __all__ = ["DeepspeedExport", "build"]
 
@@ -44,26 +47,29 @@ def build(
     Pass the result to `deepspeed.initialize(model=..., config=..., model_parameters=...)` with the `config`
     of the export. Its `train_batch` takes an iterator over (input, target) of a micro-batch of one replica,
     the input a tensor or the tuple of all tensors of the input.
-    Raises UsageError, FileError; ExportError where the model is not the one of the plan, stages share
-    parameters, the plan is not for DeepSpeed, or a stage has no parameters, which DeepSpeed's optimizers
+    Weights that stages share are DeepSpeed's tied modules, one a weight.
+    Raises UsageError, FileError; ExportError where the model is not the one of the plan, stages share a
+    buffer, the plan is not for DeepSpeed, or a stage has no parameters, which DeepSpeed's optimizers
     refuse; ModelError as `pplan.sequential` does; MachineError without DeepSpeed, before
     `deepspeed.init_distributed()` or with another number of processes.
     """
     from ..profiler.user_model.loaded_model import ModelInput
     from .pipelining.cut_hooks import guard_cuts
-    from .pipelining.plan_layers import check_sharing, match_layers
+    from .pipelining.plan_layers import match_layers
     from .pipelining.runtime_internals import partitioned
+    from .pipelining.weight_copies import find_tied_weights, split_stage
 
     document = resolve_document(source, DeepspeedExport, export)
     example = None if example_input is None else ModelInput.of(example_input)
     count = document.parts[-1]
     layers = match_layers(document, count, model, example, layer_names, granularity=document.granularity)
-    _check_parameters(document, layers)
-    check_sharing(layers, document.parts)
+    tied = find_tied_weights(layers, document.parts)
+    _check_parameters(document, layers, tied)
     try:
         import deepspeed
         import torch.distributed
         from deepspeed.pipe import PipelineModule
+        from torch import nn
     except ImportError as error:
         raise missing_package("deepspeed", error) from error
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -79,14 +85,43 @@ def build(
         )
 
     of_one = document.micro_batch_size // document.replicas
+    stage = torch.distributed.get_rank() // document.replicas
+    own = split_stage(layers, document.parts, stage, tied)
+    first, end = document.parts[stage : stage + 2]
+    layers = nn.Sequential(*layers[:first], *own.layers, *layers[end:])
     safe = guard_cuts(layers, document.parts, example, of_one, packs_all=True)
-    kind = partitioned(PipelineModule, document.parts, deepspeed.__version__)
+    tied_modules = partial(_tied_modules, document=document, tied=tied, own=own)
+    kind = partitioned(PipelineModule, document.parts, deepspeed.__version__, tied_modules)
     return kind(safe, num_stages=document.num_stages, loss_fn=loss_fn)
 
 
-def _check_parameters(document: DeepspeedExport, model: nn.Sequential) -> None:
+def _tied_modules(
+    module: Any, *, document: DeepspeedExport, tied: Sequence[CopiedWeight], own: StageLayers
+) -> dict[str, dict[str, Any]]:
+    """Of a PipelineModule, as it keeps them for its TiedLayerSpecs: by name, who has copies of the weights of
+    this process. It makes them equal when it begins, and adds up their gradients before each update."""
+    import torch
+
+    found: dict[str, dict[str, Any]] = {}
+    for index, weight in enumerate(tied):
+        for replica in range(document.replicas):
+            ranks = [stage * document.replicas + replica for stage in weight.stages]
+            group = torch.distributed.new_group(ranks)
+            if module.global_rank in ranks:
+                holder = torch.nn.Module()
+                holder.register_parameter("weight", own.copies[index])
+                own.copies[index].ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
+                name = f"tied_{index}"
+                module.tied_modules[name], module.tied_weight_attrs[name] = holder, ["weight"]
+                found[name] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": holder}
+    return found
+
+
+def _check_parameters(document: DeepspeedExport, model: nn.Sequential, tied: Sequence[CopiedWeight]) -> None:
     for stage, (first, end) in enumerate(pairwise(document.parts)):
-        if not any(parameter.requires_grad for layer in model[first:end] for parameter in layer.parameters()):
+        own = [parameter for layer in model[first:end] for parameter in layer.parameters()]
+        own += [weight.parameter for weight in tied if stage in weight.stages]
+        if not any(parameter.requires_grad for parameter in own):
             raise ExportError(
                 f"stage {stage} (layers {first} to {end - 1}) has no parameters to train: "
                 "DeepSpeed's optimizers refuse an empty list",

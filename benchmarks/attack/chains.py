@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pplan.cost_models.layer import Chain
+from pplan.cost_models.tied_weights import TiedWeight
 
 Floats = npt.NDArray[np.float64]
 SIZES = ((1, 2, 4), (1, 4), (2,), (1, 2, 3), (2, 4, 8))
@@ -78,6 +79,24 @@ def slower_by_layer(rng: np.random.Generator, chain: Chain) -> Chain:
         backward_input_seconds=chain.backward_input_seconds * factor,
         backward_weight_seconds=chain.backward_weight_seconds * factor,
     )
+
+
+def tie(rng: np.random.Generator, chain: Chain) -> Chain:
+    """The chain with one or two weights that several of its layers use, large or small beside the others."""
+    parameters, trainable = chain.parameter_bytes.copy(), chain.trainable_bytes.copy()
+    tied = []
+    for number in range(int(rng.choice([1, 1, 2]))):
+        users = int(rng.choice([2, 2, 2, 3]))
+        ends = rng.random() < 0.4
+        drawn = [0, len(chain) - 1] if ends else rng.choice(len(chain), users, replace=False).tolist()
+        layers = tuple(sorted(int(layer) for layer in drawn))
+        bytes = float(rng.choice([20.0, 100.0, 500.0]))
+        own = bytes if rng.random() < 0.9 else 0.0
+        parameters[layers[0]] += bytes
+        trainable[layers[0]] += own
+        tied.append(TiedWeight(f"weight{number}", bytes, own, layers))
+    ordered = tuple(sorted(tied, key=lambda weight: weight.layers[0]))
+    return replace(chain, parameter_bytes=parameters, trainable_bytes=trainable, tied=ordered)
 
 
 def one_that_scales(layers: int, scaling: int, sizes: tuple[int, ...]) -> Chain:

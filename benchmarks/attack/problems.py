@@ -15,7 +15,7 @@ from pplan.planner.objectives.objective import Objective
 from pplan.planner.plan_options import PlanOptions
 
 from .alone import MADE_UP, made_up_runtimes
-from .chains import one_that_scales, random_chain, slower_by_layer
+from .chains import one_that_scales, random_chain, slower_by_layer, tie
 from .machines import MANY, random_topology
 
 OWN = "own.profile.json"
@@ -37,6 +37,7 @@ KINDS: dict[str, int] = {
     "frontier": 5,
     "explain": 5,
     "states": 8,
+    "tied": 10,
 }
 """Kinds of problems, and how often they come."""
 RUNTIMES = (
@@ -101,6 +102,8 @@ class _Maker:
         layers = self._between(3, {"many": 6, "schedules": 6, "runtimes": 7}.get(self.kind, 8))
         topology = random_topology(self.rng, self.kind, self._gpus())
         chain = random_chain(self.rng, layers, topology.gpus)
+        if self.kind == "tied":
+            chain = tie(self.rng, chain)
         options = self._wishes(chain, topology)
         profiles = {OWN: slower_by_layer(self.rng, chain)} if _has_own(topology) else {}
         topology, options = self._with_memory(chain, topology, options)
@@ -126,7 +129,9 @@ class _Maker:
     def _gpus(self) -> int:
         if self.kind == "many":
             return self._between(*MANY)
-        most = {"schedules": 4, "runtimes": 4, "kinds": 4, "explain": 3, "frontier": 3}.get(self.kind, 5)
+        most = {"schedules": 4, "runtimes": 4, "kinds": 4, "explain": 3, "frontier": 3, "tied": 4}.get(
+            self.kind, 5
+        )
         if self.kind in ("throughput", "least memory", "cost"):
             most = 4
         return self._between(1 if self.kind in ("plain", "memory") else 2, most + (self.rng.random() < 0.1))
@@ -149,13 +154,14 @@ class _Maker:
             if self.rng.random() < 0.3 and made["max_stages"] > 1:
                 cuts = [chain.names[i] for i in np.flatnonzero(chain.cut_after)]
                 made["cut_after"] = tuple(str(name) for name in self.rng.permutation(cuts)[:1])
-        if self.kind == "runtimes":
+        tied_runtime = self.kind == "tied" and self.rng.random() < 0.3
+        if self.kind == "runtimes" or tied_runtime:
             made["runtime"] = str(self.rng.choice((*RUNTIMES, *MADE_UP)))
         if self.kind == "schedules":
             made["schedule"] = str(self.rng.choice(NAMED))
         if self.kind == "planners":
             made["planner"] = str(self.rng.choice(PLANNERS))
-        if self.kind == "states":
+        if self.kind == "states" or (self.kind == "tied" and not tied_runtime and self.rng.random() < 0.2):
             made |= self._states()
         if self.kind == "throughput" and self.rng.random() < 0.4:
             made["planner"] = "pipedream"
@@ -203,7 +209,7 @@ class _Maker:
         self, chain: Chain, topology: Topology, options: PlanOptions
     ) -> tuple[Topology, PlanOptions]:
         """Devices with little memory, or a limit besides it."""
-        tight = {"plain": 0.0, "memory": 1.0, "infeasible": 1.0, "states": 0.6}
+        tight = {"plain": 0.0, "memory": 1.0, "infeasible": 1.0, "states": 0.6, "tied": 0.5}
         if self.rng.random() >= tight.get(self.kind, 0.3) or self.kind == "many":
             return topology, options
         costs = chain.at(chain.sizes[-1])

@@ -63,13 +63,28 @@ class Rules:
                 fnmatchcase(names[layer], pattern) and fnmatchcase(names[layer + 1], pattern)
                 for pattern in self.options.keep_together
             )
-            if self.chain.cut_after[layer] and not together:
+            if self.chain.cut_after[layer] and not together and not self._is_tied(layer):
                 kept.append(layer + 1)
         return tuple(kept)
 
+    def _is_tied(self, layer: int) -> bool:
+        """Whether a weight has users up to this layer and after it that may not be parted."""
+        runtime, tied = self.runtime, self.chain.tied
+        refused = runtime is not None and (
+            runtime.tied == "none" or (runtime.tied == "ends" and any(len(own.layers) != 2 for own in tied))
+        )
+        between = any(own.layers[0] <= layer < own.layers[-1] for own in tied)
+        return between and (refused or self.options.zero > 1)
+
+    def _trains(self, first: int, end: int) -> bool:
+        """Whether there is something to train from layer `first` to before `end`."""
+        copies = (own for own in self.chain.tied if any(first <= user < end for user in own.layers))
+        own = float(self.chain.trainable_bytes[first:end].sum())
+        return own + sum(copy.trainable_bytes for copy in copies) > 0
+
     def ends(self, parts: int) -> Iterator[tuple[int, ...]]:
         """All ways to cut the layers into so many parts."""
-        names, trainable = self.chain.names, self.chain.trainable_bytes
+        names = self.chain.names
         needed = {names.index(name) + 1 for name in self.options.cut_after}
         pins = [(names.index(name), stage) for name, stage in self.options.pins]
         trains = self.runtime is not None and self.runtime.trains_every_stage
@@ -80,7 +95,7 @@ class Rules:
                 continue
             if any(s >= parts or not starts[s] <= layer < ends[s] for layer, s in pins):
                 continue
-            if trains and any(not trainable[a:b].sum() > 0 for a, b in zip(starts, ends, strict=True)):
+            if trains and not all(map(self._trains, starts, ends)):
                 continue
             yield ends
 

@@ -65,7 +65,7 @@ class MachineOptions(Options):
         f"Its memory and the links of its usual server: {', '.join(PRESETS)}.",
     )
     memory_bytes: int | None = _machine(
-        None, _memory, "16GiB", "Memory of each GPU.", flag="--memory", read=parse_bytes
+        None, _memory, "16GiB", "Memory of each GPU.", flag="memory", read=parse_bytes
     )
     bandwidth: Sequence[float] | None = _machine(
         None,

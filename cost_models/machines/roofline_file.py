@@ -4,7 +4,7 @@
     memory = "48GiB"
     bandwidth = "864GB/s"     # of its memory
     launch = "1.5us"          # for each kernel on the device; may be left out
-    host_launch = "4us"       # for each kernel on the host; may be left out
+    host_launch = "40us"      # for each operation on the host; may be left out
     float32 = 91.6e12         # FLOP/s of dense products
     bfloat16 = 181e12
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ..errors import UsageError
 from ..port_sharing import Loads
 from ..schedules.action import Program
+from ..tied_weights import TiedSum
 from .validation import check_count, check_finite, check_shape, check_share
 
 Array = npt.NDArray[np.float64]
@@ -81,6 +82,8 @@ class Costs:
     All-reduces go on beside all else. A chunk's gradients are ready when its last backward ends, or in
     `buckets` equal parts while it runs; each device has one all-reduce under way at a time. Where several
     places compute the same part of the layers (replicas, Chimera's directions), all of them take part.
+    `tied`: sums of the gradients of weights that several parts use, one after another; each begins when all
+    its devices have run their lists and ended their own all-reduces and earlier sums.
     """
 
     forward: Array
@@ -100,6 +103,7 @@ class Costs:
     links: npt.NDArray[np.int64] | None = None
     reduce_loads: Mapping[int, Loads] = field(default_factory=dict)
     port_seconds: float = 0.0
+    tied: tuple[TiedSum, ...] = ()
     transfers: Transfers = "overlapped"
     hosts: Hosts = "one"
     buckets: int = 1
@@ -156,6 +160,11 @@ class Costs:
 
     def _check_runtime(self, program: Program) -> None:
         check_count("buckets", self.buckets)
+        if self.tied and program.update_every is not None:
+            raise UsageError(
+                f"{self.tied[0].name} is on several stages, and each updates its weights by itself",
+                "Keep the layers that use it on one stage.",
+            )
         for name, known in (("transfers", TRANSFERS), ("hosts", ("one", "each"))):
             if getattr(self, name) not in known:
                 raise UsageError(

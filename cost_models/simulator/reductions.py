@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ def reductions(values: ActionCosts, run: Run) -> tuple[Reduction, ...]:
     that several go through, each takes its turn."""
     table, shared = values.costs.all_reduce, values.costs.reduce_loads
     if (table is None or not table.any()) and not shared:
-        return ()
+        return tuple(_tied(values, run, ()))
     free, ports = [0.0] * values.order.program.devices, Loads()
     made = []
     for request in sorted(_requests(values, run), key=lambda own: own[:3]):
@@ -43,7 +44,20 @@ def reductions(values: ActionCosts, run: Run) -> tuple[Reduction, ...]:
         for stage in request.stages:
             free[stage] = end
         made.append(Reduction(request.part, request.stages, start, end))
-    return tuple(made)
+    return (*made, *_tied(values, run, made))
+
+
+def _tied(values: ActionCosts, run: Run, earlier: Sequence[Reduction]) -> Iterator[Reduction]:
+    """The sums of weights that several parts use; told as those of the first of these."""
+    ends: list[float] = run.free.tolist()
+    for reduction in earlier:
+        for stage in reduction.stages:
+            ends[stage] = max(ends[stage], reduction.end)
+    for own in values.costs.tied:
+        start = max(ends[stage] for stage in own.stages)
+        for stage in own.stages:
+            ends[stage] = start + own.seconds
+        yield Reduction(own.parts[0], own.stages, start, start + own.seconds)
 
 
 def _requests(values: ActionCosts, run: Run) -> list[_Request]:

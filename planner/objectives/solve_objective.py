@@ -17,6 +17,7 @@ from ..problem import Problem
 from ..robust.choice import RobustPlan, check_known, most_robust
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
+from ..space_description import describe_order, describe_search
 from .least_cost import least_cost
 from .least_memory import least_memory
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
@@ -31,7 +32,7 @@ def _besides(objective: Objective, problem: Problem) -> str:
         return "; each on the first so many devices, or on those of one kind"
     if objective.name != THROUGHPUT:
         return ""
-    order = f", {words}" if (words := problem.order_in_words()) else ""
+    order = f", {words}" if (words := describe_order(problem)) else ""
     return f"; and {' and '.join(ASYNCHRONOUS)} of two stages or more{order}"
 
 
@@ -117,7 +118,7 @@ def _plan_of(
     return own.model_copy(
         update={
             "objective": outcome.aim,
-            "searched": problem.searched() + besides,
+            "searched": describe_search(problem) + besides,
             "baselines": [] if shown is None else shown.baselines,
             "alternatives": [] if shown is None else shown.alternatives,
             "warnings": list(dict.fromkeys([*said, *made.outside()])),

@@ -36,7 +36,8 @@ from ..candidate import Proposal, ScoredPlan
 from ..pipeline_config import PipelineConfig
 from ..search.pipelines import stage_modes
 from ..search.placements import Placement
-from ..search.space import ReplicaGroupCosts, Space
+from ..search.replica_group import ReplicaGroupCosts
+from ..search.space import Space
 from ..stage_table import Floats
 
 SAME = 1e-9

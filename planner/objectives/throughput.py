@@ -81,6 +81,8 @@ def _joined(found: SearchResult, best: ScoredPlan | None, bound: float) -> Searc
 def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | None, float]:
     """The asynchronous pipeline that takes the fewest seconds a global batch, where it takes less than
     `limit`; and a bound on all of them."""
+    # Each stage updates its weights at its own time: those that share one stay together.
+    problem = replace(problem, chain=problem.chain.without_tied_cuts())
     searches = list(_searches(problem)) if problem.options.planner == BEST else []
     known = [plan for plan in _by_planner(problem) if plan.step_seconds < limit] if not _all(searches) else []
     best = min(known, key=lambda plan: plan.step_seconds, default=None)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..pipeline_config import Mode, PipelineConfig
-from ..search.space import ReplicaGroupCosts, Space, with_cuts
+from ..search.replica_group import ReplicaGroupCosts
+from ..search.space import Space, with_cuts
 from ..stage_table import Floats
 
 SCHEDULES = ("1f1b", "dapple", "gpipe")

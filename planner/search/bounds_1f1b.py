@@ -8,7 +8,8 @@ every step it can report (with transfers that block, a step only grows).
 What holds for stage s of any plan (0-based, p stages, w = micro-batches it may hold = min(M, p - s)):
 
     before its first F   at least sum of (f + c) of the stages before it      (micro-batch 0 has to get there)
-    after its last B     at least e, or (b + c) of the stages back to any stage before and its e
+    after its last B     at least e, or (b + c) of the stages back to any stage before and its e; the sums of
+                         the stage's tied weights count with e, as what they take at the least
     a round trip         D = 2 c + sum of (f + b) + 2 sum of c of the stages after it, between the end of a
                          micro-batch's F and the start of its B
 
@@ -67,7 +68,7 @@ class RoundTripBound:
 
     def extend(self, known: Known, stage: Expansion) -> tuple[Floats, Known]:
         """(expansions,): the bound with a further stage, and what is known then."""
-        f, b, e = stage.forward, stage.backward, stage.exposed_allreduce
+        f, b, e = stage.forward, stage.backward, stage.least_after
         to_last_backward, to_end, trips = self.rows(stage.remaining - 1)
         at = (stage.end_position, stage.end)
         lag, back = known["lag"] + stage.cut, known["back"] + stage.cut
@@ -121,7 +122,7 @@ class RoundTripBound:
         trip = 2 * cut + trips
         own = self._stage_term(remaining, f, b, occupancy, trip)
         inward = np.maximum(own, f + b + 2 * cut + to_last_backward)
-        whole = np.maximum(inward + group.exposed_allreduce[stages.pair], f + cut + to_end)
+        whole = np.maximum(inward + group.least_after[stages.pair], f + cut + to_end)
         forward, both, _ = (values[stages.position, stages.start] for values in self.choices.prefixes)
         too_slow = (inward + both >= self._limit) | (whole + forward >= self._limit)
         for seconds, values in zip((inward, whole, f + b + trip), rows, strict=True):
@@ -167,11 +168,14 @@ def whole_bound(plans: Pipelines) -> Floats:
         follows = 2 * cut[:, stage] + (0.0 if stage == stages - 1 else trips[stage + 1])
         trips[stage] = f[:, stage] + b[:, stage] + follows
     lag, back, bound = (np.zeros(len(plans)) for _ in range(3))
+    ends = np.zeros((stages, len(plans)))
     for stage in range(stages):
         trip = trips[stage] - f[:, stage] - b[:, stage]
         in_flight = min(count, stages - stage)
         own = stage_term(count, in_flight, f[:, stage], b[:, stage], occupancy[:, stage], trip)
+        ends[stage] = lag + own + e[:, stage]
         bound = np.maximum(bound, lag + own + np.maximum(back, e[:, stage]))
         lag = lag + f[:, stage] + cut[:, stage]
         back = b[:, stage] + cut[:, stage] + np.maximum(back, e[:, stage])
-    return bound
+    latest: Floats = np.maximum(bound, plans.after_tied_sums(ends).max(axis=0))
+    return latest

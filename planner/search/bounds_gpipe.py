@@ -90,7 +90,7 @@ class GPipeBound:
             most_forward=np.maximum(stage.forward, stage.occupancy),
             most_backward=np.maximum(stage.backward, stage.occupancy),
             most_both=np.maximum(stage.forward + stage.backward, 2 * stage.occupancy),
-            tail=stage.exposed_allreduce,
+            tail=stage.least_after,
         )
         now = {name: known[name] + getattr(own, name) for name in NAMES[:4]}
         now |= {name: np.maximum(known[name], getattr(own, name)) for name in NAMES[4:7]}
@@ -101,7 +101,7 @@ class GPipeBound:
         # Only what goes on to the stage before takes the link to it.
         passing = np.maximum(most, stage.occupancy)
         followers = self._count - 1
-        reduced = suffix + _times(followers, most) + stage.exposed_allreduce
+        reduced = suffix + _times(followers, most) + stage.least_after
         tail = np.maximum(np.maximum(suffix + _times(followers, passing) + back, reduced), ahead.tail)
         whole = _Sums(
             forward=now["forward"] + ahead.forward,
@@ -114,7 +114,7 @@ class GPipeBound:
             tail=tail,
         )
         bound = np.maximum(self._total(whole), self.choices.launches)
-        return bound, now | {"back": own.plain + np.maximum(back, stage.exposed_allreduce)}
+        return bound, now | {"back": own.plain + np.maximum(back, stage.least_after)}
 
     def finished(self, plans: Pipelines) -> Floats:
         """(plans,): the bound of whole plans."""
@@ -167,7 +167,7 @@ class GPipeBound:
             "most_backward": most_backward,
             "most_both": np.maximum(np.maximum(f + b, 2 * o), ahead.most_both),
             "tail": np.maximum(
-                suffix + _times(self._count - 1, most_backward) + group.exposed_allreduce[pairs], ahead.tail
+                suffix + _times(self._count - 1, most_backward) + group.least_after[pairs], ahead.tail
             ),
         }
         for name, values in own.items():
@@ -182,13 +182,13 @@ def whole_bound(plans: Pipelines) -> Floats:
     o = np.hstack([plans.occupancy, after_last])
     c = np.hstack([plans.occupancy + plans.latency, after_last])
     backward = np.maximum(b, o)
-    tail, suffix, most = (np.zeros(len(plans)) for _ in range(3))
+    suffix, most = np.zeros(len(plans)), np.zeros(len(plans))
+    ends = np.zeros((plans.stages, len(plans)))
     for stage in reversed(range(plans.stages)):
         suffix = suffix + plain[:, stage] + c[:, stage]
         most = np.maximum(most, backward[:, stage])
-        tail = np.maximum(
-            tail, suffix + (config.micro_batches - 1) * most + plans.exposed_allreduce[:, stage]
-        )
+        ends[stage] = suffix + (config.micro_batches - 1) * most + plans.exposed_allreduce[:, stage]
+    tail = plans.after_tied_sums(ends).max(axis=0)
     sums = _Sums(
         f.sum(axis=1),
         b.sum(axis=1),

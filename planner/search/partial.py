@@ -62,6 +62,10 @@ class Expansion:
     def exposed_allreduce(self) -> Floats:
         return self.group.exposed_allreduce[self.pair]
 
+    @cached_property
+    def least_after(self) -> Floats:
+        return self.group.least_after[self.pair]
+
     @property
     def cut(self) -> Floats:
         return self.occupancy + self.latency

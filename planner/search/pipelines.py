@@ -15,28 +15,33 @@ from ...cost_models.routes import Ranks
 from ...cost_models.schedules import Program, schedule_named
 from ...cost_models.simulator.costs import Costs, PipelineCosts, transfers_named
 from ...cost_models.simulator.program_cache import cached_program
+from ...cost_models.tied_weights import TiedSum, ends_after_sums, tied_sums
 from ...cost_models.timeline import device_ends, step_seconds
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
-from ..replica_exchange import bytes_by_layer
+from ..replica_exchange import bytes_by_layer, tied_exchanges
 from ..stage_table import Floats
-from .space import ReplicaGroupCosts, Space
+from .replica_group import ReplicaGroupCosts
+from .space import Space
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineRoutes:
     """Where pipelines run: by pipeline, the devices of each stage; (pipelines, stages) each, the bytes that
-    the replicas of a stage exchange after the last backward, and before it, see `replica_exchange`."""
+    the replicas of a stage exchange after the last backward, and before it, see `replica_exchange`; by
+    pipeline, the sums of tied weights' gradients."""
 
     ports: PortSharings
     devices: Sequence[tuple[Ranks, ...]]
     at_end: Floats
     before: Floats
+    tied: Sequence[tuple[TiedSum, ...]]
 
     def some(self, chosen: npt.NDArray[np.int64]) -> PipelineRoutes:
         """Of a part of them."""
         devices = [self.devices[row] for row in chosen]
-        return PipelineRoutes(self.ports, devices, self.at_end[chosen], self.before[chosen])
+        tied = [self.tied[row] for row in chosen]
+        return PipelineRoutes(self.ports, devices, self.at_end[chosen], self.before[chosen], tied)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,21 +106,31 @@ class Pipelines:
             self.exposed_allreduce.any() or any(s.reduce_loads for s in sharings)
         )
         ends = None if blocked else device_ends(self._program, costs)
+        tied = () if self.routes is None else self.routes.tied
         if ends is not None:
-            return _reduced(ends, self.exposed_allreduce, sharings)
+            return _reduced(ends, self.exposed_allreduce, sharings, tied)
         # Ports only make steps longer: what is alike without them is a bound.
         steps = self.without_sharing().step_seconds()
         for row in np.argsort(steps, kind="stable").tolist():
             if limit is not None and steps[row] >= limit:
                 break
             own = sharings[row]
-            single = replace(costs.candidate(row), links=own.links, reduce_loads=own.reduce_loads)
+            single = replace(
+                costs.candidate(row), links=own.links, reduce_loads=own.reduce_loads, tied=tied[row]
+            )
             steps[row] = step_seconds(self._program, single)[0]
             limit = None if limit is None else min(limit, float(steps[row]))
         return steps
 
+    def after_tied_sums(self, ends: Floats) -> Floats:
+        """(stages, pipelines): when the stages are done, whose own gradients are ready at `ends`."""
+        if self.routes is None or not any(self.routes.tied):
+            return ends
+        pairs = zip(ends.T, self.routes.tied, strict=True)
+        return np.array([ends_after_sums(own, sums) for own, sums in pairs]).T
+
     def without_sharing(self) -> Pipelines:
-        """The same where every transfer and every all-reduce has ports of its own."""
+        """The same where every transfer and every all-reduce has ports of its own, and no weight is tied."""
         return replace(self, routes=None)
 
     def _sharings(self, routes: PipelineRoutes) -> list[PortSharing]:
@@ -126,9 +141,10 @@ class Pipelines:
             routes.at_end.tolist(),
             routes.before.tolist(),
             self.occupancy.tolist(),
+            routes.tied,
             strict=True,
         )
-        for devices, at_end, before, occupancy in rows:
+        for devices, at_end, before, occupancy, tied in rows:
             hops = [
                 Hop(*route, seconds * count)
                 for cut, seconds in enumerate(occupancy)
@@ -140,7 +156,7 @@ class Pipelines:
                 for stage, (own, last, earlier) in exchanged
                 if len(own) > 1
             ]
-            made.append(routes.ports.of(devices, hops, reduced))
+            made.append(routes.ports.of(devices, hops, [*reduced, *tied_exchanges(tied)]))
         return made
 
     @property
@@ -181,7 +197,12 @@ class Pipelines:
         return np.concatenate([values[:, :-1], last.T[:, None, :]], axis=1)
 
 
-def _reduced(device_ends: Floats, exposed_allreduce: Floats, sharings: Sequence[PortSharing]) -> Floats:
+def _reduced(
+    device_ends: Floats,
+    exposed_allreduce: Floats,
+    sharings: Sequence[PortSharing],
+    tied: Sequence[tuple[TiedSum, ...]],
+) -> Floats:
     """(pipelines,): the step, where `device_ends` (stages, pipelines) is when the stages have run their last
     actions."""
     ends = device_ends + exposed_allreduce.T
@@ -190,6 +211,7 @@ def _reduced(device_ends: Floats, exposed_allreduce: Floats, sharings: Sequence[
             ends[:, row] = ends_reduced(
                 device_ends[:, row].tolist(), exposed_allreduce[row].tolist(), own.reduce_loads
             )
+        ends[:, row] = ends_after_sums(ends[:, row], tied[row])
     latest: Floats = ends.max(axis=0)
     return latest
 
@@ -241,12 +263,21 @@ def find_routes(
     ends: npt.NDArray[np.int64],
 ) -> PipelineRoutes:
     """Of pipelines whose stages are on these devices, between cut points (pipelines, stages)."""
-    held, precision = space.table(space.chain.sizes[0]).stage_bytes, space.number_bytes
-    trainable = np.asarray(held.trainable)[starts, ends]
-    parameters = np.asarray(held.parameters)[starts, ends]
+    table, precision = space.table(space.chain.sizes[0]), space.number_bytes
+    trainable = table.reduced(space.zero)[starts, ends]
+    parameters = np.asarray(table.stage_bytes.parameters)[starts, ends]
     at_end = space.bytes_at_end(trainable)
     by_layer = bytes_by_layer(trainable, parameters, precision, space.zero)
-    return PipelineRoutes(space.ports, devices, at_end, by_layer * config.micro_batches)
+    points = np.array(table.cut_points)[ends].tolist()
+    tied = [_tied(space, own, at) for own, at in zip(devices, points, strict=True)]
+    return PipelineRoutes(space.ports, devices, at_end, by_layer * config.micro_batches, tied)
+
+
+def _tied(space: Space, devices: tuple[Ranks, ...], ends: Sequence[int]) -> tuple[TiedSum, ...]:
+    """Of one pipeline."""
+    stages = [[stage] for stage in range(len(ends))]
+    chain, precision = space.chain, space.number_bytes
+    return tuple(tied_sums(chain.tied, ends, devices, stages, precision, space.tied_seconds))
 
 
 def build_pipelines(

@@ -22,7 +22,8 @@ from ...cost_models.memory import LedgerOptions
 from ...cost_models.topology import Topology
 from ..stage_table import Floats, StageTable, ledger_options
 from .pipelines import stage_modes
-from .space import ReplicaGroupCosts, Space, divide_batch, with_cuts
+from .replica_group import ReplicaGroupCosts
+from .space import Space, divide_batch, with_cuts
 from .subproblem import Family, bounded_counts
 
 MOST_PLACES = 97
@@ -77,7 +78,8 @@ def relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
     own = space if exact else with_cuts(space, _spread_cuts(space))
     kinds = tuple(dict.fromkeys(topology.device(rank) for rank in ranks))
     numbers = [sum(topology.device(rank) == kind for rank in ranks) for kind in kinds]
-    made = [_choice(own, kind, kinds, each, config.micro_batch_size) for kind in kinds for each in counts]
+    size = config.micro_batch_size
+    made = [_choice(own, kind, kinds, each, size, exact=exact) for kind in kinds for each in counts]
     modes = stage_modes(config)
     usable = space.usable if exact else np.triu(np.ones_like(made[0].forward, dtype=np.bool_), 1)
 
@@ -123,7 +125,7 @@ def _grouped(own: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
 
 
 def _choice(
-    space: Space, kind: Device, kinds: Sequence[Device], counts: Replicas, size: int
+    space: Space, kind: Device, kinds: Sequence[Device], counts: Replicas, size: int, *, exact: bool
 ) -> ReplicaGroupCosts:
     """As a replica group of that kind; its replicas are the most, of which each needs the least memory."""
     timed = [
@@ -142,8 +144,10 @@ def _choice(
             for per_replica_batch in counts.per_replica_batches
         ]
     )
-    exchanged = space.bytes_at_end(np.asarray(table.stage_bytes.trainable))
+    exchanged = space.bytes_at_end(table.reduced(space.zero))
     sent = exchanged * all_reduce_pace(space.topology, counts.fewest)
+    # Between few cut points stages are taken without their outer layers, of which all users may be one.
+    tied = space.least_tied(table, counts.fewest) if exact else 0.0
     return ReplicaGroupCosts(
         table=table,
         replicas=counts.most,
@@ -151,7 +155,7 @@ def _choice(
         size=size,
         forward=forward,
         backward=backward,
-        exposed_allreduce=np.maximum(sent - slowest, 0.0),
+        exposed_allreduce=np.maximum(sent - slowest, 0.0) + tied,
         limit=_limit(space, kind),
         optimizer=space.optimizer,
         ledger=_ledger(space, kinds, kind),

@@ -15,18 +15,19 @@ from ...cost_models.collectives import alike, all_reduce_seconds
 from ...cost_models.errors import UsageError
 from ...cost_models.hardware import Device
 from ...cost_models.layer import Chain, LayerCosts
-from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.optimizers import Precision
 from ...cost_models.port_sharing import PortSharings
 from ...cost_models.precision import training_precision
 from ...cost_models.routes import Routes
 from ...cost_models.runtime import Runtime
+from ...cost_models.tied_weights import least_seconds_after, reduction_seconds
 from ...cost_models.topology import Topology
 from ..plan_options import CutLimits
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
 from ..stage_table import Floats, StageTable, ledger_options
 from .allreduce_overlap import Buckets, make_buckets
 from .budget import SearchBudget
+from .replica_group import ReplicaGroupCosts
 
 MOST_BLOCKS = 220
 """Between allowed cuts: of so many, tables of all stages are made."""
@@ -67,6 +68,7 @@ class Space:
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
     _group_costs: dict[object, ReplicaGroupCosts] = field(default_factory=dict, init=False)
     _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
+    _tied: dict[tuple[tuple[int, ...], float], float] = field(default_factory=dict, init=False)
 
     def within(self, budget: SearchBudget) -> Space:
         """The same, with its tables, under another budget."""
@@ -150,6 +152,13 @@ class Space:
         """The ports that stages share."""
         return PortSharings(self.topology, self.routes)
 
+    def tied_seconds(self, ranks: tuple[int, ...], bytes: float) -> float:
+        """Of the sum of a tied weight's gradients over all that hold it."""
+        key = ranks, bytes
+        if key not in self._tied:
+            self._tied[key] = reduction_seconds(self.topology)(ranks, bytes)
+        return self._tied[key]
+
     def pace(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[float, float]:
         """Latency from stage to stage, and seconds of each byte that a replica of the smaller one sends or
         receives."""
@@ -232,9 +241,7 @@ class Space:
         forward = np.maximum.reduce(forwards)
         exposed_allreduce = np.zeros_like(forward)
         if len(devices) > 1 and self.zero:
-            exposed_allreduce = exchange.at_end(
-                np.asarray(self.table(per_replica_batch).stage_bytes.trainable)
-            )
+            exposed_allreduce = exchange.at_end(self.table(per_replica_batch).reduced(self.zero))
         elif len(devices) > 1:
             exposed = [
                 self.buckets.exposed(
@@ -257,6 +264,13 @@ class Space:
             limit=self.limit(devices),
             optimizer=self.optimizer,
             ledger=ledger_options(least, self.dtype, self.number_bytes, self.zero),
+            least_tied=self.least_tied(self.table(per_replica_batch), len(devices)),
+        )
+
+    def least_tied(self, table: StageTable, replicas: int) -> Floats | float:
+        """`least_seconds_after` of the stages of a table."""
+        return least_seconds_after(
+            self.chain.tied, table.cut_points, self.topology, self.number_bytes, replicas
         )
 
     def timed(self, kind: Device, size: float) -> StageTable:
@@ -268,66 +282,6 @@ class Space:
                 "Give that profile, or the device's speed relative to the profiled one.",
             )
         return self._table(kind.profile, self.profiles[kind.profile], size, past_largest=True)
-
-
-@dataclass(frozen=True, eq=False)
-class ReplicaGroupCosts:
-    """What all stages cost on so many devices of these kinds, so joined. Tables as of `StageTable`.
-
-    Seconds are those of the slowest replica; `exposed_allreduce`: of the all-reduce that follows the last
-    backward.
-    """
-
-    table: StageTable
-    replicas: int
-    per_replica_batch: int
-    size: int
-    forward: Floats
-    backward: Floats
-    exposed_allreduce: Floats
-    limit: float
-    optimizer: str
-    ledger: LedgerOptions
-    _room: dict[str, Floats] = field(default_factory=dict)
-
-    def room(self, recompute: Recompute, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> Floats:
-        """(pairs,): `most_in_flight` of some stages alone."""
-        if recompute in self._room:
-            return self._room[recompute][start, end]
-        if self.limit == inf:
-            return np.full(len(start), inf)
-        one, two = (
-            self.table.memory_of(
-                start, end, in_flight, recompute, self.optimizer, self.replicas, **self.ledger
-            )
-            for in_flight in (1, 2)
-        )
-        return self._most(one, two)
-
-    def most_in_flight(self, recompute: Recompute) -> Floats:
-        """How many micro-batches each stage has room for, as a fraction; negative where for none. The ledger
-        is a line of the micro-batches that are held."""
-        if recompute not in self._room:
-            unlimited = self.limit == inf
-            self._room[recompute] = (
-                np.full(self.forward.shape, inf)
-                if unlimited
-                else self._most(self.bytes(1, recompute), self.bytes(2, recompute))
-            )
-        return self._room[recompute]
-
-    def _most(self, one: Floats, two: Floats) -> Floats:
-        """From the bytes with one micro-batch held, and with two."""
-        base, each = 2 * one - two, two - one
-        with np.errstate(divide="ignore", invalid="ignore"):
-            most = np.where(each > 0, (self.limit - base) / each, np.where(one <= self.limit, inf, -inf))
-        # A stage that fits to the byte may not be lost to rounding.
-        room: Floats = most * (1 + 1e-12)
-        return room
-
-    def bytes(self, in_flight: float, recompute: Recompute) -> Floats:
-        """What each stage needs on one replica."""
-        return self.table.memory(in_flight, recompute, self.optimizer, self.replicas, **self.ledger)
 
 
 def narrow_space(space: Space, ends: Sequence[int]) -> Space:

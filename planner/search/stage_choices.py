@@ -22,7 +22,8 @@ from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .device_ranges import DeviceRanges
 from .pipelines import stage_modes
-from .space import ReplicaGroupCosts, Space, divide_batch
+from .replica_group import ReplicaGroupCosts
+from .space import Space, divide_batch
 
 Indices = npt.NDArray[np.int64]
 
@@ -79,6 +80,13 @@ class GroupChoices:
     @cached_property
     def exposed_allreduce(self) -> Floats:
         return self.costs.exposed_allreduce[self.start, self.end]
+
+    @cached_property
+    def least_after(self) -> Floats:
+        """After the last backward, at the least: the all-reduce, and sums of tied weights."""
+        tied = self.costs.least_tied
+        own = 0.0 if isinstance(tied, float) else tied[self.start, self.end]
+        return self.exposed_allreduce + own
 
     @cached_property
     def sent(self) -> Floats:
@@ -236,7 +244,8 @@ def _groups(
             own = at.setdefault(id(costs), (costs, np.zeros(len(ranks) + 1, dtype=np.bool_)))
             own[1][position] = True
         for costs, where in at.values():
-            work = config.micro_batches * (costs.forward + costs.backward) + costs.exposed_allreduce
+            after = costs.exposed_allreduce + costs.least_tied
+            work = config.micro_batches * (costs.forward + costs.backward) + after
             start, end = np.nonzero(space.usable & (work <= limit))
             if len(start):
                 yield GroupChoices(costs, where, start, end, config)

@@ -21,7 +21,15 @@ from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.plan_simulation import SimulatedPlan, simulate_plan
 from ..runtimes.checking.check_report import PLAN, CheckedCase, CheckedDevice, CheckedStage
-from ..runtimes.checking.job import Case, CaseResult, CutLink, RuntimeCase, StageSeconds, StageWaits
+from ..runtimes.checking.job import (
+    Case,
+    CaseResult,
+    CutLink,
+    RuntimeCase,
+    StageSeconds,
+    StageWaits,
+    WeightSum,
+)
 from ..runtimes.formats.torch_export import TorchExport
 from ..runtimes.formats.torch_export import export as export_for_torch
 
@@ -151,6 +159,7 @@ def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPl
         links=links_of(costs, len(crossing)),
         crossing_bytes=crossing,
         all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
+        tied=[] if emulate else WeightSum.list_of(costs),
         waits=waits,
     )
 

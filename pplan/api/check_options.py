@@ -66,7 +66,7 @@ class CheckOptions(Options):
         _settings,
         "As the model was profiled with; repeatable.",
         "NAME=VALUE",
-        flag="--set",
+        flag="set",
         read=settings,
         repeats=True,
     )
@@ -95,7 +95,7 @@ class CheckOptions(Options):
         arguments.flag,
         "Stages wait as long as the plan says they compute: for more devices than this machine has.",
     )
-    even: bool = option(True, arguments.flag, "Do not run the even split beside the plan.", flag="--no-even")
+    even: bool = option(True, arguments.flag, "Do not run the even split beside the plan.", flag="no-even")
     calibrate: bool = option(
         False,
         arguments.flag,

@@ -17,7 +17,7 @@ from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.plan_simulation import simulate_plan
-from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument
+from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument, WeightSum
 from ..runtimes.checking.prediction import is_serial
 from ..runtimes.formats import deepspeed_export, pipe_export
 from ..runtimes.formats.plan_choice import Choice, choose
@@ -112,6 +112,7 @@ def for_runtime(
         document=document,
         links=links_of(costs, len(plan.stages) - 1),
         all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
+        tied=WeightSum.list_of(costs),
     )
     return CheckCase(name, plan, simulated, case)
 

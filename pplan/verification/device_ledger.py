@@ -22,7 +22,8 @@ SAME = 1e-12
 @dataclass(frozen=True)
 class PartBytes:
     """Of a part of the layers at a replica's micro-batch size: `waiting` what a micro-batch in flight holds,
-    `input` what it holds instead where it recomputes; `neighbours` the parameters of two layers in a row at
+    `input` what it holds instead where it recomputes; `copied`: of the trainable bytes those of weights whose
+    first user is in an earlier part; `neighbours` the parameters of two layers in a row at
     most, which ZeRO has whole at a time where it spreads them."""
 
     parameters: float
@@ -34,6 +35,7 @@ class PartBytes:
     sent: float
     workspace: float
     neighbours: float = 0.0
+    copied: float = 0.0
 
 
 def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
@@ -42,10 +44,12 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
     saved, workspace = costs["saved_bytes"][own], costs["workspace_bytes"][own]
     received = float(costs["output_bytes"][first - 1]) if first else 0.0
     kept, parameters = saved.cumsum(), layers.parameters[own]
+    copies = [weight for weight in layers.shared if weight.users[0] < first and weight.held_by(first, end)]
+    copied = sum(weight.bytes for weight in copies if weight.trains)
     pairs = parameters[1:] + parameters[:-1]
     return PartBytes(
-        parameters=float(parameters.sum()),
-        trainable=float(layers.trainable[own].sum()),
+        parameters=float(parameters.sum()) + sum(weight.bytes for weight in copies),
+        trainable=float(layers.trainable[own].sum()) + copied,
         buffers=float(layers.buffers[own].sum()),
         waiting=float(saved.sum() + costs["saved_input_bytes"][first]),
         input=received if first else layers.input_bytes_per_sample * size,
@@ -53,6 +57,7 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
         sent=float(costs["output_bytes"][end - 1]) if end < len(layers) else 0.0,
         workspace=max(float((kept + workspace).max() - kept[-1]), 0.0),
         neighbours=float(pairs.max() if len(pairs) else parameters[0]),
+        copied=copied,
     )
 
 
@@ -118,10 +123,13 @@ def ledger(
 
 
 def _exchanged(chunks: list[PartBytes], training: StatedTraining, replicas: int, gradients: float) -> float:
-    """What replicas exchange: buckets hold the gradients once more; where ZeRO spreads them, those of two
-    neighbouring layers are whole at a time, and where it spreads the weights, those of two, too."""
-    if replicas == 1 or training.zero < 2:
-        return gradients if replicas > 1 else 0.0
+    """What replicas exchange: buckets hold the gradients once more, but for those of copies; ZeRO-1 reduces
+    them where they lie; where ZeRO spreads them, those of two neighbouring layers are whole at a time, and
+    where it spreads the weights, those of two, too."""
+    if replicas == 1 or training.zero == 1:
+        return 0.0
+    if training.zero == 0:
+        return gradients - sum(own.copied for own in chunks) * training.gradient / training.weight
     whole = max(own.neighbours for own in chunks)
     return whole * training.gradient / training.weight + (whole if training.zero == 3 else 0.0)
 

@@ -32,6 +32,20 @@ WEIGHT_SHARE = 0.5
 LARGEST_SIZE = 2**24
 
 
+@dataclass(frozen=True)
+class Shared:
+    """A weight that several layers use (their numbers), and that may be on several stages."""
+
+    name: str
+    bytes: float
+    trains: bool
+    users: tuple[int, ...]
+
+    def held_by(self, first: int, end: int) -> bool:
+        """Whether a user is among the layers `first` to `end` - 1."""
+        return any(user in range(first, end) for user in self.users)
+
+
 @dataclass(frozen=True, eq=False)
 class Layers:
     """The layers at every measured size: `figures` by name, each of shape (layers, sizes). A part of the
@@ -48,6 +62,7 @@ class Layers:
     figures: dict[str, Vector]
     scales: bool
     closing: dict[int, float]
+    shared: tuple[Shared, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -139,7 +154,24 @@ def layers_of(table: Table) -> Layers:
             whole.count("micro_batch_size", least=1): whole.number("closing_ratio", most=MOST_SECONDS)
             for whole in table.tables("whole")
         },
+        shared=_shared(table, names),
     )
+
+
+def _shared(table: Table, names: tuple[str, ...]) -> tuple[Shared, ...]:
+    """By first user; those without bytes have all their users on one stage."""
+    made = []
+    for own in table.tables("tied"):
+        if not own.has("bytes"):
+            continue
+        users = own.texts("layers")
+        if len(users) < 2 or not set(users).issubset(names):
+            raise own.refused("layers", users, "two layers of the profile or more")
+        numbers = tuple(sorted(names.index(user) for user in users))
+        made.append(
+            Shared(own.text("tensor"), float(own.count("bytes")), own.flag("trainable", True), numbers)
+        )
+    return tuple(sorted(made, key=lambda own: own.users[0]))
 
 
 def _column(own: list[Table], key: str, default: int | None) -> Vector:

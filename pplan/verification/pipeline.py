@@ -90,10 +90,28 @@ class Figures:
             for kind in self._kinds(device)
         )
 
+    def _copied(self, part: int) -> float:
+        """Trainable bytes of weights whose first user is in an earlier part."""
+        return self.part_bytes(part, self.order.routes[0][part][0]).copied
+
+    @cached_property
+    def shared(self) -> list[tuple[list[int], list[int], float]]:
+        """Of each weight that several parts use: devices of the pipeline that hold it, all their ranks, and
+        the bytes of its gradient; where there is something to add up."""
+        made = []
+        for weight in self.layers.shared:
+            parts = [part for part in range(self.order.parts) if weight.held_by(*self.bounds(part))]
+            ranks = sorted({rank for part in parts for rank in self.ranks_of(part)})
+            if weight.trains and len(parts) > 1 and len(ranks) > 1:
+                places = sorted({route[part][0] for route in self.order.routes for part in parts})
+                made.append((places, ranks, weight.bytes * self.training.gradient / self.training.weight))
+        return made
+
     def exchange(self, part: int) -> Exchange:
         """What ZeRO exchanges over the devices that have a part."""
         own = slice(*self.bounds(part))
-        parameters, trainable = self.layers.parameters[own], self.layers.trainable[own]
+        parameters, trainable = self.layers.parameters[own], self.layers.trainable[own].copy()
+        trainable[0] += self._copied(part)
         return Exchange(self.machine, self.ranks_of(part), self.training, parameters, trainable)
 
     def part_seconds(self, part: int) -> tuple[float, float]:
@@ -156,7 +174,10 @@ class Figures:
         """By layer of a part."""
         first, end = self.bounds(part)
         scale = self.training.gradient / self.training.weight
-        return [float(own) * scale for own in self.layers.trainable[first:end]]
+        layers = self.layers.trainable[first:end].tolist()
+        if self.training.zero:
+            layers[0] += self._copied(part)
+        return [float(own) * scale for own in layers]
 
     def reduce_seconds(self, part: int, device: int) -> float:
         """What of the sum of a part's gradients follows its last backward on a device."""
@@ -190,6 +211,9 @@ class Figures:
         for part in range(self.order.parts):
             ranks = self.ranks_of(part)
             for port, load in sum_loads(self.machine, ranks, sum(self.gradient_bytes(part))).items():
+                loads[port] = loads.get(port, 0.0) + load
+        for _, ranks, size in self.shared:
+            for port, load in sum_loads(self.machine, ranks, size).items():
                 loads[port] = loads.get(port, 0.0) + load
         busiest = max(loads, key=lambda port: loads[port], default=None)
         return (0.0, None) if busiest is None else (loads[busiest], busiest)
@@ -302,6 +326,10 @@ def _reduced(figures: Figures, wiring: Wired, ran: Ran) -> list[float]:
         for device in members:
             free[device] = end
             ends[device] = max(ends[device], end)
+    for places, ranks, size in figures.shared:
+        begin = max(ends[device] for device in places)
+        for device in places:
+            ends[device] = begin + all_reduce_seconds(figures.machine, ranks, size)
     return ends
 
 

@@ -17,7 +17,8 @@ class Rules:
     """`replicas`: whether stages may have some, the same number each. `one_process` launches the work of all
     stages, and has the devices of one machine. `by_stage`: each stage may recompute or not for itself.
     `trains_all`: a stage without anything to train is refused. `parts`: several of the layers on a device.
-    `zero`: the stages of ZeRO over the replicas of a stage."""
+    `zero`: the stages of ZeRO over the replicas of a stage. `shares`: weights that several stages may use,
+    any, those of the first and the last stage ("ends"), or none."""
 
     schedules: frozenset[str]
     recompute: frozenset[str]
@@ -27,17 +28,18 @@ class Rules:
     trains_all: bool = False
     parts: bool = True
     zero: tuple[int, ...] = (0, 1)
+    shares: str = "nothing"
 
 
 _PIPE = Rules(
     frozenset({"gpipe"}), _WHOLE | {"except_last"}, replicas=False, one_process=True, parts=False, zero=(0,)
 )
-_MEGATRON = Rules(frozenset({"1f1b", "interleaved"}), _WHOLE)
+_MEGATRON = Rules(frozenset({"1f1b", "interleaved"}), _WHOLE, shares="ends")
 RULES = {
     "torchgpipe": _PIPE,
     "fairscale": _PIPE,
-    "deepspeed": Rules(frozenset({"1f1b"}), _WHOLE, trains_all=True, parts=False),
-    "torch": Rules(_TORCH, _WHOLE, by_stage=True),
+    "deepspeed": Rules(frozenset({"1f1b"}), _WHOLE, trains_all=True, parts=False, shares="any"),
+    "torch": Rules(_TORCH, _WHOLE, by_stage=True, shares="any"),
     "huggingface": Rules(
         frozenset({"naive"}), _WHOLE, replicas=False, one_process=True, parts=False, zero=(0,)
     ),

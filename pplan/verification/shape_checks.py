@@ -188,6 +188,15 @@ def _known(plan: StatedPlan, key: str, profile: Table) -> str | None:
     return profile.optional_text(key) if plan.whole.has("precision") else None
 
 
+def _shared(check: LineCheck, inputs: VerificationInputs, allowed: str) -> None:
+    """The weights that several stages use are those that the runtime keeps copies of."""
+    bounds = [(own.first_layer, own.last_layer + 1) for own in inputs.plan.stages]
+    for weight in () if inputs.layers is None else inputs.layers.shared:
+        users = [stage for stage, own in enumerate(bounds) if weight.held_by(*own)]
+        fine = len(users) == 1 or allowed == "any" or (allowed == "ends" and users == [0, len(bounds) - 1])
+        check.holds(f"{inputs.plan.runtime} keeps no copies of {weight.name}", fine, users)
+
+
 def _runtime(check: LineCheck, inputs: VerificationInputs) -> None:
     plan = inputs.plan
     requested = plan.wishes.optional_text("runtime")
@@ -203,7 +212,10 @@ def _runtime(check: LineCheck, inputs: VerificationInputs) -> None:
         virtual_stages=plan.virtual_stages,
         size=plan.micro_batch_size,
     )
+    _shared(check, inputs, RULES[plan.runtime].shares)
     if RULES[plan.runtime].trains_all and inputs.layers is not None:
         for number, stage in enumerate(plan.stages):
-            trained = inputs.layers.trainable[stage.first_layer : stage.last_layer + 1].sum() > 0
+            own = stage.first_layer, stage.last_layer + 1
+            shared = any(weight.trains and weight.held_by(*own) for weight in inputs.layers.shared)
+            trained = shared or inputs.layers.trainable[slice(*own)].sum() > 0
             check.holds(f"stage {number} has nothing to train, which {plan.runtime} refuses", bool(trained))

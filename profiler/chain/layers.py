@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from torch import Tensor, fx, nn
 
@@ -109,8 +110,9 @@ def build_chain(
     constants.
 
     A cut is refused where a later layer overwrites a tensor that crosses it (version counters tell, through
-    views too), between the users of a shared parameter or buffer, and between the first and the last layer
-    whose names match a pattern of `keep_together`. `aliases`: the names of parameters and buffers that lie
+    views too), between the users of a shared buffer or of parameters that overlap in memory, and between the
+    first and the last layer whose names match a pattern of `keep_together`; not between those of one
+    parameter, of which stages may have copies. `aliases`: the names of parameters and buffers that lie
     in the same memory, for a copy of a model, which has parted them; None: as `storage_aliases` finds them.
 
     `verify`: layers and model are run on copies, forward and backward, and must leave the same outputs,
@@ -296,24 +298,39 @@ def _edges(segments: Sequence[GraphSegment], flow: Flow) -> tuple[tuple[int, int
     return tuple(sorted(found))
 
 
+class TensorUsers(NamedTuple):
+    """A parameter or buffer, its name, and the positions of the modules that use it, ascending."""
+
+    name: str
+    tensor: Tensor
+    layers: list[int]
+    overlaps: bool
+    """Whether another parameter or buffer lies in the same memory."""
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether each of several users may have a copy of its own, which trains like the others."""
+        return len(self.layers) > 1 and isinstance(self.tensor, nn.Parameter) and not self.overlaps
+
+
 def find_tensor_users(
     model: nn.Module, modules: Sequence[nn.Module], aliases: Sequence[Sequence[str]]
-) -> list[tuple[str, list[int]]]:
-    """For each parameter and buffer that modules use, its name and the positions of those, ascending.
-
-    Tensors that lie in the same memory are one, by the name of the first.
-    """
+) -> list[TensorUsers]:
+    """Of each parameter and buffer that modules use. Tensors that lie in the same memory are one, by the name
+    of the first."""
     paths: dict[int, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         paths.setdefault(id(tensor), name)
     first_of = {name: group[0] for group in aliases for name in group}
-    users: dict[str | int, list[int]] = {}
+    users: dict[str | int, TensorUsers] = {}
     for index, module in enumerate(modules):
-        for key in dict.fromkeys(map(id, tensors_used(module))):
+        for key, tensor in {id(tensor): tensor for tensor in tensors_used(module)}.items():
             path = paths.get(key)
-            found = users.setdefault(key if path is None else first_of.get(path, path), [])
+            one = key if path is None else first_of.get(path, path)
+            new = TensorUsers(one if isinstance(one, str) else "a tensor", tensor, [], path in first_of)
+            found = users.setdefault(one, new).layers
             found.extend([index] if index not in found else [])
-    return [(key if isinstance(key, str) else "a tensor", layers) for key, layers in users.items()]
+    return list(users.values())
 
 
 def _shared_reasons(
@@ -322,11 +339,13 @@ def _shared_reasons(
     names: Sequence[str],
     aliases: Sequence[Sequence[str]],
 ) -> _Reasons:
-    """No cut between the first and the last user of a parameter or a buffer."""
+    """No cut between the first and the last user of a buffer, nor of parameters that overlap in memory."""
     reasons: _Reasons = [None] * len(modules)
-    for word, users in find_tensor_users(model, modules, aliases):
-        for index in range(users[0], users[-1]):
-            reasons[index] = reasons[index] or f"{names[users[0]]} and {names[users[-1]]} share {word}"
+    for shared in find_tensor_users(model, modules, aliases):
+        users = shared.layers
+        for index in range(users[0], users[-1]) if not shared.is_tied else ():
+            word = f"{names[users[0]]} and {names[users[-1]]} share {shared.name}"
+            reasons[index] = reasons[index] or word
     return reasons
 
 

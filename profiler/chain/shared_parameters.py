@@ -12,7 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..torch_internals import storage_key
+from ..torch_internals import forward_pre_hooks_of, storage_key
+
+_COPY = "own_copy"
+"""What a stand-in registers where no earlier layer does."""
 
 
 class Again(nn.Module):
@@ -32,7 +35,7 @@ class Again(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """The module's own attributes, for code that reads its weight, say, without running it."""
         held = self.__dict__.get("_held_earlier")
-        if held is None or name.startswith("__"):
+        if held is None or name.startswith("__") or name == _COPY:
             return super().__getattr__(name)
         return getattr(held[0], name)
 
@@ -69,6 +72,21 @@ class Borrows:
     def __len__(self) -> int:
         return len(self._fields)
 
+    @property
+    def fields(self) -> tuple[tuple[nn.Module, str, nn.Module, str], ...]:
+        """By parameter: who uses it under which name, and whose it is under which."""
+        return tuple(self._fields)
+
+    def register(self, user: nn.Module, field: str) -> None:
+        """`user` registers the parameter from now on."""
+        self._fields = [own for own in self._fields if own[:2] != (user, field)]
+        user.register_parameter(field, user.__dict__.pop(field))
+
+    def follow(self, user: nn.Module, field: str, owner: nn.Module, owners_field: str) -> None:
+        """`user.field` is to be that of another owner from now on."""
+        self._fields = [own for own in self._fields if own[:2] != (user, field)]
+        self._fields.append((user, field, owner, owners_field))
+
     def add(self, user: nn.Module, field: str, owner: nn.Module, owners_field: str) -> None:
         """`user.field` is to be `owner.owners_field` from now on, and no parameter of `user`."""
         delattr(user, field)
@@ -83,7 +101,7 @@ class Borrows:
 class OnClone(nn.Module):
     """Runs a layer that overwrites its input, a tensor or a tuple of them, on a clone of it.
 
-    Micro-batches are views of one mini-batch, and a checkpointed stage's input is a leaf that needs a
+    Micro-batches are views of one global batch, and a checkpointed stage's input is a leaf that needs a
     gradient: PyTorch lets neither be overwritten.
     """
 
@@ -94,6 +112,51 @@ class OnClone(nn.Module):
     def forward(self, given: Tensor | tuple[Tensor, ...]) -> Any:
         own = given.clone() if isinstance(given, Tensor) else tuple(tensor.clone() for tensor in given)
         return self.layer(own)
+
+
+def register_references(layers: nn.Sequential) -> None:
+    """Changes layers that refer to modules and parameters of none of them so that each is registered where it
+    is used first, as if no earlier layer held it. For a stage that has copies of what earlier stages hold."""
+    owners = {
+        id(parameter): (part, name)
+        for part in layers.modules()
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+    }
+    held = {id(part) for part in layers.modules()}
+    for part in list(layers.modules()):
+        _register_in(part, owners, held)
+
+
+_Owners = dict[int, tuple[nn.Module, str]]
+
+
+def _register_in(part: nn.Module, owners: _Owners, held: set[int]) -> None:
+    if isinstance(part, Again) and id(part.module) not in held:
+        part.add_module(_COPY, part.module)
+        for inner in list(part.module.modules()):
+            held.add(id(inner))
+            for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
+                owners.setdefault(id(parameter), (inner, name))
+            _register_in(inner, owners, held)
+    elif isinstance(part, Borrowed):
+        value = part()
+        if isinstance(value, nn.Parameter) and id(value) not in owners:
+            part.register_parameter(_COPY, value)
+            owners[id(value)] = (part, _COPY)
+        part._held_earlier = owners.get(id(value), part._held_earlier)
+    for hook in forward_pre_hooks_of(part):
+        if isinstance(hook, Borrows):
+            _register_fields(hook, owners)
+
+
+def _register_fields(hook: Borrows, owners: _Owners) -> None:
+    for user, field, owner, owners_field in hook.fields:
+        key = id(getattr(owner, owners_field))
+        if key in owners:
+            hook.follow(user, field, *owners[key])
+        else:
+            hook.register(user, field)
+            owners[key] = (user, field)
 
 
 def modules_used(module: nn.Module) -> Iterator[nn.Module]:

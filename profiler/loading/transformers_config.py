@@ -234,7 +234,13 @@ class _Changes:
     def _known(self, key: str) -> str:
         """The key as the family names it. Raises UsageError where it has none."""
         names = _names(self._config)
-        known = {*names, *self._config.attribute_map, "num_labels", "tie_word_embeddings"}
+        known = {
+            *names,
+            *self._config.attribute_map,
+            "num_labels",
+            "tie_word_embeddings",
+            "attn_implementation",
+        }
         if key in known:
             mapped = self._config.attribute_map.get(key, key)
             return mapped if mapped in names else key

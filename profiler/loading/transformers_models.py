@@ -222,8 +222,10 @@ def _ties(module: nn.Module, patterns: list[str], config: Any) -> Iterator[str]:
     for group in sorted(groups):
         if len({_layer_of(path, patterns) for path in group}) > 1 or (len(group) > 1 and not patterns):
             free = "; settings={'tie_word_embeddings': False} gives each its own"
-            shown = f"{', '.join(group[:-1])} and {group[-1]} share a weight: no cut between them is allowed"
-            yield shown + (free if getattr(config, "tie_word_embeddings", False) else "")
+            shown = f"{', '.join(group[:-1])} and {group[-1]} share a weight"
+            yield f"{shown}: where they are on several stages, each has a copy" + (
+                free if getattr(config, "tie_word_embeddings", False) else ""
+            )
 
 
 def _layer_of(path: str, patterns: list[str]) -> str:

@@ -19,7 +19,7 @@ _Given = Mapping[str, Any]
 """What an operation was given, by the names of its schema."""
 
 
-class OperationsAsOnTheCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MetaOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Below autograd, so that what it returns is what is saved for backward.
 
     torch's own functions for meta tensors follow CUDA, or no device: norms return their statistics in
@@ -29,11 +29,15 @@ class OperationsAsOnTheCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
+    def __init__(self, corrections: Mapping[Any, Callable[[Any, _Given], Any]] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._corrections = _CORRECTIONS if corrections is None else corrections
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        corrected = _CORRECTIONS.get(func)
+        corrected = self._corrections.get(func)
         if corrected is None or not args[0].is_meta:
             return result
         return corrected(result, _given(func, args, kwargs or {}))
@@ -104,3 +108,5 @@ _CORRECTIONS: dict[Any, Callable[[Any, _Given], Any]] = {
     _aten.col2im.default: _folded,
     **dict.fromkeys(EMBEDDING_BAGS, _bags),
 }
+ON_A_GPU: dict[Any, Callable[[Any, _Given], Any]] = {_aten.convolution.default: _laid_out}
+"""All else that torch returns for meta tensors is what CUDA returns."""

@@ -17,7 +17,7 @@ from ...cost_models.stage_bytes import workspace_before_loss
 from ..chain.layers import Layer
 from ..chain.shared_parameters import tensors_used
 from ..memory.live_bytes import Meter, build_meter, storages
-from ..memory.meta_attention import attention_as_on_the_cpu
+from ..memory.meta_kernels import attention_as_on_the_cpu
 from ..memory.workspace import LossWorkspace, StepMemory, Workspace
 from ..passes.activations import SavedBytes
 from ..passes.timing import Context, OutputGradients, run_layers, tensors_in

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ...cost_models.document import Record
+from ...cost_models.simulator.costs import Costs
+from ...cost_models.tied_weights import TiedSum
 from ..formats.deepspeed_export import DeepspeedExport
 from ..formats.export_document import stage_bounds
 from ..formats.pipe_export import FairscaleExport, TorchgpipeExport
@@ -73,6 +75,24 @@ class CutLink(Record):
     occupancy: float
 
 
+class WeightSum(Record):
+    """Seconds of adding up the gradients of a weight that several devices of the pipeline hold."""
+
+    name: str
+    devices: list[int]
+    seconds: float
+
+    @classmethod
+    def list_of(cls, costs: Costs) -> list[WeightSum]:
+        """Those of a plan's machine."""
+        return [cls(name=own.name, devices=list(own.stages), seconds=own.seconds) for own in costs.tied]
+
+    def cost(self) -> TiedSum:
+        """For the simulator."""
+        devices = tuple(self.devices)
+        return TiedSum(self.name, devices, devices, devices, 0.0, self.seconds)
+
+
 class Corrections(Record):
     """What a calibration adds to a prediction: measured seconds are those alone times `slowdown`, and every
     action takes `overhead` besides: `looped_overhead` where a device holds several stages or its schedule
@@ -95,6 +115,7 @@ class Case(Record):
     links: list[CutLink]
     crossing_bytes: list[int]
     all_reduce: list[list[float]] | None = None
+    tied: list[WeightSum] = []
     waits: StageWaits | None = None
 
     @property
@@ -126,6 +147,7 @@ class RuntimeCase(Record):
     document: Annotated[RuntimeDocument, Field(discriminator="runtime")]
     links: list[CutLink]
     all_reduce: list[list[float]] | None = None
+    tied: list[WeightSum] = []
 
     @property
     def parts(self) -> list[int]:

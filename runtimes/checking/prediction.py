@@ -42,6 +42,7 @@ def predict_step(case: Case, stages: Sequence[StageSeconds], corrections: Correc
         backward_occupancy=occupancy,
         overhead=np.full(program.devices, overhead) if overhead else None,
         all_reduce=None if case.all_reduce is None else np.array(case.all_reduce),
+        tied=tuple(own.cost() for own in case.tied),
     )
     return simulate(program, costs)
 
@@ -134,6 +135,7 @@ def _runtime_costs(case: RuntimeCase, stages: Sequence[StageSeconds]) -> Costs:
         backward_latency=latency,
         backward_occupancy=occupancy,
         all_reduce=None if case.all_reduce is None else np.array(case.all_reduce),
+        tied=tuple(own.cost() for own in case.tied),
         transfers=transfers_named(runtime.transfers),
         hosts="one" if runtime.one_process else "each",
     )

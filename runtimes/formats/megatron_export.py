@@ -92,7 +92,10 @@ def _build_document(
         made_by=made_by,
     )
     return document, join_remarks(
-        remark, *_remarks(model, ends, choice, stages, kind.kind), device_remark(choice)
+        remark,
+        *_remarks(model, ends, choice, stages, kind.kind),
+        _tied_remark(plan, kind.kind),
+        device_remark(choice),
     )
 
 
@@ -161,6 +164,8 @@ def _overrides(made: dict[str, Any], plan: Plan, recompute: int | None) -> list[
         "train.micro_batch_size": made["micro_batch_size"] // made["replicas"],
         "train.global_batch_size": made["mini_batch"],
     }
+    if plan.tied:
+        values["model.share_embeddings_and_output_weights"] = "true"
     if made["virtual_stages"] > 1:
         values["model.virtual_pipeline_model_parallel_size"] = made["virtual_stages"]
     if recompute is not None:
@@ -173,6 +178,16 @@ def _overrides(made: dict[str, Any], plan: Plan, recompute: int | None) -> list[
     if plan.profile.dtype == "bfloat16" and plan.gradient_dtype is not None:
         values["ddp.grad_reduce_in_fp32"] = str(plan.gradient_dtype == "fp32").lower()
     return [f"{name}={value}" for name, value in values.items()]
+
+
+def _tied_remark(plan: Plan, runtime: str) -> str | None:
+    """What goes without a flag."""
+    if runtime != "megatron" or not plan.tied:
+        return None
+    return (
+        "The plan's embedding and head share a weight, as Megatron-LM's do without "
+        "--untie-embeddings-and-output-weights."
+    )
 
 
 def _remarks(

@@ -10,7 +10,7 @@ from ...cost_models.runtime import Runtime, runtime_named
 from ...planner.plan_file import Alternative, Plan, Recompute
 
 LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
-"""Schedules of one stage a device that run a mini-batch whole before the next: they differ in order only."""
+"""Schedules of one stage a device that run one global batch before the next: they differ in order only."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
     if untrained and runtime.trains_every_stage:
         reasons.append(f"stage {untrained[0]} has no parameters, {runtime.name} trains every stage")
     reasons += _other_states(plan, runtime)
+    reasons += _shared_weights(plan, runtime)
     words = dict.fromkeys(stage_recompute(plan))
     if len(words) > 1 and not runtime.recompute_by_stage:
         reasons.append(f"its stages recompute {' and '.join(words)}, in {runtime.name} all do the same")
@@ -119,6 +120,16 @@ def _other_states(plan: Plan, runtime: Runtime) -> Iterator[str]:
         yield f"it spreads states by ZeRO-{plan.zero}: {runtime.no_zero}"
     if plan.trained.name == "bf16" and not runtime.pure_16_bits:
         yield f"it trains in pure bf16, {runtime.name} keeps float32 master weights"
+
+
+def _shared_weights(plan: Plan, runtime: Runtime) -> Iterator[str]:
+    """Where stages share weights that the runtime keeps on one."""
+    for own in plan.tied:
+        is_at_ends = own.stages == [0, len(plan.stages) - 1]
+        if not (runtime.tied == "any" or (runtime.tied == "ends" and is_at_ends)):
+            stages = " and ".join(map(str, own.stages))
+            yield f"its stages {stages} share {own.tensor}, {runtime.name}: {runtime.no_tied}"
+            return
 
 
 def _nodes(plan: Plan) -> list[int]:

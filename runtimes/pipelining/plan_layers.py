@@ -7,12 +7,12 @@ from itertools import pairwise
 
 from torch import nn
 
-from ...cost_models.errors import ExportError
 from ...profiler.chain.layer_sequential import LayerSequential
 from ...profiler.chain.shared_parameters import tensors_used
 from ...profiler.sequential import sequential
 from ...profiler.user_model.loaded_model import ModelInput
 from ..formats.export_document import ExportDocument, check_layers
+from .weight_copies import shared_tensor_error
 
 
 def match_layers(
@@ -52,8 +52,4 @@ def check_sharing(
             for tensor in tensors_used(layer):
                 before = holder.setdefault(id(tensor), stage)
                 if before != stage and (devices is None or devices[before] != devices[stage]):
-                    raise ExportError(
-                        f"stages {before} and {stage} share a parameter or buffer of shape "
-                        f"{tuple(tensor.shape)}, which cannot be on both",
-                        "Make a plan for this model: pplan solve cuts between no layers that share.",
-                    )
+                    raise shared_tensor_error(before, stage, tensor, "parameter or buffer")

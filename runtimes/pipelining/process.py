@@ -20,11 +20,12 @@ from ...profiler.user_model.loaded_model import ModelInput
 from ..formats.torch_actions import OWN_ORDER, splits_backward
 from ..formats.torch_export import TorchExport
 from .input_form import InputForm, check_samples
-from .plan_layers import check_sharing, match_layers
+from .plan_layers import match_layers
 from .rank_coordinates import RankCoordinates, Replicate, average_gradients, find_coordinates, replicate_stage
 from .runtime_internals import Stage, load_order
 from .stage_module import StageModule, stage_loss
 from .stage_shapes import StageShapes, trace_shapes
+from .weight_copies import TiedGradients, find_tied_weights, names_of_copies, split_stage, tie_stages
 
 _SCHEDULES = (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
 
@@ -48,6 +49,8 @@ class PipelineProcess:
     """Whether `step` averages the gradients over the replicas, and not the wrapped modules."""
     stages: list[PipelineStage]
     """PyTorch's, which `schedule` runs."""
+    tied: TiedGradients
+    """Copies of weights that other stages use, too: `step` adds up their gradients."""
 
     @property
     def seat(self) -> RankCoordinates:
@@ -67,7 +70,7 @@ class PipelineProcess:
 
     @property
     def samples(self) -> int:
-        """Of a step of this process: the mini-batch, or its replica's part of it."""
+        """Of a step of this process: the global batch, or its replica's part of it."""
         return self.document.mini_batch // self.document.replicas
 
     def parameters(self) -> list[nn.Parameter]:
@@ -76,24 +79,25 @@ class PipelineProcess:
         return [parameter for parameter in every if parameter.requires_grad]
 
     def share(self, whole: Tensor) -> Tensor:
-        """Of a tensor of the whole mini-batch, the samples of this replica: its part of each micro-batch."""
-        check_samples("mini-batch", whole, self.document.mini_batch)
+        """Of a tensor of the global batch, the samples of this replica: its part of each micro-batch."""
+        check_samples("global batch", whole, self.document.mini_batch)
         of_one = self.samples // self.document.micro_batches
         apart = whole.reshape(self.document.micro_batches, self.document.replicas, of_one, *whole.shape[1:])
         return apart[:, self.coordinates.replica].reshape(self.samples, *whole.shape[1:])
 
     def step(self, input: object = None, target: Tensor | None = None) -> list[Tensor]:
-        """Forward and backward of a mini-batch; the loss of each micro-batch where `is_last`, else nothing.
+        """Forward and backward of a global batch; the loss of each micro-batch where `is_last`, else nothing.
 
         `input`, as the example input, is read where `is_first`, `target` where `is_last`; both hold `samples`
         samples. Gradients are added to what is there, and all of it is divided by the micro-batches: set them
-        to None before. Raises UsageError for another number of samples or tensors.
+        to None before. Where stages share a weight, each has its gradients of all of them after the step.
+        Raises UsageError for another number of samples or tensors.
         """
         given: tuple[Tensor, ...] = ()
         options: dict[str, Any] = {"return_outputs": False}
         losses: list[Tensor] = []
         if self.is_first:
-            moved = ModelInput.of(input, "the mini-batch").to(self.device)
+            moved = ModelInput.of(input, "the global batch").to(self.device)
             given = self.form.repeat_shared(moved, self.samples, self.document.micro_batches)
         if self.is_last:
             check_samples("target", target, self.samples)
@@ -101,6 +105,7 @@ class PipelineProcess:
         self.schedule.step(*given, **options)
         if self.averages and self.coordinates.replicas is not None:
             average_gradients(self.parameters(), self.coordinates.replicas)
+        self.tied.add_up()
         return [loss.detach() for loss in losses]
 
 
@@ -120,7 +125,7 @@ def build_process(
     example = ModelInput.of(example_input)
     count = document.parts[-1]
     layers = match_layers(document, count, model, example, layer_names, granularity=document.granularity)
-    check_sharing(layers, document.parts)
+    tied = find_tied_weights(layers, document.parts)
     place = _device(document) if device is None else torch.device(device)
     coordinates = find_coordinates(document, place, mesh)
     form = InputForm.of(example)
@@ -128,13 +133,24 @@ def build_process(
     given = form.micro_batch(example, samples)
     splits = splits_backward(document.actions)
     shapes = trace_shapes(layers, document.parts, given, form, splits_backward=splits)
-    own = document.stages[coordinates.index]
-    stages = {stage: _stage_module(document, layers, stage, shapes, form) for stage in own}
+    own = {
+        stage: split_stage(layers, document.parts, stage, tied)
+        for stage in document.stages[coordinates.index]
+    }
+    stages = {stage: _stage_module(document, own[stage].layers, stage, shapes, form) for stage in own}
     wrapped: dict[int, nn.Module] = {stage: module.to(place) for stage, module in stages.items()}
     averages = replicate == "ddp" and splits
+    device_of = {stage: device for device, each in enumerate(document.stages) for stage in each}
+    gradients = tie_stages(tied, wrapped, own, coordinates, device_of, sharded=replicate == "fsdp")
     if coordinates.replicas is not None:
         wrapped = {
-            i: replicate_stage(module, coordinates.replicas, replicate, splits_backward=splits)
+            i: replicate_stage(
+                module,
+                coordinates.replicas,
+                replicate,
+                splits_backward=splits,
+                apart=names_of_copies(tied, i, module, own[i]),
+            )
             for i, module in wrapped.items()
         }
     pipeline_stages = []
@@ -146,7 +162,16 @@ def build_process(
     schedule = _schedule(document, pipeline_stages, loss, scale_grads=not sum_losses)
     modules = {stage: module.layers for stage, module in stages.items()}
     return PipelineProcess(
-        document, place, coordinates, modules, wrapped, schedule, form, averages, pipeline_stages
+        document,
+        place,
+        coordinates,
+        modules,
+        wrapped,
+        schedule,
+        form,
+        averages,
+        pipeline_stages,
+        gradients,
     )
 
 
@@ -166,9 +191,9 @@ def _stage_module(
     shapes: Sequence[StageShapes] | None,
     form: InputForm,
 ) -> StageModule:
-    first, end = document.parts[stage : stage + 2]
+    end = document.parts[stage + 1]
     return StageModule(
-        layers[first:end],
+        layers,
         None if shapes is None else shapes[stage].crossings,
         recompute=document.recompute[stage] == "always",
         form=form if stage == 0 else None,

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from ...cost_models.errors import MachineError, UsageError
 from ..formats.torch_export import TorchExport
+from .runtime_internals import replicate
 
 Replicate = Literal["ddp", "fsdp"]
 
@@ -24,13 +24,15 @@ class RankCoordinates:
     """A process's place: its device of the pipeline, its replica of that, and the groups of both.
 
     `pipeline`: the processes that hand each other micro-batches, None for all. `replicas`: a mesh of those
-    that hold the same stages, None where there are none.
+    that hold the same stages, None where there are none. `ranks`: of all processes of the plan, by device of
+    the pipeline and replica.
     """
 
     index: int
     replica: int
     pipeline: dist.ProcessGroup | None
     replicas: DeviceMesh | None
+    ranks: tuple[tuple[int, ...], ...] = ()
 
 
 def find_coordinates(document: TorchExport, device: torch.device, mesh: DeviceMesh | None) -> RankCoordinates:
@@ -44,7 +46,7 @@ def find_coordinates(document: TorchExport, device: torch.device, mesh: DeviceMe
     if mesh is None:
         _check_number(dist.get_world_size(), document)
         if replicas == 1:
-            return RankCoordinates(dist.get_rank(), 0, None, None)
+            return RankCoordinates(dist.get_rank(), 0, None, None, tuple((own,) for own in range(devices)))
         mesh = init_device_mesh(device.type, (devices, replicas), mesh_dim_names=("pp", "dp"))
     return _in_mesh(mesh, document)
 
@@ -59,10 +61,18 @@ def _in_mesh(mesh: DeviceMesh, document: TorchExport) -> RankCoordinates:
                 f'Give a mesh with the dimensions "pp" of {needed["pp"]} and "dp" of {needed["dp"]}.',
             )
     pipeline: Any = mesh.get_group("pp")
-    index = dist.get_rank(pipeline)
+    index, ranks = dist.get_rank(pipeline), _ranks(mesh, document)
     if document.replicas == 1:
-        return RankCoordinates(index, 0, pipeline, None)
-    return RankCoordinates(index, mesh.get_local_rank("dp"), pipeline, mesh["dp"])
+        return RankCoordinates(index, 0, pipeline, None, ranks)
+    return RankCoordinates(index, mesh.get_local_rank("dp"), pipeline, mesh["dp"], ranks)
+
+
+def _ranks(mesh: DeviceMesh, document: TorchExport) -> tuple[tuple[int, ...], ...]:
+    """By device of the pipeline and replica, those of the mesh that differ from this process in no more."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name in ("pp", "dp"))
+    own = mesh[names].mesh
+    table = own.T if names == ("dp", "pp") else own
+    return tuple(map(tuple, table.reshape(len(document.stages), document.replicas).tolist()))
 
 
 def _check_number(processes: int, document: TorchExport) -> None:
@@ -76,17 +86,19 @@ def _check_number(processes: int, document: TorchExport) -> None:
 
 
 def replicate_stage(
-    module: nn.Module, mesh: DeviceMesh, how: Replicate, *, splits_backward: bool
+    module: nn.Module, mesh: DeviceMesh, how: Replicate, *, splits_backward: bool, apart: Sequence[str] = ()
 ) -> nn.Module:
     """A stage whose replicas begin alike, and average its gradients after the last backward of a step.
 
-    Where `splits_backward`, DistributedDataParallel does not see the weight gradients come: then it is the
-    module as it was, and `average_gradients` is to be called.
+    `apart`: names of parameters whose gradients are added up elsewhere; sharded ones are averaged all the
+    same. Where `splits_backward`, DistributedDataParallel does not see the weight gradients come: then it is
+    the module as it was, and `average_gradients` is to be called.
     """
     if how not in ("ddp", "fsdp"):
         raise UsageError(f"replicate {how!r} is unknown", "Use 'ddp' or 'fsdp'.")
-    if how == "ddp" and not splits_backward and any(own.requires_grad for own in module.parameters()):
-        return DistributedDataParallel(module, process_group=mesh.get_group())
+    trained = [n for n, own in module.named_parameters() if own.requires_grad and n not in apart]
+    if how == "ddp" and not splits_backward and trained:
+        return replicate(module, mesh.get_group(), apart)
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
     if how == "fsdp":

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.parallel import DistributedDataParallel
 
 from ...profiler.torch_internals import Internal, check_internals
 from ..formats.torch_actions import OWN_ORDER
@@ -59,12 +61,27 @@ NEIGHBOURS = Internal(
     "several stages of one process over gloo, which cannot greet itself",
     "Where PyTorch no longer greets neighbours, `Stage` is PipelineStage; else skip the greeting's new name.",
 )
-TORCH_INTERNALS = (BACKWARD_PARTS, OWN_SCHEDULE, NEIGHBOURS)
+IGNORED = Internal(
+    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    lambda: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model,
+    "replicas of stages that share a weight, whose gradients are added up over all that hold it",
+    "Use replicate='fsdp', or a plan without replicas.",
+)
+TORCH_INTERNALS = (BACKWARD_PARTS, OWN_SCHEDULE, NEIGHBOURS, IGNORED)
 DEEPSPEED_PARTITION = Internal(
     "deepspeed.runtime.pipe.module.PipelineModule._partition_layers, _set_bounds, _topo",
     lambda: (_pipe_module()._partition_layers, _pipe_module()._set_bounds),
     "the plan's partition in place of DeepSpeed's own rules",
     "Give every layer a parameter count that makes partition_method='parameters' cut where the plan does.",
+    package="deepspeed",
+    tested="0.19.8",
+)
+DEEPSPEED_TIES = Internal(
+    "deepspeed.runtime.pipe.module.PipelineModule._index_tied_modules, whose result keeps ranks, group, "
+    "weight_attr and module by name",
+    lambda: _pipe_module()._index_tied_modules,
+    "weights that stages share",
+    "Give DeepSpeed a TiedLayerSpec for each weight, of a module that holds it alone.",
     package="deepspeed",
     tested="0.19.8",
 )
@@ -85,7 +102,7 @@ DEEPSPEED_OPERATIONS = Internal(
     tested="0.19.8",
     is_required=False,
 )
-DEEPSPEED_INTERNALS = (DEEPSPEED_PARTITION, DEEPSPEED_INSTRUCTIONS, DEEPSPEED_OPERATIONS)
+DEEPSPEED_INTERNALS = (DEEPSPEED_PARTITION, DEEPSPEED_TIES, DEEPSPEED_INSTRUCTIONS, DEEPSPEED_OPERATIONS)
 
 
 def backward_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -100,6 +117,15 @@ def load_order(schedule: Any, file: Path) -> None:
     schedule._load_csv(str(file), format="compute_only")
 
 
+def replicate(module: nn.Module, group: Any, apart: Sequence[str]) -> DistributedDataParallel:
+    """DistributedDataParallel, without the parameters of the names `apart`. Raises MachineError."""
+    if apart:
+        check_internals([IGNORED], torch.__version__)
+        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(module, list(apart))
+    return DistributedDataParallel(module, process_group=group)
+
+
 class Stage(PipelineStage):
     """From PyTorch 2.11 on every stage first greets its neighbours; gloo cannot when both are one process."""
 
@@ -108,9 +134,12 @@ class Stage(PipelineStage):
         return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
 
 
-def partitioned(kind: Any, parts: Sequence[int], version: str) -> Any:
-    """DeepSpeed's PipelineModule with these bounds of its stages. Raises MachineError."""
-    check_internals([DEEPSPEED_PARTITION], version)
+def partitioned(
+    kind: Any, parts: Sequence[int], version: str, tied_modules: Callable[[Any], dict[str, dict[str, Any]]]
+) -> Any:
+    """DeepSpeed's PipelineModule with these bounds of its stages, and with the weights that stages share as
+    `tied_modules` of it says: its own takes only layers that share all they have. Raises MachineError."""
+    check_internals([DEEPSPEED_PARTITION, DEEPSPEED_TIES], version)
 
     def partition_layers(module: Any, method: str = "") -> None:
         del method
@@ -118,7 +147,8 @@ def partitioned(kind: Any, parts: Sequence[int], version: str) -> Any:
         module.parts = parts
         module._set_bounds(parts[stage], parts[stage + 1])
 
-    return type("PlannedPipelineModule", (kind,), {"_partition_layers": partition_layers})
+    methods = {"_partition_layers": partition_layers, "_index_tied_modules": tied_modules}
+    return type("PlannedPipelineModule", (kind,), methods)
 
 
 def without_compiled_operations() -> None:

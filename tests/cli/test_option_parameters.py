@@ -31,16 +31,16 @@ class ToyOptions(Options):
         arguments.number,
         "How long the spring is wound.",
         "2s",
-        flag="--wind-up",
+        flag="wind-up",
         read=parse_seconds,
         default_text="1500ms",
     )
     colours: tuple[str, ...] = option(
-        (), arguments.words, "Of the parts.", "NAME", flag="--colour", repeats=True
+        (), arguments.words, "Of the parts.", "NAME", flag="colour", repeats=True
     )
     kind: str | None = option(None, arguments.optional_word, "What it is.", "car|boat", words=("car", "boat"))
     squeaks: bool = option(False, arguments.flag, "It squeaks.")
-    boxed: bool = option(True, arguments.flag, "Without its box.", flag="--no-boxed")
+    boxed: bool = option(True, arguments.flag, "Without its box.", flag="no-boxed")
     secret: int = option(7, arguments.whole)
 
     def __post_init__(self) -> None:

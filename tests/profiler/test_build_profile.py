@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import UsageError
+from pplan.cost_models.tied_weights import TiedWeight
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
 from pplan.profiler.profile_file import Profile
@@ -53,13 +55,40 @@ def test_several_inputs_and_tensors_over_a_cut() -> None:
     assert skip[0] in (profile.layers[0].name, profile.layers[1].name)
 
 
-def test_tied_weights_are_told_and_keep_their_layers_together() -> None:
+def test_tied_weights_are_told_and_may_be_cut_between() -> None:
     profile = skips(granularity="fine")
     (tied,) = profile.tied
     assert tied.tensor == "words.weight"
     assert tied.layers == [profile.layers[0].name, "head"]
-    assert not any(layer.cut_after for layer in profile.layers[:-1])
-    assert profile.layers[1].cut_reason == f"{tied.layers[0]} and head share words.weight"
+    assert (tied.bytes, tied.trainable, tied.dtype) == (16 * 8 * 4, True, "float32")
+    assert all(layer.cut_after for layer in profile.layers[:-1])
+    (weight,) = profile.chain().tied
+    assert weight == TiedWeight("words.weight", 512.0, 512.0, (0, len(profile.layers) - 1))
+
+
+def test_ties_of_earlier_profiles_keep_their_layers_together() -> None:
+    content = json.loads(skips(granularity="fine").to_json())
+    content["tied"] = [{"tensor": "words.weight", "layers": content["tied"][0]["layers"]}]
+    for layer in content["layers"][:-1]:
+        layer["cut_after"] = False
+    profile = Profile.model_validate(content)
+    assert profile.chain().tied == ()
+    assert not profile.chain().cut_after.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layers": ["head", "nowhere"]}, "no layer is named 'nowhere'"),
+        ({"layers": ["head"]}, "two layers or more"),
+        ({"bytes": 10_000}, "more than the parameters of its first layer"),
+    ],
+)
+def test_ties_that_cannot_be_are_refused(change: dict[str, Any], words: str) -> None:
+    content = json.loads(skips(granularity="fine").to_json())
+    content["tied"][0] |= change
+    with pytest.raises(ValueError, match=words):
+        Profile.model_validate(content)
 
 
 def test_pins_are_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from pplan.profiler.counting_operations import LayerOperations, Operation, count
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.models import from_module
 from pplan.profiler.passes.clocks import CpuClock
-from pplan.profiler.structure import count_structure
+from pplan.profiler.structure import as_on_a_gpu, count_structure
 from pplan.profiler.user_model.copies import copy_to_meta
 from pplan.profiler.user_model.losses import loss_named
+
+KERNELS = partial(as_on_a_gpu, flash=True)
 
 
 def operations(
@@ -37,8 +40,8 @@ def operations(
         loss=loss_named(loss),
     )
     if again:
-        count_structure(subject, [size])
-    return count_operations(subject, size)
+        count_structure(subject, [size], KERNELS)
+    return count_operations(subject, size, KERNELS)
 
 
 def flops(layers: list[LayerOperations], way: str) -> int:
@@ -90,7 +93,8 @@ class Attends(nn.Module):
 
 def test_attention_is_the_fused_one() -> None:
     layers = operations(nn.Sequential(nn.Linear(16, 16), Attends()), torch.ones(1, 10, 16), 3)
-    product = 2 * 3 * 2 * 10 * 10 * 8
+    # Of a causal mask half is left out.
+    product = 2 * 3 * 2 * 10 * 10 * 8 // 2
     linear = 2 * 3 * 10 * 16 * 48
     assert flops(layers[-1:], "forward") == linear + 2 * product
     # The attention matrix is made again, and then four gradients of products.
@@ -119,3 +123,34 @@ def test_views_are_free_and_tables_are_read_by_rows() -> None:
     of_table = [one for layer in layers for one in layer.forward if one.flops == 0]
     # Indices, rows read and rows written: not the 16000 bytes of the table, and nothing of the flattening.
     assert [one.bytes for one in of_table] == [2 * 5 * 8 + 2 * (2 * 5 * 4 * 4)]
+
+
+def test_batch_norm_reads_its_input_twice() -> None:
+    """For the statistics and to normalize; in backward the gradient too."""
+    layers = operations(nn.Sequential(nn.BatchNorm2d(4), nn.Flatten()), torch.ones(1, 4, 8, 8), 3)
+    one = 4 * 3 * 4 * 8 * 8
+    [forward] = [each for each in layers[0].forward if each.bytes > one]
+    assert 0 <= forward.bytes - 3 * one < 200
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_convolution_is_converted_where_it_does_not_lie_channels_last(channels_last: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 1, bias=False), nn.Conv2d(8, 4, 1, bias=False))
+    given = torch.ones(1, 4, 6, 6)
+    if channels_last:
+        model, given = (
+            model.to(memory_format=torch.channels_last),
+            given.to(memory_format=torch.channels_last),
+        )
+    forward, backward = ([one for one in way if one.is_convolution] for way in _ways(model, given))
+    moved = [4 * (3 * 36 * (4 + 8) + 32)] * 3
+    assert [one.bytes for one in (*forward, *backward)] == moved
+    # Gradients of the input and of the weight are a kernel each, of as many FLOPs as forward.
+    assert [one.flops for one in (*forward, *backward)] == [2 * 3 * 36 * 32] * 3
+    twice = [0] * 3 if channels_last else [2 * bytes for bytes in moved]
+    assert [one.conversion_bytes for one in (*forward, *backward)] == twice
+
+
+def _ways(model: nn.Module, given: Tensor) -> tuple[list[Operation], list[Operation]]:
+    last = operations(model, given, 3)[1]
+    return last.forward, last.backward

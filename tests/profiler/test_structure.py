@@ -295,4 +295,4 @@ def test_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_fused_sdp_choice")
     _, notes = count_structure(subject_of(Attends(), torch.randn(2, 10, 16), *settings), [SIZE])
     missing = f"torch {torch.__version__} has no torch._fused_sdp_choice"
-    assert notes == [f"attention is counted with its whole matrix, more than the CPU saves: {missing}"]
+    assert notes == [f"attention is counted with its whole matrix, which is more: {missing}"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from cProfile import Profile
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 
 import pytest
 from attack.attack import attacked, quickly_solved, solved
@@ -19,8 +19,9 @@ EACH = 3
 """Problems of every kind."""
 OTHERWISE = {"many": 2, "throughput": 8}
 """Of some kinds: those of many devices take longest; few of the highest throughput name a planner."""
-TRACED = 3
-"""Of which it is noted what runs, and of all of the highest throughput: that takes longer."""
+TRACED = 1
+"""Of which it is noted what runs, which takes longer; of some kinds of all."""
+ALL_TRACED = ("throughput", "explain")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def _attacked(kind: str, codes: set[CodeType]) -> Iterator[Result]:
     # What an answer is compared with is attacked in a few: it takes as long again.
     solvers = (solved, quickly_solved, quickly_solved)
     for seed in range(OTHERWISE.get(kind, EACH)):
-        if seed < TRACED or kind == "throughput":
+        if seed < TRACED or kind in ALL_TRACED:
             with _noting(codes):
                 yield attacked(case_of(seed, kind), solvers[seed % 3])
         else:
@@ -53,17 +54,10 @@ def _attacked(kind: str, codes: set[CodeType]) -> Iterator[Result]:
 @contextmanager
 def _noting(codes: set[CodeType]) -> Iterator[None]:
     """Adds what is called meanwhile."""
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        del event, argument
-        codes.add(frame.f_code)
-
-    before = sys.gettrace()
-    sys.settrace(note)
-    try:
+    profiler = Profile(subcalls=False, builtins=False)
+    with profiler:
         yield
-    finally:
-        sys.settrace(before)
+    codes.update(entry.code for entry in profiler.getstats() if isinstance(entry.code, CodeType))
 
 
 def _name(code: CodeType) -> str:

@@ -14,6 +14,7 @@ from attack.problems import Case, case_of
 from attack.results import Result
 
 from pplan.cost_models.errors import InfeasibleError
+from pplan.cost_models.tied_weights import least_seconds_after
 from pplan.planner.build_plan import build_problem
 from pplan.planner.objectives.frontier import Frontier, build_frontier
 from pplan.planner.plan_file import Plan
@@ -101,6 +102,15 @@ def test_the_quick_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     own = subproblem.quick_bound
     monkeypatch.setattr(subproblem, "quick_bound", lambda *args: 1.01 * own(*args))
     assert found(PLAIN)["before searching"] > 0
+
+
+def test_sums_of_tied_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that take these sums for longer than they are."""
+    cases = [case_of(seed, "tied") for seed in (12, 36, 38)]
+    own = least_seconds_after
+    assert found(cases) == {}
+    monkeypatch.setattr("pplan.planner.search.space.least_seconds_after", lambda *args: 3 * own(*args))
+    assert found(cases)["before searching"] > 0
 
 
 class TestFrontier:

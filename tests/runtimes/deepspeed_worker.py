@@ -16,6 +16,7 @@ from torch import nn
 import pplan
 from pplan.runtimes.deepspeed import build
 from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
+from pplan.runtimes.pipelining.weight_copies import find_tied_weights
 
 STEPS = 2
 MODELS = runpy.run_path(str(Path(__file__).with_name("torch_worker.py")))
@@ -76,14 +77,19 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     own = parts_of(kind, document)[replica :: document.replicas]
     losses = [engine.train_batch(iter(own)).item() for _ in range(STEPS)]
     plain = made(kind)
-    layers = plain
-    if not isinstance(plain, nn.Sequential):
+    if isinstance(plain, nn.Sequential):
+        layers = plain
+    else:
         layers = pplan.sequential(plain, example, granularity=document.granularity)
     start = {name: value.detach().clone() for name, value in layers.named_parameters()}
     plain_losses = train_plainly(kind, document, layers, plain)
     expected = dict(layers.named_parameters())
+    names = {id(value): name for name, value in expected.items()}
+    shared = [names[id(own.parameter)] for own in find_tied_weights(layers, document.parts)]
     off, moved = {}, {}
-    for name, value in stage.named_parameters():
+    for said, value in stage.named_parameters():
+        is_tied = said.startswith("tied_modules.tied_")
+        name = shared[int(said.split(".")[1].removeprefix("tied_"))] if is_tied else said
         off[name] = (value.detach() - expected[name].detach()).abs().max().item()
         moved[name] = (value.detach() - start[name]).abs().max().item()
     return {
@@ -94,6 +100,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "off": off,
         "moved": moved,
         "names": sorted(start),
+        "shared": shared,
     }
 
 

@@ -82,6 +82,9 @@ CASES = [
     Case("transformer", "transformer", [12, 13]),
     Case("transformer-again", "transformer", [12, 13], "always"),
     Case("replicas", "vgg", [10], replicas=2),
+    # The embedding and the head share a weight, and so do three linear layers, one of which comes twice.
+    Case("tied", "tied", [4, 5]),
+    Case("tied-again", "tied", [5, 4], "always"),
 ]
 Results = dict[str, list[dict[str, Any]]]
 
@@ -131,7 +134,8 @@ def test_training_is_the_plain_models(results: Results, case: Case) -> None:
         assert max(rank["off"].values()) < 1e-3 * moved
     trained = [name for rank in ranks for name in rank["off"]]
     assert sorted(set(trained)) == ranks[0]["names"]
-    assert len(trained) == len(ranks[0]["names"]) * case.replicas
+    assert len(trained) == len(ranks[0]["names"]) * case.replicas + len(ranks[0]["shared"])
+    assert len(ranks[0]["shared"]) == {"tied": 3, "tied-again": 2}.get(case.name, 0)
 
 
 def ten_layers(*plain: int) -> nn.Sequential:

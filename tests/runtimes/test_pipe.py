@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from pplan.cost_models.errors import ExportError, FileError, MachineError, UsageError
 from pplan.planner.plan_file import Plan
-from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.chain.layers import LayerChain, TensorUsers, build_chain, find_tensor_users
 from pplan.profiler.sequential import sequential
 from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.formats.exporters import export
@@ -194,6 +194,12 @@ def sharing_model(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return SHARING[name]().double(), (torch.randn(8, 6, dtype=torch.float64), torch.randint(3, (8,)))
 
 
+def tied_weights(model: nn.Module, chain: LayerChain) -> list[TensorUsers]:
+    """Whose users these runtimes keep on one stage."""
+    users = find_tensor_users(model, [layer.module for layer in chain.layers], chain.aliases)
+    return [own for own in users if own.is_tied]
+
+
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("name", SHARING)
 def test_shared_parameters(make_plan: MakePlan, runtime: str, name: str, recompute: str) -> None:
@@ -201,7 +207,12 @@ def test_shared_parameters(make_plan: MakePlan, runtime: str, name: str, recompu
     plain, batch = sharing_model(name)
     model = copy.deepcopy(plain)
     chain = build_chain(model, batch[0])
-    ends = [index + 1 for index, layer in enumerate(chain.layers) if layer.cut_reason is None]
+    users = [own.layers for own in tied_weights(model, chain)]
+    ends = [
+        index + 1
+        for index, layer in enumerate(chain.layers)
+        if layer.cut_reason is None and not any(own[0] <= index < own[-1] for own in users)
+    ]
     balance = [b - a for a, b in pairwise([0, *ends])]
     assert 1 < len(balance) < len(chain)
     chunks = 1 if name == "norm" else 4

@@ -63,5 +63,7 @@ def test_deepspeeds_module_takes_the_bounds_of_the_plan(monkeypatch: pytest.Monk
             self.bounds = first, end
 
     monkeypatch.setattr(runtime_internals, "check_internals", lambda *_: None)
-    made = runtime_internals.partitioned(Module, [0, 2, 5], "0.19.8")()
+    tied = {"tied_0": {"ranks": [0, 1]}}
+    made = runtime_internals.partitioned(Module, [0, 2, 5], "0.19.8", lambda _: tied)()
     assert (made.parts, made.bounds) == ([0, 2, 5], (2, 5))
+    assert made._index_tied_modules() is tied

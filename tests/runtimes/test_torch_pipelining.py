@@ -21,7 +21,7 @@ from pplan.runtimes.formats.torch_export import TorchExport
 MakePlan = Callable[..., Plan]
 WORKER = Path(__file__).with_name("torch_worker.py")
 RANKS = 4
-SECONDS = 120
+SECONDS = 240
 """After which processes that hang are killed."""
 
 
@@ -63,7 +63,7 @@ class Case:
             profile={
                 "file": "small.profile.json",
                 "sha256": "0",
-                "granularity": "fine" if self.model in ("resnet", "transformer") else "block",
+                "granularity": "fine" if self.model in ("resnet", "transformer", "tied") else "block",
             },
         )
         document, remark = export("torch", placed(plan))
@@ -126,7 +126,18 @@ CASES = [
     ),
     Case("replicas-zb", "vgg", "zb-v", [1, 3, 3, 3], ("ScheduleZBVZeroBubble", STAGE), 2, replicas=2),
     Case("sharded", "vgg", "1f1b", [4, 6], ("Schedule1F1B", FSDP), replicas=2, replicate="fsdp"),
+    # Layers: embedding, block.0, block.1, norm, block.0_1, block.1_1, again, head, the mean.
+    Case("tied", "tied", "1f1b", [4, 5], ("Schedule1F1B", STAGE)),
+    Case("tied-zb", "tied", "zb-h1", [5, 4], (OWN, STAGE), recompute=["always"]),
+    Case("tied-v", "tied", "zb-v", [2, 2, 2, 3], ("ScheduleZBVZeroBubble", STAGE), 2),
+    Case("tied-four", "tied", "gpipe", [2, 3, 2, 2], ("ScheduleGPipe", STAGE)),
+    Case("tied-replicas", "tied", "1f1b", [4, 5], ("Schedule1F1B", DDP), replicas=2),
+    Case("tied-replicas-zb", "tied", "zb-h1", [4, 5], (OWN, STAGE), replicas=2),
+    Case("tied-sharded", "tied", "1f1b", [4, 5], ("Schedule1F1B", FSDP), replicas=2, replicate="fsdp"),
 ]
+COPIES = {"tied": 3, "tied-zb": 2, "tied-v": 4, "tied-four": 4}
+COPIES |= {"tied-replicas": 3, "tied-replicas-zb": 3, "tied-sharded": 3}
+"""Of the tied weights in the stages that come after their first."""
 Results = dict[str, list[dict[str, Any]]]
 
 
@@ -206,6 +217,16 @@ def check_losses(case: Case, ranks: list[dict[str, Any]]) -> None:
         for losses, plain in zip(known[0], of_replica[0]["plain_losses"], strict=True):
             assert len(losses) == case.micro_batches
             assert losses == pytest.approx(plain[replica :: case.replicas], abs=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COPIES)
+def test_copies_of_tied_weights_have_the_plain_models_gradients_and_values(
+    results: Results, case: str
+) -> None:
+    ranks = [rank for rank in results[case] if rank["replica"] == 0]
+    assert sum(len(rank["copies"]) for rank in ranks) == 2 * COPIES[case]
+    assert max(off for rank in ranks for off in rank["copies"]) < 1e-9
 
 
 @pytest.mark.slow

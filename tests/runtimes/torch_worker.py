@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,31 @@ class TransformerLike(nn.Module):
         return {"logits": self.head(x.mean(1)), "aside": None}
 
 
+class TiedLike(nn.Module):
+    """The embedding's weight is the head's, too; a block comes twice, and a third layer takes its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = nn.Linear(6, 6)
+        self.embedding, self.block = nn.Embedding(11, 6), nn.Sequential(linear, nn.Tanh())
+        self.norm, self.again = nn.LayerNorm(6), nn.Linear(6, 6)
+        self.again.weight = linear.weight
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.block(self.norm(self.block(self.embedding(ids))))
+        logits: Tensor = self.head(self.again(x)).mean(1)
+        return logits
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "vgg": vgg_like,
     "frozen": frozen,
     "stubborn": stubborn,
     "resnet": ResNetLike,
     "transformer": TransformerLike,
+    "tied": TiedLike,
 }
 
 
@@ -126,6 +145,8 @@ def made(kind: str, replica: int = 0) -> nn.Module:
 def batch(kind: str, samples: int) -> tuple[Any, Tensor]:
     torch.manual_seed(2)
     labels = torch.randint(5, (samples,))
+    if kind == "tied":
+        return torch.randint(11, (samples, 7)), labels
     if kind == "transformer":
         ids = torch.randint(11, (samples, 7))
         ids[:, 0] = 1
@@ -185,6 +206,15 @@ def whole(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def check_copy(copied: nn.Parameter, plain: Iterable[nn.Parameter]) -> Iterator[float]:
+    """How far the gradient and the value of a copy are from those of the plain model's parameter that it is
+    the closest to."""
+    likes = [own for own in plain if own.shape == copied.shape]
+    near = min(likes, key=lambda own: (whole(copied.detach()) - own).abs().max().item())
+    yield (whole(copied.grad) - whole(near.grad)).abs().max().item()
+    yield (whole(copied.detach()) - near).abs().max().item()
+
+
 def run(case: dict[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
     kind, document = case["model"], TorchExport.load(Path(case["file"]))
     example, _ = batch(kind, 3)
@@ -205,11 +235,12 @@ def run(case: dict[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
         layers = pplan.sequential(model, example, granularity=document.granularity)
     plain_losses = train_plainly(kind, document, layers, model)
     plain = {name: value for name, value in layers.named_parameters() if value.requires_grad}
-    gradients, values, buffers = {}, {}, {}
+    gradients, values, buffers, copies = {}, {}, {}, list[float]()
     for module in process.wrapped.values():
         for name, parameter in module.named_parameters():
             short = name.removeprefix("module.").removeprefix("layers.")
             if short not in plain:
+                copies += check_copy(parameter, plain.values()) if kind == "tied" else []
                 continue
             gradients[short] = (whole(parameter.grad) - whole(plain[short].grad)).abs().max().item()
             values[short] = (whole(parameter.detach()) - plain[short]).abs().max().item()
@@ -223,6 +254,7 @@ def run(case: dict[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
         "gradients": gradients,
         "values": values,
         "buffers": buffers,
+        "copies": copies,
         "names": sorted(plain),
         "largest_gradient": max(whole(p.grad).abs().max().item() for p in plain.values()),
         "stages": {stage: len(module) for stage, module in process.modules.items()},
@@ -240,10 +272,14 @@ def main(folder: Path, rank: int) -> None:
     stages = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("pair", "pp"))["pp"]
     replicas = init_device_mesh("cpu", (RANKS // 2, 1, 2), mesh_dim_names=("pair", "pp", "dp"))["pp", "dp"]
     for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
-        if case["ranks"] == 2 and number % 2 != rank // 2:
+        mine = case["ranks"] == RANKS or number % 2 == rank // 2
+        # Groups of processes that share a weight are made by all processes of a job.
+        if not mine and case["model"] != "tied":
             continue
         mesh = None if case["ranks"] == RANKS else stages if case["replicas"] == 1 else replicas
         result = run(case, mesh)
+        if not mine:
+            continue
         (folder / f"{case['name']}.{rank % case['ranks']}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 

@@ -31,8 +31,10 @@ def generated(
     host: float = 0.3,
     traffic: float = 1.0,
     faster: float = 1.0,
+    tied: tuple[tuple[int, ...], ...] = (),
 ) -> Content:
-    """Layers whose costs grow by lines with the micro-batch size; `faster` as another device's profile."""
+    """Layers whose costs grow by lines with the micro-batch size; `faster` as another device's profile;
+    `tied`: the users of weights of 20 MB, the second of which is frozen."""
     rng = np.random.default_rng(seed)
     made: list[Content] = []
     for index in range(layers):
@@ -73,9 +75,17 @@ def generated(
     ]
     profile: Content = {"schema": 1, "model": "toy", "device": "cuda:0", "dtype": dtype, "layers": made}
     profile |= {"whole": whole, "input_bytes_per_sample": 5000}
+    profile["tied"] = [_tied(made, users, number) for number, users in enumerate(tied)]
     if loss:
         profile["loss"] = {"name": "cross entropy", "costs": [_loss_costs(size) for size in sizes]}
     return profile
+
+
+def _tied(layers: list[Content], users: tuple[int, ...], number: int) -> Content:
+    layers[users[0]]["parameter_bytes"] += 20_000_000
+    layers[users[0]]["trainable_bytes"] += 20_000_000 * (number != 1)
+    names = [layers[user]["name"] for user in users]
+    return {"tensor": f"weight{number}", "layers": names, "bytes": 20_000_000, "trainable": number != 1}
 
 
 def _loss_costs(size: int) -> Content:

@@ -86,6 +86,27 @@ CASES |= {
     f"for {runtime}": ({"host": 1.0}, TWO_LEVELS | {"runtime": runtime})
     for runtime in ("torchgpipe", "deepspeed", "torch", "huggingface", "megatron", "torchtitan")
 }
+TIED: Options = {"cuts": 1.0, "tied": ((0, 7), (1, 3), (2, 4, 6))}
+FAST: Options = ONE_LEVEL | {"bandwidth": 2e10, "micro_batches": 16}
+CASES |= {
+    "tied": (TIED, FAST),
+    "tied, two levels": (TIED, TWO_LEVELS | {"bandwidth": (2e10, 1e10), "micro_batches": 8}),
+    "tied, adamw, no room": (TIED, FAST | {"optimizer": "adamw", "memory_bytes": 330_000_000}),
+    "tied, zero 1": (
+        TIED | {"dtype": "bfloat16"},
+        FAST | {"precision": "mixed", "zero": 1, "micro_batches": 8},
+    ),
+    "tied, zero 2": (TIED, FAST | {"zero": 2}),
+    "tied, throughput": (TIED, FAST | {"objective": "throughput", "max_stages": 3}),
+}
+CASES |= {
+    f"tied, {schedule}": (TIED, FAST | {"schedule": schedule, "micro_batches": 8})
+    for schedule in ("gpipe", "1f1b", "interleaved", "chimera", "zb-h1", "zb-v", "dualpipe-v", "avgpipe")
+}
+CASES |= {
+    f"tied, for {runtime}": (TIED | {"host": 1.0}, FAST | {"runtime": runtime})
+    for runtime in ("torchgpipe", "deepspeed", "torch", "huggingface", "megatron", "torchtitan")
+}
 
 
 @pytest.mark.slow

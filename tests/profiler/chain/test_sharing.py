@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.chain.layers import build_chain, find_tensor_users
 from pplan.profiler.chain.shared_parameters import Again, Borrowed
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
     def __init__(self, projection: nn.Linear, norm: nn.BatchNorm1d) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(4, 1)
+        self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
         setattr(self.attention, "out_proj", projection)  # noqa: B010 - of another class than torch says
         self.steps = nn.ModuleList([nn.Linear(4, 4), norm])
 
@@ -274,11 +274,20 @@ def test_the_model_is_untouched(model: nn.Module) -> None:
 
 
 def test_its_own_chain_knows_the_sharers(model: nn.Module) -> None:
-    """A profile of the nn.Sequential forbids the cuts that the model's does."""
+    """A profile of the nn.Sequential forbids the cuts that the model's does, and has its tied weights."""
     chain = build_chain(model, batch())
     again = build_chain(sequential(model, batch()), batch())
     cuts = [layer.cut_reason is None for layer in chain.layers]
-    assert not all(cuts[:-1])
+    shared, of_again = (
+        [
+            (own.layers, own.tensor.shape)
+            for own in find_tensor_users(whole, [layer.module for layer in made.layers], made.aliases)
+            if own.is_tied
+        ]
+        for whole, made in ((model, chain), (sequential(model, batch()), again))
+    )
+    assert shared
+    assert of_again == shared
     assert [layer.cut_reason is None for layer in again.layers] == cuts
     assert [layer.name for layer in again.layers] == [layer.name for layer in chain.layers]
     assert [layer.parameter_bytes for layer in again.layers] == [
@@ -343,6 +352,6 @@ def test_shared_containers_can_be_indexed() -> None:
 
 def test_shared_activations_inside_blocks_leave_the_blocks_alone() -> None:
     activation = nn.ReLU()
-    parts = [nn.TransformerEncoderLayer(4, 1, 4, activation=activation) for _ in range(2)]
+    parts = [nn.TransformerEncoderLayer(4, 1, 4, activation=activation, batch_first=True) for _ in range(2)]
     layers = sequential(nn.Sequential(*parts), torch.ones(2, 3, 4))
     assert list(layers) == parts

@@ -230,7 +230,7 @@ def test_tokens_and_weights_are_drawn_from_the_seed() -> None:
 def test_tied_embeddings_are_told_and_untied_on_request() -> None:
     tied = _load("gpt2")
     assert tied.notes[-1] == (
-        "lm_head and transformer.wte share a weight: no cut between them is allowed; "
+        "lm_head and transformer.wte share a weight: where they are on several stages, each has a copy; "
         "settings={'tie_word_embeddings': False} gives each its own"
     )
     assert "encoder.embed_tokens, lm_head and shared share a weight" in _load("t5").notes[-1]

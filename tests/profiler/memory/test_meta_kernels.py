@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from pplan.profiler.memory import meta_attention
-from pplan.profiler.memory.meta_attention import attention_as_on_the_cpu
+from pplan.profiler.memory import meta_kernels
+from pplan.profiler.memory.meta_kernels import attention_as_on_the_cpu, kernels_as_on_a_gpu
 
 ATEN: Any = torch.ops.aten.scaled_dot_product_attention.default
 CAUSAL = 2 * 4 * 64 * 4 * (4 * 32 + 1)
@@ -179,4 +179,66 @@ def test_without_a_name_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert missing == f"torch {torch.__version__} has no torch._fused_sdp_choice"
         plain = saved(F.scaled_dot_product_attention, tensors("meta", 2, 4, 64, 32), is_causal=True)[0]
     assert plain > CAUSAL
-    assert meta_attention._library is None
+    assert not meta_kernels._libraries
+
+
+ROWS, WIDTH = 2 * 4 * 64, 32
+"""Of queries, keys and values of 2 samples, 4 heads and 64 tokens."""
+A_FEW = 64
+"""Bytes of a generator's seed and offset."""
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("dtype", "flash"),
+    [(torch.bfloat16, True), (torch.float16, True), (torch.float16, False), (torch.float32, True)],
+)
+def test_a_gpu_saves_inputs_output_and_a_number_a_row(
+    dtype: torch.dtype, flash: bool, dropout_p: float
+) -> None:
+    """Dao et al., FlashAttention (2022), algorithm 2, and Rabe and Staats (2021); dropout is drawn again."""
+    given = tensors("meta", 2, 4, 64, 32, dtype=dtype)
+    with kernels_as_on_a_gpu(flash=flash) as missing:
+        assert missing is None
+        found, shape, kind = saved(F.scaled_dot_product_attention, given, is_causal=True, dropout_p=dropout_p)
+    assert (shape, kind) == ((2, 4, 64, 32), dtype)
+    assert 0 <= found - ROWS * (4 * WIDTH * dtype.itemsize + 4) <= A_FEW
+
+
+def test_a_mask_goes_to_the_memory_efficient_kernel_and_is_saved() -> None:
+    given, mask = tensors("meta", 2, 4, 64, 32, dtype=torch.bfloat16), torch.ones(64, 64, device="meta") > 0
+    with kernels_as_on_a_gpu(flash=True):
+        found = saved(F.scaled_dot_product_attention, given, attn_mask=mask)[0]
+    assert 0 <= found - ROWS * (4 * WIDTH * 2 + 4) - 64 * 64 * 2 <= A_FEW
+
+
+def test_heads_that_share_keys_take_the_plain_path_in_float32_alone() -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key[:, :2], value[:, :2], enable_gqa=True)
+
+    with kernels_as_on_a_gpu(flash=True):
+        whole = saved(attend, tensors("meta", 2, 4, 64, 32))[0]
+        half = saved(attend, tensors("meta", 2, 4, 64, 32, dtype=torch.bfloat16))[0]
+    assert whole - ROWS * (4 * WIDTH * 4 + 4) > A_FEW
+    assert 0 <= half - ROWS * (4 * WIDTH * 2 + 4) <= A_FEW
+
+
+@pytest.mark.parametrize("shape", [(10, 8), (3, 10, 8), (2, 4, 10, 300), (2, 4, 10, 12), (2, 2, 4, 10, 8)])
+def test_every_shape_has_its_output_on_a_gpu(shape: tuple[int, ...]) -> None:
+    with kernels_as_on_a_gpu(flash=True):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = saved(F.scaled_dot_product_attention, tensors("meta", *shape, dtype=dtype))
+            assert found[1:] == (shape, dtype)
+
+
+def test_dropout_saves_one_byte_an_element_on_a_gpu() -> None:
+    given = tensors("meta", 5, 100)
+    with kernels_as_on_a_gpu(flash=True):
+        module = saved(lambda a, b, c: nn.Dropout(0.1)(a + b + c), given)[0]
+        with attention_as_on_the_cpu():
+            inner = saved(lambda a, b, c: F.dropout(a + b + c, 0.1), given)[0]
+        for none in (0.0, 1.0):
+            assert saved(lambda a, b, c, p=none: F.dropout(a + b + c, p), given)[1] == (5, 100)
+    assert module == 500
+    assert inner == saved(lambda a, b, c: F.dropout(a + b + c, 0.1), tensors("cpu", 5, 100))[0] == 2000
+    assert saved(lambda a, b, c: F.dropout(a + b + c, 0.1), given)[0] == 2000

@@ -1,0 +1,213 @@
+"""Weights that layers of several stages use: each of these stages has a copy, and all copies stay equal.
+
+As Megatron-LM trains the embedding and the head, and DeepSpeed its tied layers: the copies begin alike; after
+the last backward of a step their gradients are added up over all processes that hold one, before any of them
+is updated. Adding up the same numbers, an optimizer that looks at one parameter at a time keeps them equal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...cost_models.errors import ExportError
+from ...profiler.chain.shared_parameters import register_references, tensors_used
+from .rank_coordinates import RankCoordinates
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedWeight:
+    """A parameter of the model that the layers of several `stages` use (ascending)."""
+
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+
+
+def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[CopiedWeight]:
+    """In the order of the layers that use them first: the same in every process.
+
+    Raises ExportError where stages share a buffer: what one of them writes, no other would see.
+    """
+    users: dict[int, tuple[Tensor, list[int]]] = {}
+    for stage, (first, end) in enumerate(pairwise(parts)):
+        for layer in layers[first:end]:
+            for tensor in tensors_used(layer):
+                _, stages = users.setdefault(id(tensor), (tensor, []))
+                stages.extend([stage] if stage not in stages else [])
+    tied = []
+    for tensor, stages in users.values():
+        if len(stages) > 1 and not isinstance(tensor, nn.Parameter):
+            raise shared_tensor_error(stages[0], stages[1], tensor, "buffer")
+        if len(stages) > 1 and isinstance(tensor, nn.Parameter):
+            tied.append(CopiedWeight(tensor, tuple(stages)))
+    return tied
+
+
+def shared_tensor_error(one: int, other: int, tensor: Tensor, kind: str) -> ExportError:
+    """Where two stages use a tensor and must not."""
+    return ExportError(
+        f"stages {one} and {other} share a {kind} of shape {tuple(tensor.shape)}, which cannot be on both",
+        "Make a plan for this model and runtime: pplan solve cuts between no layers that share it.",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class StageLayers:
+    """A stage's layers; `copies`: by tied weight that it uses, the parameter that they have of it. The first
+    of the stages that use one has the model's own."""
+
+    layers: nn.Sequential
+    copies: dict[int, nn.Parameter]
+
+
+def split_stage(
+    layers: nn.Sequential, parts: Sequence[int], stage: int, tied: Sequence[CopiedWeight]
+) -> StageLayers:
+    """The layers of one stage, which register copies of the weights that earlier stages register, too. All
+    else is the model's own; modules are new where there are copies."""
+    first, end = parts[stage : stage + 2]
+    own = {index: weight for index, weight in enumerate(tied) if stage in weight.stages}
+    copies = {
+        index: weight.parameter
+        if weight.stages[0] == stage
+        else nn.Parameter(weight.parameter.detach().clone(), weight.parameter.requires_grad)
+        for index, weight in own.items()
+    }
+    if all(weight.stages[0] == stage for weight in own.values()):
+        return StageLayers(layers[first:end], copies)
+    used = [tensor for layer in layers[first:end] for tensor in tensors_used(layer)]
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in used}
+    memo |= {id(weight.parameter): copies[index] for index, weight in own.items()}
+    made = copy.deepcopy(layers[first:end], memo)
+    register_references(made)
+    return StageLayers(made, copies)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A tied weight as this process has it: names of its copies in its stages, and who holds it besides."""
+
+    copies: tuple[tuple[nn.Module, str], ...]
+    group: dist.ProcessGroup | None
+    replicas: int
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [module.get_parameter(name) for module, name in self.copies]
+
+
+class TiedGradients:
+    """Keeps the copies of this process equal to those of all others."""
+
+    def __init__(self, held: Sequence[_Held]) -> None:
+        self._held = held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add_up(self) -> None:
+        """After the last backward of a step: every copy has the gradients of all, averaged over replicas."""
+        for weight in self._held:
+            gradients = [_gradient(parameter) for parameter in weight.parameters]
+            if gradients:
+                whole = gradients[0]
+                for other in gradients[1:]:
+                    whole.add_(other)
+                if weight.group is not None:
+                    dist.all_reduce(whole.div_(weight.replicas), group=weight.group)
+                for other in gradients[1:]:
+                    other.copy_(whole)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Of this process: of a sharded parameter its part."""
+    if parameter.grad is None:
+        parameter.grad = parameter.new_zeros(parameter.shape)
+    gradient: Any = parameter.grad
+    own: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return own
+
+
+def tie_stages(
+    tied: Sequence[CopiedWeight],
+    stages: dict[int, nn.Module],
+    own: dict[int, StageLayers],
+    coordinates: RankCoordinates,
+    device_of: Mapping[int, int],
+    *,
+    sharded: bool,
+) -> TiedGradients:
+    """The copies in the `stages` of this process, which are on their device and not yet wrapped, made equal
+    to the first stage's. Where weights are tied, all processes of the job are to call it.
+
+    `device_of`: by stage, its device of the pipeline. Where replicas are `sharded`, each adds up its part
+    with its likes of the other stages.
+    """
+    held, tables = [], _tables(coordinates) if tied else []
+    for index, weight in enumerate(tied):
+        devices = list(dict.fromkeys(device_of[stage] for stage in weight.stages))
+        groups = _Groups.of(tables, devices)
+        copies = {stage: own[stage].copies[index] for stage in stages if stage in weight.stages}
+        if copies and groups.every is not None:
+            first, *others = [parameter.detach() for parameter in copies.values()]
+            dist.broadcast(first, src=coordinates.ranks[devices[0]][0], group=groups.every)
+            for other in others:
+                other.copy_(first)
+        if copies and weight.parameter.requires_grad:
+            named = tuple((stages[stage], _name(stages[stage], own)) for stage, own in copies.items())
+            replicas = 1 if sharded else len(coordinates.ranks[0])
+            held.append(_Held(named, groups.likes if sharded else groups.every, replicas))
+    return TiedGradients(held)
+
+
+def _tables(coordinates: RankCoordinates) -> list[tuple[tuple[int, ...], ...]]:
+    """The ranks of all pipelines of the job: every process has to know of every group that is made."""
+    own = coordinates.ranks
+    if sum(map(len, own)) == dist.get_world_size():
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return sorted(set(found))
+
+
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """Of this process, where it is in them and they have several: `every` process of some devices of its
+    pipeline, and its `likes` on these, the same replica of each."""
+
+    every: Any
+    likes: Any
+
+    @classmethod
+    def of(cls, tables: Sequence[Sequence[Sequence[int]]], devices: Sequence[int]) -> _Groups:
+        """Of one weight, on these devices of every pipeline."""
+        own, every, likes = dist.get_rank(), None, None
+        for ranks in tables:
+            held = [ranks[device] for device in devices]
+            whole = [rank for each in held for rank in each]
+            made = dist.new_group(whole) if len(whole) > 1 else None
+            every = made if own in whole else every
+            replicas = len(held[0])
+            for replica in range(replicas if len(devices) > 1 else 0):
+                alike = [each[replica] for each in held]
+                made = dist.new_group(alike) if replicas > 1 else made
+                likes = made if own in alike else likes
+        return cls(every, likes)
+
+
+def _name(module: nn.Module, parameter: nn.Parameter) -> str:
+    return next(name for name, own in module.named_parameters() if own is parameter)
+
+
+def names_of_copies(
+    tied: Sequence[CopiedWeight], stage: int, module: nn.Module, own: StageLayers
+) -> list[str]:
+    """Names of the copies in a stage's module that an earlier stage has, too: their replicas' gradients are
+    added up with that one's."""
+    return [_name(module, own.copies[i]) for i in own.copies if tied[i].stages[0] != stage]

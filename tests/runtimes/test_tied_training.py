@@ -1,0 +1,80 @@
+"""GPT-2, whose embedding and head are one weight, on two and three processes against the plain model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pplan.planner.plan_file import Plan
+from pplan.profiler.measure import profile_model
+from pplan.profiler.models import load_model
+from pplan.profiler.profile_options import ProfileOptions
+from pplan.runtimes.formats.exporters import export
+
+MakePlan = Callable[..., Plan]
+WORKER = Path(__file__).with_name("tied_worker.py")
+SECONDS = 240
+"""After which processes that hang are killed."""
+SETTINGS = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 12}
+"""Those of the worker."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("balance", "schedule"), [([3, 3], "1f1b"), ([2, 2, 2], "1f1b"), ([1, 3, 2], "zb-h1")]
+)
+def test_losses_gradients_and_weights_are_the_plain_models(
+    balance: list[int], schedule: str, make_plan: MakePlan, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    loaded = load_model("hf:gpt2", settings=SETTINGS)
+    profile = profile_model(loaded, ProfileOptions(device="meta", micro_batch_sizes=[2]))
+    assert all(layer.cut_after for layer in profile.layers[:-1])
+    plan = make_plan(
+        balance,
+        schedule=schedule,
+        micro_batches=4,
+        micro_batch_size=2,
+        layer_names=[layer.name for layer in profile.layers],
+        profile={"file": "gpt2.profile.json", "sha256": "0", "granularity": profile.granularity},
+    )
+    document, _ = export("torch", plan)
+    document.save(tmp_path / "gpt2.torch.json", force=False)
+    run(tmp_path, len(balance))
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(len(balance))]
+    for losses, plain in zip(ranks[-1]["losses"], ranks[0]["plain_losses"], strict=True):
+        assert losses == pytest.approx(plain, abs=1e-9)
+    assert ranks[0]["plain_losses"][-1][0] < ranks[0]["plain_losses"][0][0]
+    assert max(off for rank in ranks for off in rank["off"].values()) < 1e-9
+    copies = [copy for rank in ranks for copy in rank["copies"].values()]
+    assert len(copies) == 2
+    assert copies[0] == copies[1]
+
+
+def run(folder: Path, count: int) -> None:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    outputs = [(folder / f"output.{rank}").open("w+") for rank in range(count)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(folder), str(rank), str(count)],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, output in enumerate(outputs)
+    ]
+    try:
+        statuses = [process.wait(SECONDS) for process in processes]
+    finally:
+        for process, output in zip(processes, outputs, strict=True):
+            process.kill()
+            process.wait()
+            output.close()
+    said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(count))
+    assert statuses == [0] * count, said

@@ -1,0 +1,112 @@
+"""A process of test_tied_training.py: trains a small GPT-2 as a file says, and plainly."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from pplan.profiler.models import load_model
+from pplan.profiler.sequential import sequential
+from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.torch_pipelining import build
+
+SETTINGS = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 12}
+STEPS = 3
+
+
+def loss_of(output: Any, labels: Tensor) -> Tensor:
+    logits = output if isinstance(output, Tensor) else output["logits"]
+    return cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def batch(samples: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(5)
+    shape = (samples, gpt2().example.tensors[0].shape[1])
+    return torch.randint(40, shape), torch.randint(40, shape)
+
+
+def gpt2() -> Any:
+    loaded = load_model("hf:gpt2", settings=SETTINGS, seed=3)
+    for part in loaded.module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    loaded.module.double()
+    return loaded
+
+
+def train_plainly(document: TorchExport) -> tuple[nn.Module, list[list[float]], dict[str, Tensor]]:
+    """The untouched model; of the last step its gradients."""
+    model, (ids, labels) = gpt2().module, batch(document.mini_batch)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses: list[list[float]] = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append([])
+        for part in range(document.micro_batches):
+            rows = slice(part * document.micro_batch_size, (part + 1) * document.micro_batch_size)
+            loss = loss_of(model(ids[rows]), labels[rows])
+            (loss / document.micro_batches).backward()  # type: ignore[no-untyped-call]
+            losses[-1].append(loss.item())
+        gradients = {name: own.grad.clone() for name, own in model.named_parameters() if own.grad is not None}
+        optimizer.step()
+    return model, losses, gradients
+
+
+def main(folder: Path, rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meeting", timedelta(seconds=60), rank=rank, world_size=world
+    )
+    document = TorchExport.load(folder / "gpt2.torch.json")
+    loaded, (ids, labels) = gpt2(), batch(document.mini_batch)
+    example = loaded.example.handed
+    layers = sequential(loaded.module, example, granularity=document.granularity)
+    if rank:
+        with torch.no_grad():  # those of the first stage with the weight count
+            loaded.module.get_input_embeddings().weight.add_(1.0)
+    process = build(document, layers, example_input=example, loss_fn=loss_of, device="cpu")
+    optimizer = torch.optim.Adam(process.parameters(), lr=0.01)
+    losses = []
+    for _ in range(STEPS):
+        for parameter in process.parameters():
+            parameter.grad = None
+        found = process.step(ids if process.is_first else None, labels if process.is_last else None)
+        losses.append([loss.item() for loss in found])
+        optimizer.step()
+    model, plain_losses, plain = train_plainly(document)
+    values = dict(model.named_parameters())
+    by_stage = sequential(model, example, granularity=document.granularity)
+    names = {id(own): name for name, own in model.named_parameters()}
+    off: dict[str, float] = {}
+    copies: dict[str, list[float]] = {}
+    for stage, module in process.modules.items():
+        first = document.parts[stage]
+        for name, own in module.named_parameters():
+            number, _, path = name.partition(".")
+            found_in = by_stage[int(number)].get_parameter(path) if _is_registered(by_stage, name) else None
+            key = "transformer.wte.weight" if found_in is None else names[id(found_in)]
+            assert own.grad is not None
+            off[f"{first}:{name}"] = max(
+                (own.grad - plain[key]).abs().max().item(), (own.detach() - values[key]).abs().max().item()
+            )
+            if key == "transformer.wte.weight":
+                copies[f"{first}:{name}"] = own.detach().flatten().tolist()
+    result = {"losses": losses, "plain_losses": plain_losses, "off": off, "copies": copies}
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _is_registered(layers: nn.Sequential, name: str) -> bool:
+    return name in dict(layers.named_parameters())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
