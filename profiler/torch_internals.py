@@ -1,8 +1,8 @@
 """All that pplan uses of PyTorch without PyTorch promising to keep it; no other file names such a thing.
 
 Each name is an entry of `INTERNALS`: what it is needed for, and what to do when a PyTorch has it no longer.
-All are in torch 2.14. Those that nothing works without are looked for when this module is imported, the rest
-where they are used. `runtimes/pipelining/runtime_internals.py` does the same for the runtimes.
+All are in torch 2.11 and 2.14. Those that nothing works without are looked for when this module is imported,
+the rest where they are used. `runtimes/pipelining/runtime_internals.py` does the same for the runtimes.
 """
 
 from __future__ import annotations
