@@ -354,13 +354,13 @@ class Assembly:
         yield from self.slow_host()
 
     def slow_host(self) -> Iterator[str]:
-        """Of the device whose process takes longest to launch, where it computes in less time than that."""
+        """Of the device whose process takes longest to launch, where no device computes for as long."""
         if self.launches:
             return
         launching = (self._launched("forward_launch") + self._launched("backward_launch")).sum(axis=(1, 2))
         computing = (self.by_place("forward") + self.by_place("backward")).sum(axis=(1, 2))
         device = int(launching.argmax())
-        if launching[device] <= computing[device]:
+        if launching[device] <= computing.max():
             return
         # Pipes of two directions share the micro-batches.
         step = self.program.micro_batches * launching[device] / len(self.program.pipes)

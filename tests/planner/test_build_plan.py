@@ -142,7 +142,6 @@ def test_one_process_pays_for_all_launches(make_chain: MakeChain, make_topology:
     [said] = [text for text in free.warnings if "launch" in text]
     assert f"takes {2 * most}.00 s to launch" in said
     assert f"a step takes at least {2 * most * free.micro_batches}" in said
-    assert free.prediction.step_seconds < 2 * most * free.micro_batches
     cheap = replace(
         slow,
         **{name: 1e-9 * getattr(slow, name) for name in ("forward_host_seconds", "backward_host_seconds")},
