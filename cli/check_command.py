@@ -53,7 +53,7 @@ def check_command(
     Several nodes: torchrun --nnodes 2 ... --no-python pplan check PLAN
     """
     from ..api.load import read_plan
-    from .default_input import named_or_newest
+    from .command_files import named_or_newest
 
     read = read_plan(named_or_newest(plan_file, ("plan",)), profile_file)
     if save:

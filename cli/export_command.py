@@ -13,7 +13,7 @@ from ..cost_models import arguments
 from ..cost_models.option_fields import Options, option
 from ..cost_models.runtime import RUNTIMES
 from ..cost_models.typed_text import settings as read_settings
-from .options import AsJson, Force, Output
+from .command_files import AsJson, Force, Output
 from .streams import printable, remark, result
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def export_command(
     from ..planner.plan_file import Plan
     from ..runtimes.formats.export_document import default_device, hash_layers
     from ..runtimes.formats.exporters import SUFFIXES, export
-    from .default_input import named_or_newest
+    from .command_files import named_or_newest
     from .invocation import command_line
     from .output import chosen_target, file_stem
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..api.options import MachineOptions, PartitionOptions, PlanOptions, TrainingKeywords
+from .command_files import AsJson, Force, Output
 from .option_parameters import Only
-from .options import AsJson, Force, Output
 from .streams import console
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def import_plan_command(
     from ..api.provenance import made_by
     from ..cost_models.document import as_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
-    from .default_input import named_or_newest
+    from .command_files import named_or_newest
     from .invocation import command_line
     from .output import chosen_target, file_stem
 

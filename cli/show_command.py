@@ -25,7 +25,7 @@ def show_command(
     from ..cost_models.document import read_text
     from ..cost_models.seal import escaped
     from ..profiler.profile_file import Profile
-    from .default_input import named_or_newest
+    from .command_files import named_or_newest
     from .streams import console, result
 
     path = named_or_newest(file, ("profile", "plan"))

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..api.options import FrontierOptions, MachineOptions, ObjectiveOptions, PlanOptions, SweepOptions
+from .command_files import AsJson, Force, Output
 from .field_names import FIELDS
 from .invocation import typed_text
-from .options import AsJson, Force, Output
 from .streams import console
 from .sweep_options import GridOptions
 
@@ -64,7 +64,7 @@ def solve_command(
     from ..api.solve import solve
     from ..cost_models.document import as_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
-    from .default_input import named_or_newest
+    from .command_files import named_or_newest
     from .invocation import command_line
     from .output import chosen_target, file_stem
     from .sweep_command import run_sweep

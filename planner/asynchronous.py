@@ -1,7 +1,7 @@
 """Pipelines that are never flushed: their program, their steady state in the simulator, and their plan.
 
-PipeDream's micro-batches are whole mini-batches, and every one of them updates the weights; PipeDream-2BW
-updates after all micro-batches of a mini-batch. Replicas share every micro-batch, as in all plans here. The
+PipeDream's micro-batches are whole global batches, and every one of them updates the weights; PipeDream-2BW
+updates after all micro-batches of a global batch. Replicas share every micro-batch, as in all plans here. The
 step of such a plan is what a further global batch takes, once the pipeline is full.
 """
 
@@ -42,7 +42,7 @@ def assemble_endless(
 
 
 def steady_seconds(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> float:
-    """Simulated seconds of a further mini-batch."""
+    """Simulated seconds of a further global batch."""
     rounds, each = ROUNDS, 0.0
     while rounds <= MOST_ROUNDS:
         made = assemble_endless(space, proposal, modes, rounds)

@@ -28,7 +28,7 @@ EVERY_COUNT = 16
 SAMPLES_PER_DEVICE = 32
 """Of a global batch that is not requested: the same whatever sizes the profiling machine reached."""
 MOST_DEFAULTS = 512
-"""Mini-batches around that which are tried."""
+"""Global batches around that which are tried."""
 MOST_STAGES = 32
 """That are searched where stages may have replicas."""
 INTERLEAVED = "interleaved"

@@ -36,7 +36,7 @@ def build(
     `layer_names`: those of the model's profile, where the model does not know them; an nn.Sequential without
     names must only have as many layers.
 
-    Feed it mini-batches of the plan's size on `devices[0]` (a tensor, or the tuple of all tensors of the
+    Feed it global batches of the plan's size on `devices[0]` (a tensor, or the tuple of all tensors of the
     input); its output, the model's tensor or a tuple of its tensors, is on `devices[-1]`. Its parameters are
     the model's own.
 

@@ -323,9 +323,7 @@ for name in ("pplan", *{[f"pplan.{room}" for room in MAY_IMPORT]!r}):
     subprocess.run([sys.executable, "-c", check], cwd=tmp_path, check=True)
 
 
-SAME_NAME = {
-    "options.py": "the command line's parameters for the options that the API declares",
-}
+SAME_NAME: dict[str, str] = {}
 """Files that may have the name of another, and why."""
 
 

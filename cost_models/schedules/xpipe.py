@@ -45,8 +45,8 @@ def staleness(stage: int, stages: int, micro_batches: int, update_every: int | N
 def predicted_over(stage: int, stages: int, update_every: int) -> tuple[int, int]:
     """Updates that the weights are predicted over on `stage` (0-based), for the forward and the backward.
 
-    The distance to the end of the mini-batch's round trip on stage 0, in updates: a hop between stages takes
-    half a turn of one forward and one backward. The paper's two formulas.
+    The distance to the end of the global batch's round trip on stage 0, in updates: a hop between stages
+    takes half a turn of one forward and one backward. The paper's two formulas.
     """
     forward = (stages + update_every - stage / 2 - 2) / update_every
     backward = (update_every + stage // 2 - 1) / update_every

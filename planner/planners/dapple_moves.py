@@ -255,7 +255,7 @@ class Moves:
         self.space.budget.check()
         ranks = self.machines.ranks(used, given)
         after = tuple(a + b for a, b in zip(used, given, strict=True))
-        self._made.append(_Move(self._state(after), ranks, self._team(ranks)))
+        self._made.append(_Move(self._state(after), ranks, self._replica_group(ranks)))
         return len(self._made) - 1
 
     def _largest(self, state: int) -> int:
@@ -270,7 +270,7 @@ class Moves:
             self._used.append(used)
         return self._states[used]
 
-    def _team(self, ranks: tuple[int, ...]) -> int:
+    def _replica_group(self, ranks: tuple[int, ...]) -> int:
         group = self.space.replica_group(self.choice.size, ranks)
         if id(group) not in self._indices:
             self._indices[id(group)] = len(self.costs)

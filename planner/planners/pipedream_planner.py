@@ -260,10 +260,10 @@ class _Stages:
         """Of a global batch on the slowest kind of device; what recomputes, computes twice."""
         topology = self.space.topology
         firsts = {topology.device(rank): rank for rank in range(topology.gpus - 1, -1, -1)}
-        teams = [self.space.replica_group(self.size, [rank]) for rank in firsts.values()]
+        groups = [self.space.replica_group(self.size, [rank]) for rank in firsts.values()]
         recompute = 0 if self.config.recompute in ("never", "by_stage") else 1
         slowest: Floats = np.maximum.reduce(
-            [(1 + recompute) * team.forward + team.backward for team in teams]
+            [(1 + recompute) * group.forward + group.backward for group in groups]
         )
         return slowest
 

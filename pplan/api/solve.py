@@ -210,7 +210,7 @@ WORDS = ("runtime", "schedule", "planner", "recompute", "optimizer", "precision"
 
 def _check_word(key: str, value: Any) -> None:
     """Raises UsageError for a word that is not known."""
-    wished: dict[str, Any] = {key: value}
-    planner = PlanOptions(**wished).planner
+    values: dict[str, Any] = {key: value}
+    planner = PlanOptions(**values).planner
     if planner != BEST:
         planner_named(planner)

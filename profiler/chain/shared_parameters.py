@@ -101,7 +101,7 @@ class Borrows:
 class OnClone(nn.Module):
     """Runs a layer that overwrites its input, a tensor or a tuple of them, on a clone of it.
 
-    Micro-batches are views of one mini-batch, and a checkpointed stage's input is a leaf that needs a
+    Micro-batches are views of one global batch, and a checkpointed stage's input is a leaf that needs a
     gradient: PyTorch lets neither be overwritten.
     """
 

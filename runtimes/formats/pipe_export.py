@@ -19,7 +19,7 @@ Checkpoint = Literal["never", "always", "except_last"]
 class PipeExport(ExportDocument):
     """`balance`, `devices`, `chunks` and `checkpoint` are the constructor's arguments, under its own names.
 
-    `chunks` times `micro_batch_size` is `mini_batch`: a mini-batch of that many samples is cut into that many
+    `chunks` times `micro_batch_size` is `mini_batch`: a global batch of that many samples is cut into as many
     equal micro-batches (other sizes are not: `torch.chunk` makes 3, 3, 3 and 1 of 10 samples and 4 chunks).
     """
 

@@ -10,7 +10,7 @@ from ...cost_models.runtime import Runtime, runtime_named
 from ...planner.plan_file import Alternative, Plan, Recompute
 
 LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
-"""Schedules of one stage a device that run a mini-batch whole before the next: they differ in order only."""
+"""Schedules of one stage a device that run one global batch before the next: they differ in order only."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A mini-batch of one process as torch.distributed.pipelining cuts it: along dimension 0 of every tensor."""
+"""A process's global batch as torch.distributed.pipelining cuts it: along dimension 0 of every tensor."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class InputForm:
         return cls(tuple(tensor.dim() == 0 or len(tensor) != example.batch for tensor in example.tensors))
 
     def repeat_shared(self, given: object, samples: int, micro_batches: int) -> tuple[Tensor, ...]:
-        """The tensors of a mini-batch; those that are shared once for every micro-batch.
+        """The tensors of a global batch; those that are shared once for every micro-batch.
 
         Raises UsageError where it has another number of samples or tensors.
         """
-        tensors = ModelInput.of(given, "the mini-batch").tensors
+        tensors = ModelInput.of(given, "the global batch").tensors
         if len(tensors) != len(self.shared):
             raise UsageError(
                 f"the input has {len(tensors)} tensors, the example input had {len(self.shared)}",
@@ -62,5 +62,5 @@ def check_samples(name: str, tensor: Tensor | None, samples: int) -> None:
     if found != samples:
         raise UsageError(
             f"the {name} holds {found} samples, a step of this process takes {samples}",
-            "Give each process its replica's samples of the mini-batch: `share` picks them.",
+            "Give each process its replica's samples of the global batch: `share` picks them.",
         )

@@ -70,7 +70,7 @@ class PipelineProcess:
 
     @property
     def samples(self) -> int:
-        """Of a step of this process: the mini-batch, or its replica's part of it."""
+        """Of a step of this process: the global batch, or its replica's part of it."""
         return self.document.mini_batch // self.document.replicas
 
     def parameters(self) -> list[nn.Parameter]:
@@ -79,14 +79,14 @@ class PipelineProcess:
         return [parameter for parameter in every if parameter.requires_grad]
 
     def share(self, whole: Tensor) -> Tensor:
-        """Of a tensor of the whole mini-batch, the samples of this replica: its part of each micro-batch."""
-        check_samples("mini-batch", whole, self.document.mini_batch)
+        """Of a tensor of the global batch, the samples of this replica: its part of each micro-batch."""
+        check_samples("global batch", whole, self.document.mini_batch)
         of_one = self.samples // self.document.micro_batches
         apart = whole.reshape(self.document.micro_batches, self.document.replicas, of_one, *whole.shape[1:])
         return apart[:, self.coordinates.replica].reshape(self.samples, *whole.shape[1:])
 
     def step(self, input: object = None, target: Tensor | None = None) -> list[Tensor]:
-        """Forward and backward of a mini-batch; the loss of each micro-batch where `is_last`, else nothing.
+        """Forward and backward of a global batch; the loss of each micro-batch where `is_last`, else nothing.
 
         `input`, as the example input, is read where `is_first`, `target` where `is_last`; both hold `samples`
         samples. Gradients are added to what is there, and all of it is divided by the micro-batches: set them
@@ -97,7 +97,7 @@ class PipelineProcess:
         options: dict[str, Any] = {"return_outputs": False}
         losses: list[Tensor] = []
         if self.is_first:
-            moved = ModelInput.of(input, "the mini-batch").to(self.device)
+            moved = ModelInput.of(input, "the global batch").to(self.device)
             given = self.form.repeat_shared(moved, self.samples, self.document.micro_batches)
         if self.is_last:
             check_samples("target", target, self.samples)

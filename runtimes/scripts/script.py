@@ -22,7 +22,6 @@ from ..formats.pipe_export import PipeExport
 from ..formats.torch_export import TorchExport
 from ..formats.trainer_text import TrainerArguments
 from .model_lines import model_lines, write_literal
-from .trainers import trainer_script
 
 OPTIMIZERS = {
     "sgd": ("torch.optim.SGD", "lr=0.01"),
@@ -32,6 +31,13 @@ OPTIMIZERS = {
     "adamw-8bit": ("bitsandbytes.optim.AdamW8bit", "lr=0.001"),
 }
 """By the plan's word; the learning rates are for the user to change."""
+
+_PROGRAMS = {
+    "megatron": ("pretrain_gpt.py", "ARGUMENTS"),
+    "megatron-bridge": ("", "RECIPE.py [OVERRIDES]"),
+    "torchtitan": ("-m torchtitan.train", "--module MODULE --config CONFIG [OPTIONS]"),
+}
+"""By runtime: what torchrun starts, and what the user gives the script."""
 
 _BUILD = {
     "torchgpipe": "from pplan.runtimes.torchgpipe import build",
@@ -70,7 +76,7 @@ def write_script(
     _check_names(path, plan_path)
     beside = Path(os.path.relpath(plan_path.absolute(), path.absolute().parent))
     if isinstance(document, TrainerArguments):
-        return Script(*trainer_script(document, path, beside))
+        return Script(*_trainer_script(document, path, beside))
     if not isinstance(document, PipeExport | DeepspeedExport | TorchExport):  # as needs_profile
         raise ExportError(
             f"`script`: {document.runtime} trains by its own recipes, in which what is written belongs: "
@@ -157,3 +163,26 @@ def _check_names(*paths: Path) -> None:
 def _in_words(name: str) -> str:
     """A name as it may stand in a docstring."""
     return "".join(c if c.isprintable() and c not in '"\\' else "_" for c in name)
+
+
+def _trainer_script(document: TrainerArguments, path: Path, beside: Path) -> tuple[str, str]:
+    """The text of the script at `path`, which reads the arguments in the file `beside`; and its command.
+
+    Raises ExportError where that file is none that a shell reads.
+    """
+    if beside.suffix == ".json":
+        raise ExportError(
+            f"`script`: {beside} would be the plan for pplan, the script needs it as arguments for a shell",
+            "Omit `output`, or name a file that ends in .sh.",
+        )
+    program, needs = _PROGRAMS[document.runtime]
+    command = f"bash {shlex.quote(path.name)}"
+    template = files(__package__).joinpath("trainer.template").read_text(encoding="utf-8")
+    text = Template(template).substitute(
+        command=command,
+        needs=needs,
+        model="".join(c if c.isprintable() else "_" for c in document.model),
+        plan_path=shlex.quote(beside.as_posix()),
+        launch=" ".join(["torchrun", document.torchrun_options, *([program] if program else [])]),
+    )
+    return text, f"{command} {needs}"

@@ -137,6 +137,17 @@ def test_one_process_pays_for_all_launches(make_chain: MakeChain, make_topology:
     free = solved(slow, make_topology(4), mini_batch=16, runtime="deepspeed", schedule="1f1b")
     assert plan.prediction.step_seconds >= 8 * plan.micro_batches
     assert plan.micro_batches < free.micro_batches
+    # Without one process for all it is not in the prediction, which says so.
+    most = max(stage.last_layer + 1 - stage.first_layer for stage in free.stages)
+    [said] = [text for text in free.warnings if "launch" in text]
+    assert f"takes {2 * most}.00 s to launch" in said
+    assert f"a step takes at least {2 * most * free.micro_batches}" in said
+    cheap = replace(
+        slow,
+        **{name: 1e-9 * getattr(slow, name) for name in ("forward_host_seconds", "backward_host_seconds")},
+    )
+    quiet = solved(cheap, make_topology(4), mini_batch=16, schedule="1f1b")
+    assert not [text for text in (*quiet.warnings, *plan.warnings) if "launch" in text]
 
 
 def test_fewer_gpus_when_links_are_slow(make_chain: MakeChain) -> None:

@@ -42,12 +42,12 @@ class PipelineAdapter(ABC):
         """A step, of what all stages take alone."""
 
     def feed(self, samples: ModelInput) -> Any:
-        """What a step is given of a mini-batch, made ready before its clock starts."""
+        """What a step is given of a global batch, made ready before its clock starts."""
         return samples
 
     @abstractmethod
     def step(self, fed: Any) -> list[Tensor]:
-        """Forward and backward of a mini-batch; the losses that this process knows, of equal parts of it."""
+        """Forward and backward of a global batch; the losses that this process knows, of equal parts."""
 
     def update(self) -> None:
         """A step of plain SGD with the gradients."""

@@ -44,7 +44,7 @@ class Block(nn.Module):
 
     def __init__(self, projection: nn.Linear, norm: nn.BatchNorm1d) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(4, 1)
+        self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
         setattr(self.attention, "out_proj", projection)  # noqa: B010 - of another class than torch says
         self.steps = nn.ModuleList([nn.Linear(4, 4), norm])
 
@@ -352,6 +352,6 @@ def test_shared_containers_can_be_indexed() -> None:
 
 def test_shared_activations_inside_blocks_leave_the_blocks_alone() -> None:
     activation = nn.ReLU()
-    parts = [nn.TransformerEncoderLayer(4, 1, 4, activation=activation) for _ in range(2)]
+    parts = [nn.TransformerEncoderLayer(4, 1, 4, activation=activation, batch_first=True) for _ in range(2)]
     layers = sequential(nn.Sequential(*parts), torch.ones(2, 3, 4))
     assert list(layers) == parts

@@ -1,12 +1,27 @@
-"""Takes the newest file of the working directory where none is named, and says which."""
+"""The files of a command: which it reads where none is named, where it writes, and as what."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..cost_models.errors import FileError
 from .streams import remark
+
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="Where to write; default: named after the model, as MODEL.plan.json.",
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file, whatever it is.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the file's JSON instead of tables.")]
 
 MAKES = {"profile": "pplan profile vgg19", "plan": "pplan solve --gpus 8"}
 
