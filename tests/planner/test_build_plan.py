@@ -137,17 +137,27 @@ def test_one_process_pays_for_all_launches(make_chain: MakeChain, make_topology:
     free = solved(slow, make_topology(4), mini_batch=16, runtime="deepspeed", schedule="1f1b")
     assert plan.prediction.step_seconds >= 8 * plan.micro_batches
     assert plan.micro_batches < free.micro_batches
-    # Without one process for all it is not in the prediction, which says so.
-    most = max(stage.last_layer + 1 - stage.first_layer for stage in free.stages)
-    [said] = [text for text in free.warnings if "launch" in text]
-    assert f"takes {2 * most}.00 s to launch" in said
-    assert f"a step takes at least {2 * most * free.micro_batches}" in said
-    cheap = replace(
-        slow,
-        **{name: 1e-9 * getattr(slow, name) for name in ("forward_host_seconds", "backward_host_seconds")},
-    )
-    quiet = solved(cheap, make_topology(4), mini_batch=16, schedule="1f1b")
-    assert not [text for text in (*quiet.warnings, *plan.warnings) if "launch" in text]
+
+
+def test_a_plan_says_where_several_processes_launch_for_longer_than_their_devices_compute(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain = with_parameters(make_chain(4, 4, traffic=0.01, cuts=1.0), 1e6)
+
+    def launch_warnings(seconds: float, **options: object) -> tuple[Plan, list[str]]:
+        hosts = np.full_like(chain.forward_seconds, seconds)
+        slow = replace(chain, forward_host_seconds=hosts, backward_host_seconds=hosts)
+        plan = solved(slow, make_topology(4), mini_batch=16, **options)
+        return plan, [text for text in plan.warnings if "launch" in text]
+
+    plan, [warning] = launch_warnings(100.0, schedule="1f1b")
+    seconds = 200 * max(stage.last_layer + 1 - stage.first_layer for stage in plan.stages)
+    assert f"takes {seconds} s to launch" in warning
+    assert f"a step takes at least {seconds * plan.micro_batches} s" in warning
+    assert plan.prediction.step_seconds < seconds * plan.micro_batches
+    assert not launch_warnings(1e-9, schedule="1f1b")[1]
+    # One process for all is slow, too, and its prediction has it.
+    assert not launch_warnings(100.0, runtime="torchgpipe")[1]
 
 
 def test_fewer_gpus_when_links_are_slow(make_chain: MakeChain) -> None:
