@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..torch_internals import tree_leaves
 from ..user_model.failures import at_user_line, first_line
-from .differences import Difference, output_name
+from .differences import Difference, named
 from .side_by_side import LayersDiffer, SideBySide
 from .training_pass import Trainee
 
@@ -50,13 +50,13 @@ def describe(side: SideBySide, error: LayersDiffer, layer_names: Sequence[str]) 
         return _random_state(error, when), _RANDOM + _NAME
     if kinds[0].kind in ("output", "structure of the output"):
         where = _layer_of_output(side, error, layer_names)
-        what = f"{_named(kinds[0])} is not the model's {when}{_by(kinds[0])}{where}"
+        what = f"{named(kinds[0])} is not the model's {when}{_by(kinds[0])}{where}"
         return what, _hint(error, random) + _NAME
     if lost:
         return _gradients(lost, side, when, layer_names), _GRADIENTS + _NAME
     first = gradients[-1] if gradients else kinds[0]
     layer = _holder(first, side, layer_names)
-    what = f"{_named(first)} is not the model's {when}{_by(first)}{layer}"
+    what = f"{named(first)} is not the model's {when}{_by(first)}{layer}"
     return what, (_GRADIENTS if first.kind == "gradient" else _hint(error, random)) + _NAME
 
 
@@ -79,14 +79,6 @@ def _gradients(lost: Sequence[Difference], side: SideBySide, when: str, layer_na
     has, lacks = ("layers", "model") if first.expected is None else ("model", "layers")
     layer = _holder(first, side, layer_names)
     return f"{first.name}{more} gets a gradient in the {has} and none in the {lacks} {when}{layer}"
-
-
-def _named(difference: Difference) -> str:
-    if difference.kind == "output":
-        return output_name(int(difference.name), 1 if difference.name == "0" else 2)
-    if difference.kind in ("gradient", "need of a gradient"):
-        return f"the {difference.kind} of {difference.name}"
-    return f"the {difference.kind} {difference.name}".rstrip()
 
 
 def _by(difference: Difference) -> str:

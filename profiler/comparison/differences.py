@@ -13,7 +13,8 @@ from torch import Tensor
 from .training_pass import PassResult
 
 _LAST_BITS = 16
-"""Units in the last place, of a tensor's largest value, that any change in the order of sums may cost."""
+"""Units in the last place, of the largest value of a kind, that another order of sums may cost, also where
+large terms cancel out, as in the gradient of a bias before batch norm."""
 _AMPLIFIED = 8
 """Times what a change of the last bit of every parameter and input makes of a value."""
 _SMALL = 1e-2
@@ -59,32 +60,38 @@ def differences(expected: PassResult, found: PassResult) -> list[Difference]:
     ]
 
 
-def beyond_rounding(several: list[Difference], expected: PassResult, varied: PassResult) -> list[Difference]:
-    """Those that are too large for rounding.
+def split_by_cause(
+    several: list[Difference], expected: PassResult, varied: PassResult
+) -> tuple[list[Difference], list[Difference]]:
+    """Those too large for rounding; and those of which nothing can be told, as rounding alone is as large.
 
     `varied`: of the model with the last bit of every parameter and input changed, a change as large as any
     operation's rounding. What it makes of a value tells how much the model amplifies rounding; sums in
-    another order may cost a few times that, and never as much as half of a dtype's digits.
+    another order may cost a few times that. Where it reaches half of a dtype's digits (batch norm of two
+    samples, say), it may hide any difference.
     """
     own = {(kind, name): value for kind, name, value in varied.values()}
     scales = _scales(expected)
-    return [
-        difference
-        for difference in several
-        if not difference.may_be_rounding
-        or not difference.size
-        <= _allowed(difference, own.get((difference.kind, difference.name)), scales[difference.kind])
-    ]
+    real: list[Difference] = []
+    unsure: list[Difference] = []
+    for difference in several:
+        if not difference.may_be_rounding:
+            real.append(difference)
+            continue
+        value: Tensor = difference.expected
+        epsilon, scale = torch.finfo(value.dtype).eps, scales[difference.kind]
+        amplified = _amplified(value, own.get((difference.kind, difference.name)))
+        if not difference.size <= max(amplified, _LAST_BITS * epsilon * scale):
+            real.append(difference)
+        elif difference.size > math.sqrt(epsilon) * max(_largest(value), _SMALL * scale):
+            unsure.append(difference)
+    return real, unsure
 
 
-def _allowed(difference: Difference, varied: Any, scale: float) -> float:
-    value: Tensor = difference.expected
-    epsilon, own = torch.finfo(value.dtype).eps, _largest(value)
-    amplified = 0.0
-    if isinstance(varied, Tensor) and _comparable(value, varied):
-        amplified = _AMPLIFIED * _distance(value, varied)
-    most = math.sqrt(epsilon) * max(own, _SMALL * scale)
-    return min(max(amplified, _LAST_BITS * epsilon * own), most)
+def _amplified(value: Tensor, varied: Any) -> float:
+    if not isinstance(varied, Tensor) or not _comparable(value, varied):
+        return 0.0
+    return _AMPLIFIED * _distance(value, varied)
 
 
 def relative_size(several: list[Difference], expected: PassResult) -> float:
@@ -115,6 +122,15 @@ def not_finite(result: PassResult) -> Iterator[str]:
 def output_name(index: int, count: int) -> str:
     """Of a tensor of the model's output."""
     return "the output" if count == 1 else f"output {index}"
+
+
+def named(difference: Difference) -> str:
+    """In words."""
+    if difference.kind == "output":
+        return output_name(int(difference.name), 1 if difference.name == "0" else 2)
+    if difference.kind in ("gradient", "need of a gradient"):
+        return f"the {difference.kind} of {difference.name}"
+    return f"the {difference.kind} {difference.name}".rstrip()
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -19,7 +19,7 @@ from ..user_model.seeding import fixed_seed
 from .batch_dimension import mixing_module
 from .descriptions import describe
 from .differences import not_finite
-from .side_by_side import Bind, LayersDiffer, ModelFails, SideBySide
+from .side_by_side import Bind, LayersDiffer, ModelFails, RoundingHides, SideBySide
 
 SECONDS = 10.0
 """Longer than that only the first pass may take, by the time of the model's part of it."""
@@ -99,6 +99,8 @@ class ModelCheck:
                     return _compared(side, smallest)
             except ModelFails as error:
                 failures.append(error)
+            except RoundingHides as error:
+                return Comparison(why_not=str(error))
             except LayersDiffer as error:
                 with fixed_seed(side.seed):
                     what, hint = describe(side, error, layer_names)

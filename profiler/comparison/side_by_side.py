@@ -14,7 +14,7 @@ from ...cost_models.errors import ModelError
 from ..user_model.copies import copy_model
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
-from .differences import Difference, beyond_rounding, differences, not_finite, relative_size
+from .differences import Difference, differences, named, not_finite, relative_size, split_by_cause
 from .training_pass import PassResult, Trainee, plain_attributes
 
 Bind = Callable[[nn.Module], nn.Sequential]
@@ -23,6 +23,10 @@ Bind = Callable[[nn.Module], nn.Sequential]
 
 class ModelFails(ModelError):
     """The model itself does not run on this batch."""
+
+
+class RoundingHides(Exception):
+    """Layers and model differ by as much as rounding makes of the model: nothing can be told."""
 
 
 class LayersDiffer(Exception):
@@ -133,13 +137,16 @@ class SideBySide:
                 raise
             raise LayersDiffer([], self.batches, error) from error
         several = differences(expected, found)
-        soft = [each for each in several if each.may_be_rounding]
-        if soft:
-            several = beyond_rounding(several, expected, self._varied())
-        if several:
-            raise LayersDiffer(several, self.batches)
-        if soft:
-            self.rounding = max(self.rounding, relative_size(soft, expected))
+        if not several:
+            return
+        real, unsure = split_by_cause(several, expected, self._varied())
+        if real:
+            raise LayersDiffer(real, self.batches)
+        if unsure:
+            raise RoundingHides(
+                f"on a batch of {self.batches[-1]} rounding alone changes {named(unsure[0])} as much"
+            )
+        self.rounding = max(self.rounding, relative_size(several, expected))
 
     def _varied(self) -> PassResult:
         """What the model leaves by now with the last bit of parameters and inputs changed."""

@@ -326,6 +326,37 @@ def test_the_advice_helps(kind: type[Parts], assert_same_training: SameTraining)
     assert_same_training(model, layers, twin, GIVEN)
 
 
+class ReadsHead(Parts):
+    """Its head's weight is used in two layers."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self.rest(self.first(given) + self.head.weight.sum())
+
+
+def _double(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(2)
+
+
+def test_hooks_of_parameters_stay_with_them() -> None:
+    """Copies lose them; the layers have the model's own parameters."""
+    model = ReadsHead()
+    weights: list[Any] = [model.first[0].weight, model.head.weight]
+    for weight in weights:
+        weight.register_hook(lambda gradient: gradient * 3)
+        weight.register_post_accumulate_grad_hook(_double)
+    gradients = []
+    for trained in (model, sequential(model, GIVEN)):
+        model.zero_grad()
+        torch.autograd.backward([trained(GIVEN).sum()])
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert len(gradients[0]) == 6
+    for found, expected in zip(*gradients, strict=True):
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected)
+
+
 def test_what_only_later_calls_would_show_is_said() -> None:
     with pytest.warns(UserWarning, match="forward changes calls at each call, in Python"):
         sequential(WarmsUp(), GIVEN)
