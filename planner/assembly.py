@@ -18,6 +18,7 @@ from ..cost_models.layer import Chain, LayerCosts
 from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced
 from ..cost_models.precision import training_precision
+from ..cost_models.quantities import format_seconds
 from ..cost_models.schedules import Program, Schedule, StageSlot
 from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
 from ..cost_models.stage_bytes import StageBytes
@@ -350,6 +351,27 @@ class Assembly:
         for size in sorted({self.per_replica_batch(device) for device in range(len(self.ranks))}):
             if outside := _table(self.chain, size).costs.outside:
                 yield outside
+        yield from self.slow_host()
+
+    def slow_host(self) -> Iterator[str]:
+        """Of the device whose process takes longest to launch, where no device computes for as long."""
+        if self.launches:
+            return
+        launching = (self._launched("forward_launch") + self._launched("backward_launch")).sum(axis=(1, 2))
+        computing = (self.by_place("forward") + self.by_place("backward")).sum(axis=(1, 2))
+        device = int(launching.argmax())
+        if launching[device] <= computing.max():
+            return
+        # Pipes of two directions share the micro-batches.
+        step = self.program.micro_batches * launching[device] / len(self.program.pipes)
+        on_device, on_host, at_least = (
+            format_seconds(float(seconds)) for seconds in (computing[device], launching[device], step)
+        )
+        yield (
+            f"device {self.ranks[device][0]} computes a micro-batch in {on_device}, and its process takes "
+            f"{on_host} to launch the operations, which is not in the prediction: unless that costs less "
+            f"(torch.compile, CUDA graphs), a step takes at least {at_least}"
+        )
 
 
 def parts_of(program: Program) -> dict[StageSlot, int]:

@@ -25,6 +25,7 @@ from .plan_simulation import of_same_layers
 from .plan_stages import bubble, plan_recompute, plan_stages, shared_weights
 from .problem import Problem
 from .robust.interval import estimate_interval
+from .scoring import assemble
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
 from .space_description import describe_search
@@ -87,6 +88,7 @@ def build_plan(
     baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
     plan = bare_plan(problem, best, answer.found, model=model, profile=profile)
     own = _outside(problem, _sizes(best))
+    hosts = assemble(problem.space, best.proposal, best.recompute).slow_host()
     compared = {row.size for row in baselines if row.size is not None}
     compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
     others = [text for text in _outside(problem, compared) if text not in own]
@@ -94,7 +96,7 @@ def build_plan(
         update={
             "baselines": [row.record for row in baselines],
             "alternatives": alternatives,
-            "warnings": list(dict.fromkeys([*warnings, *list_warnings(problem), *own])),
+            "warnings": list(dict.fromkeys([*warnings, *list_warnings(problem), *own, *hosts])),
             "notes": list(dict.fromkeys([*notes, *_notes(problem), *others])),
         }
     )

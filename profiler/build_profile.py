@@ -24,6 +24,8 @@ from .profile_file import (
 from .profile_warnings import closing_warning
 from .size_result import SizeResult
 
+_WORTH_A_NOTE = 0.05
+"""Share by which the first backward of a step may differ from the others without a word."""
 _DOMINATES = 1 / 3
 """Share of all seconds from which on a layer put together from several modules is worth a remark."""
 
@@ -85,6 +87,7 @@ def build_profile(
             *notes,
             *_evaluation_note(subject),
             *(note for each in whole for note in closing_warning(each)),
+            *_first_backward_note(whole),
             *_dominating_note(chain, layers),
             *_checkpoint_note(chain),
             *_unused_note(chain),
@@ -168,6 +171,7 @@ def _whole(result: SizeResult) -> WholeMeasurement:
         forward_closing_ratio=own_forward / forward if forward else None,
         backward_closing_ratio=own_backward / backward if backward else None,
         backward_parts_ratio=rounds.backward_parts_ratio(),
+        first_backward_seconds=rounds.first_backward(),
         spread=rounds.whole_spread(),
         rounds=len(rounds),
         peak_bytes=result.peak_bytes,
@@ -194,6 +198,22 @@ def _tied(model: nn.Module, chain: LayerChain) -> list[Tied]:
 def _evaluation_note(subject: MeasurementTarget) -> list[str]:
     measured = "the model is in evaluation mode and was measured so"
     return [] if subject.loaded.module.training else [measured]
+
+
+def _first_backward_note(whole: Sequence[WholeMeasurement]) -> list[str]:
+    """That plans with several micro-batches a step are charged too much, and those with one the most."""
+    shares = {
+        each.micro_batch_size: each.first_backward_seconds / each.backward_seconds - 1
+        for each in whole
+        if each.first_backward_seconds is not None and each.backward_seconds
+    }
+    if all(abs(share) <= _WORTH_A_NOTE for share in shares.values()):
+        return []
+    told = ", ".join(f"{share:+.0%} at size {size}" for size, share in shares.items())
+    return [
+        f"the first backward of a step, which adds to no gradients, takes another time: {told}; "
+        "steps are predicted with that of the others"
+    ]
 
 
 def _checkpoint_note(chain: LayerChain) -> list[str]:

@@ -35,9 +35,14 @@ _SYNC_SECONDS = 1.0
 _BROKEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What a line that is none of ours raises when it is read."""
 
-PassKind = Literal["layers", "whole", "parts"]
+PassKind = Literal["layers", "whole", "parts", "first"]
 Times = LayerTimes | WholeTimes | PartTimes
-_TIMES: dict[str, type[Any]] = {"layers": LayerTimes, "whole": WholeTimes, "parts": PartTimes}
+_TIMES: dict[str, type[Any]] = {
+    "layers": LayerTimes,
+    "whole": WholeTimes,
+    "parts": PartTimes,
+    "first": WholeTimes,
+}
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,8 @@ class WholeMeasurement(Record):
     backward_closing_ratio: PartRatio | None = None
     backward_parts_ratio: PartRatio | None = None
     """Input and weight gradients of all layers, measured apart, over the untouched model's backward."""
+    first_backward_seconds: Seconds | None = None
+    """Where there are no gradients to add to, as for the first micro-batch of a step after `zero_grad()`."""
     spread: Spread = 0.0
     rounds: int | None = None
     peak_bytes: Bytes | None = None

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .journal import CountedBytes, Journal, KeptSize, PassKind
 
 PARTS_ROUNDS = 3
+FIRST_PASSES = 3
 PLAIN_AND_HELD = 3
 """Passes that find a lead, mostly: one without, and two with it."""
 
@@ -107,6 +108,7 @@ class SizeRun:
         self.rounds.layers += kept.rounds.layers
         self.rounds.whole += kept.rounds.whole
         self.rounds.parts += kept.rounds.parts
+        self.rounds.first += kept.rounds.first
         self._taken += kept.taken
         self._is_warm = False
         if not self._parts:
@@ -147,6 +149,17 @@ class SizeRun:
         self._taken.append(clock.now() - begun)
         if self._journal is not None:
             self._journal.round_done(self.size, self._taken[-1])
+
+    def time_first_backward(self, passes: int) -> None:
+        """Of the whole without gradients to add to, as a step's first micro-batch after `zero_grad()`."""
+        if len(self.rounds.first) < passes and not self._is_warm:
+            self._warm_up_again()
+        with no_collection():
+            while len(self.rounds.first) < passes:
+                for parameter in self._subject.loaded.module.parameters():
+                    parameter.grad = None
+                self.rounds.first.append(self._whole_pass())
+                self._keep("first")
 
     @property
     def rounds_done(self) -> int:

@@ -1,8 +1,8 @@
 """All that pplan uses of PyTorch without PyTorch promising to keep it; no other file names such a thing.
 
 Each name is an entry of `INTERNALS`: what it is needed for, and what to do when a PyTorch has it no longer.
-All are in torch 2.14. Those that nothing works without are looked for when this module is imported, the rest
-where they are used. `runtimes/pipelining/runtime_internals.py` does the same for the runtimes.
+All are in torch 2.11 and 2.14. Those that nothing works without are looked for when this module is imported,
+the rest where they are used. `runtimes/pipelining/runtime_internals.py` does the same for the runtimes.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ INTERNALS = (
         "Read nn.Module.__init__: it lists what took their place.",
     ),
     Internal(
-        "torch.utils.checkpoint.CheckpointFunction or _checkpoint_without_reentrant_generator",
-        lambda: checkpoint_functions()[1],
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        lambda: checkpoint._checkpoint_without_reentrant_generator,
         "noticing that a model recomputes parts of itself",
         "Without it a profile does not say so: find what torch.utils.checkpoint.checkpoint calls now.",
         is_required=False,

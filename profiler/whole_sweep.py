@@ -9,7 +9,7 @@ from ..cost_models.quantities import format_bytes
 from .local_machine import free_host_bytes
 from .micro_batch_sizes import in_words
 from .size_result import SizeResult
-from .size_run import SizeRun, release
+from .size_run import FIRST_PASSES, SizeRun, release
 from .size_sweep import SizeSweep
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
 
@@ -94,17 +94,19 @@ class WholeSweep(SizeSweep[SizeRun]):
         )
 
     def one_more_round(self) -> bool:
-        """Times the size whose median is the least certain once more."""
+        """The first backward of a size that has none, or once more the size whose median is least certain."""
         left = self.budget_seconds - self.spent
         able = [run for run in self._open() if run.size not in self._full and run.round_seconds <= left]
-        run = max(able, key=_doubt, default=None)
-        if run is None or _doubt(run) < _CERTAIN:
+        run = next((run for run in able if self._lacks_first_backward(run, left)), None)
+        begins = run is not None
+        run = run or max(able, key=_doubt, default=None)
+        if run is None or (not begins and _doubt(run) < _CERTAIN):
             return False
         self._switch_to(run)
-        self.tell(f"round {len(run.rounds) + 1}", run.size)
+        self.tell("first backward" if begins else f"round {len(run.rounds) + 1}", run.size)
         kept = len(run.rounds)
         try:
-            run.round()
+            run.time_first_backward(FIRST_PASSES) if begins else run.round()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -149,6 +151,8 @@ class WholeSweep(SizeSweep[SizeRun]):
                 break
             self.tell(f"round {number + 1} of {wanted}", size)
             run.round()
+        if parts and self.rounds is not None:
+            run.time_first_backward(min(FIRST_PASSES, wanted))
         self._note_parts(run)
         if not self.runs and self.rounds is None and self.spent > self.budget_seconds:
             self.notes.append(self._short_budget(run))
@@ -196,6 +200,11 @@ class WholeSweep(SizeSweep[SizeRun]):
         if self.rounds is not None:
             return self.rounds
         return _TRUSTED_ROUNDS if self.subject.modes.compile else _FIRST_ROUNDS
+
+    def _lacks_first_backward(self, run: SizeRun, left: float) -> bool:
+        """Whether it is to be measured: as backward in two parts, and where the time is left."""
+        wanted = self.parts and not self.subject.modes.compile and len(run.rounds.first) < FIRST_PASSES
+        return wanted and FIRST_PASSES * run.round_seconds / 2 <= left
 
     def _open(self) -> list[SizeRun]:
         """The sizes that can be run again: compiled code is kept for the size begun last only."""

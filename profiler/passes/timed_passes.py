@@ -27,6 +27,8 @@ class TimedPasses:
     whole: list[WholeTimes] = field(default_factory=list)
     parts: list[PartTimes] = field(default_factory=list)
     """Backward in two parts; empty where it was not measured."""
+    first: list[WholeTimes] = field(default_factory=list)
+    """Of the whole, where there are no gradients to add to; empty where it was not measured."""
     smaller: TimedPasses | None = field(default=None, repr=False)
     """Those at the next smaller size (see `host_medians`)."""
 
@@ -122,6 +124,10 @@ class TimedPasses:
             float(np.median([times.forward for times in self.whole])),
             float(np.median([times.backward for times in self.whole])),
         )
+
+    def first_backward(self) -> float | None:
+        """Median of the whole's backward that adds to no gradients; None where it was not measured."""
+        return float(np.median([times.backward for times in self.first])) if self.first else None
 
     def whole_spread(self) -> float:
         return float(spread(np.array([[times.forward + times.backward] for times in self.whole]))[0])

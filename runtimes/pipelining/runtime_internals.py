@@ -147,7 +147,10 @@ def partitioned(
         module.parts = parts
         module._set_bounds(parts[stage], parts[stage + 1])
 
-    methods = {"_partition_layers": partition_layers, "_index_tied_modules": tied_modules}
+    def index_tied_modules(module: Any) -> dict[str, dict[str, Any]]:
+        return tied_modules(module)
+
+    methods = {"_partition_layers": partition_layers, "_index_tied_modules": index_tied_modules}
     return type("PlannedPipelineModule", (kind,), methods)
 
 

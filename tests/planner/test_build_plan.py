@@ -139,6 +139,27 @@ def test_one_process_pays_for_all_launches(make_chain: MakeChain, make_topology:
     assert plan.micro_batches < free.micro_batches
 
 
+def test_a_plan_says_where_several_processes_launch_for_longer_than_their_devices_compute(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain = with_parameters(make_chain(4, 4, traffic=0.01, cuts=1.0), 1e6)
+
+    def launch_warnings(seconds: float, **options: object) -> tuple[Plan, list[str]]:
+        hosts = np.full_like(chain.forward_seconds, seconds)
+        slow = replace(chain, forward_host_seconds=hosts, backward_host_seconds=hosts)
+        plan = solved(slow, make_topology(4), mini_batch=16, **options)
+        return plan, [text for text in plan.warnings if "launch" in text]
+
+    plan, [warning] = launch_warnings(100.0, schedule="1f1b")
+    seconds = 200 * max(stage.last_layer + 1 - stage.first_layer for stage in plan.stages)
+    assert f"takes {seconds} s to launch" in warning
+    assert f"a step takes at least {seconds * plan.micro_batches} s" in warning
+    assert plan.prediction.step_seconds < seconds * plan.micro_batches
+    assert not launch_warnings(1e-9, schedule="1f1b")[1]
+    # One process for all is slow, too, and its prediction has it.
+    assert not launch_warnings(100.0, runtime="torchgpipe")[1]
+
+
 def test_fewer_gpus_when_links_are_slow(make_chain: MakeChain) -> None:
     topology = two_level_topology(Device("toy", None), 3, 8, Link(1e-3, 10.0), Link(1e-3, 10.0))
     plan = solved(with_parameters(make_chain(1, 6, cuts=1.0), 1e6), topology)

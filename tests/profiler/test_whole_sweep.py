@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pplan.cost_models.errors import MachineError, ModelError
 from pplan.profiler import size_run as size_run_module
 from pplan.profiler import whole_sweep as whole_sweep_module
+from pplan.profiler.build_profile import build_profile
 from pplan.profiler.chain.layers import Layer, LayerChain, build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.passes.backward_parts import run_parts
@@ -128,6 +129,42 @@ def test_each_round_begins_with_another_pass(
         run.round()
         seen.append(" ")
     assert "".join(seen).strip() == expected
+
+
+class Accumulates(nn.Module):
+    """Its backward takes 2 s, and 3 more where its weight has a gradient already."""
+
+    def __init__(self, clock: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.clock = clock
+
+    def forward(self, given: Tensor) -> Tensor:
+        self.clock.advance(1.0, 1.0)
+        result = given * self.weight
+        result.register_hook(self._backward)  # type: ignore[no-untyped-call]
+        return result
+
+    def _backward(self, gradient: Tensor) -> None:  # noqa: ARG002
+        self.clock.advance(2.0 if self.weight.grad is None else 5.0, 0.0)
+
+
+@pytest.mark.parametrize("rounds", [1, None])
+def test_the_first_backward_of_a_step_adds_to_no_gradients(clock: Any, rounds: int | None) -> None:
+    subject = subject_of(nn.Sequential(Accumulates(clock)), clock)
+    sweep = swept(subject, [1, 2], rounds=rounds, parts=True)
+    for run in sweep.runs:
+        assert run.rounds.whole_medians() == (1, 5)
+        assert run.rounds.first_backward() == 2
+    profile = build_profile(subject, sweep.results, [], [])
+    assert [(each.backward_seconds, each.first_backward_seconds) for each in profile.whole] == [
+        (5, 2),
+        (5, 2),
+    ]
+    (note,) = [note for note in profile.notes if "first backward" in note]
+    assert "takes another time: -60% at size 1, -60% at size 2" in note
+    without = swept(subject, [1], rounds=1)
+    assert without.runs[0].rounds.first_backward() is None
 
 
 class Refuses(nn.Module):
@@ -264,8 +301,8 @@ def test_autocast_reaches_every_pass(clock: Any) -> None:
     subject = subject_of(nn.Sequential(Looks(4, 4)), clock, modes=Modes(amp="bf16"))
     seen.clear()
     swept(subject, [2], rounds=1, parts=True)
-    # Warm-up: bytes saved, bytes held, whole, parts. A round: three.
-    assert seen == [True] * 7
+    # Warm-up: bytes saved, bytes held, whole, parts. A round: three. And one without gradients to add to.
+    assert seen == [True] * 8
 
 
 def test_several_inputs(clock: Any, takes: Any) -> None:

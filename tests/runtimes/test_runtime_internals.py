@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,11 @@ def test_deepspeeds_module_takes_the_bounds_of_the_plan(monkeypatch: pytest.Monk
             self.bounds = first, end
 
     monkeypatch.setattr(runtime_internals, "check_internals", lambda *_: None)
-    tied = {"tied_0": {"ranks": [0, 1]}}
-    made = runtime_internals.partitioned(Module, [0, 2, 5], "0.19.8", lambda _: tied)()
+
+    def tied_modules(module: Any, *, of: list[int]) -> dict[str, dict[str, Any]]:
+        return {"tied_0": {"ranks": [module.global_rank, *of]}}
+
+    named = partial(tied_modules, of=[2])
+    made = runtime_internals.partitioned(Module, [0, 2, 5], "0.19.8", named)()
     assert (made.parts, made.bounds) == ([0, 2, 5], (2, 5))
-    assert made._index_tied_modules() is tied
+    assert made._index_tied_modules() == {"tied_0": {"ranks": [1, 2]}}
