@@ -122,8 +122,12 @@ def _with_leaves(leaves: list[str]) -> _Frontend:
 
 def _combined(failures: list[ModelError], name: str) -> ModelError:
     """What stopped torch.fx, then the others where they say something else."""
-    told = list(dict.fromkeys(failure.what for failure in failures))
     prefix = f"{name} cannot be traced by "
-    parts = [told[0], *(what.removeprefix(prefix) for what in told[1:])]
+    tools: dict[str, list[str]] = {}
+    for failure in failures:
+        tool, _, why = failure.what.removeprefix(prefix).partition(": ")
+        tools.setdefault(why, []).append(tool)
+    parts = [", ".join(dict.fromkeys(which)) + (why and f": {why}") for why, which in tools.items()]
+    parts[0] = (prefix if failures[0].what.startswith(prefix) else "") + parts[0]
     differs = next((failure for failure in failures if isinstance(failure, NotTheModel)), None)
     return ModelError("; nor by ".join(parts), INSTEAD if differs is None else differs.hint)
