@@ -174,6 +174,7 @@ def _print_totals(profile: Profile, console: Console) -> None:
 
     hosts = any(cost.forward_host_seconds is not None for cost in profile.layers[0].costs)
     parts = any(own.backward_parts_ratio is not None for own in profile.whole)
+    first, totals = whole(lambda own: own.first_backward_seconds), _totals(profile)
     columns: list[Column[_Total]] = [
         number("micro-\nbatch", lambda row: row.size),
         number("layers\nfwd", lambda row: row.forward, format_seconds, drop=5),
@@ -181,6 +182,7 @@ def _print_totals(profile: Profile, console: Console) -> None:
         number("to\nlaunch", lambda row: row.launch, format_seconds, drop=3, shown=hosts),
         number("model\nfwd", whole(lambda own: own.forward_seconds), format_seconds),
         number("model\nbwd", whole(lambda own: own.backward_seconds), format_seconds),
+        number("first\nbwd", first, format_seconds, drop=3, shown=any(map(first, totals))),
         number("samples\n/s", lambda row: row.samples_per_second, three_digits, drop=4),
         number("ratio\n", whole(lambda own: own.closing_ratio), _ratio),
         number("ratio\nfwd", whole(lambda own: own.forward_closing_ratio), _ratio, drop=2),
@@ -189,7 +191,7 @@ def _print_totals(profile: Profile, console: Console) -> None:
         number("spread\n", whole(lambda own: own.spread), percent, drop=1),
     ]
     title = "Layer sum vs. end-to-end time; ratio: layer-sum coverage"
-    print_table(console, columns, _totals(profile), title=title)
+    print_table(console, columns, totals, title=title)
 
 
 def _print_peaks(profile: Profile, console: Console) -> None:

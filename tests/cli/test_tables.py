@@ -237,6 +237,18 @@ def test_a_text_is_whole_where_it_fits(terminal: Terminal) -> None:
         assert long in "".join(console.text.split("─")[-1].split()[1:])
 
 
+def test_the_first_backward_of_a_step_has_a_column_where_it_was_measured(
+    profile: Profile, terminal: Terminal
+) -> None:
+    console = terminal(160)
+    print_profile(profile, console)
+    assert "first" not in console.text
+    seconds = [whole.model_copy(update={"first_backward_seconds": 0.0123}) for whole in profile.whole]
+    console = terminal(160)
+    print_profile(profile.model_copy(update={"whole": seconds}), console)
+    assert console.text.count("12.3 ms") == len(seconds) > 0
+
+
 def test_one_is_not_many(profile: Profile, terminal: Terminal) -> None:
     console = terminal(110)
     print_profile(profile.model_copy(update={"layers": profile.layers[:1]}), console)
