@@ -1,6 +1,7 @@
 """Estimates for GPUs (`device="analytic:..."`) against published rates of training on one GPU.
 
     python benchmarks/estimates.py
+    python benchmarks/estimates.py --measure     # on the CUDA device here: measured against its own estimate
 
 Published rates are those of whole steps, with the optimizer and the reading of the data, of the software of
 their year; an estimate is forward and backward alone. Exit status 1 where one is off by more than 30 %,
@@ -19,6 +20,7 @@ from torch import nn
 from torchvision.models.resnet import Bottleneck, ResNet
 
 import pplan
+from pplan.cost_models.machines.presets import match_device
 from pplan.profiler.profile_file import Profile
 
 RESNET = "NVIDIA DeepLearningExamples, PyTorch ResNet50 v1.5"
@@ -95,7 +97,47 @@ TABLE = (
 )
 
 
+MEASURED: tuple[tuple[str, Callable[..., Profile], list[int], dict[str, Any]], ...] = (
+    ("resnet50 tf32", resnet50, [1, 64], {}),
+    ("resnet50 fp16", resnet50, [1, 64], {"amp": "fp16"}),
+    ("resnet50 fp16 channels-last", resnet50, [1, 64], {"amp": "fp16", "channels_last": True}),
+    ("bert-large 128 fp16", bert(128, "sdpa"), [1, 32], {"amp": "fp16"}),
+    ("bert-large 512 bf16", bert(512, "sdpa"), [1, 8], {"amp": "bf16"}),
+)
+
+
+def print_measured() -> None:
+    """Layers' milliseconds, forward and backward, of the device and of the host, measured and estimated."""
+    gpu = match_device(torch.cuda.get_device_name())
+    if gpu is None:
+        raise SystemExit(f"There are no figures of {torch.cuda.get_device_name()}.")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; ms, measured / estimated\n")
+    print("{:<28} {:>4} {:>17} {:>17} {:>17} {:>17} {:>8}".format(*_HEADS))
+    for name, make, sizes, options in MEASURED:
+        asked = {"micro_batch_sizes": sizes, **options}
+        real = make(device="cuda", budget_seconds=15, **asked)
+        estimate = make(device=f"analytic:{gpu.name}", **asked)
+        for position, size in enumerate(real.micro_batch_sizes):
+            pairs = [
+                [
+                    1e3 * sum(getattr(layer.costs[position], figure) for layer in one.layers)
+                    for one in (real, estimate)
+                ]
+                for figure in _FIGURES
+            ]
+            shown = " ".join(f"{measured:>8.2f}/{estimated:>8.2f}" for measured, estimated in pairs)
+            closing = real.whole[position].closing_ratio or 0.0
+            print(f"{name:<28} {size:>4} {shown} {closing:>8.3f}", flush=True)
+
+
+_FIGURES = ("forward_seconds", "backward_seconds", "forward_host_seconds", "backward_host_seconds")
+_HEADS = ("model", "size", "forward", "backward", "host forward", "host backward", "coverage")
+
+
 def main() -> int:
+    if "--measure" in sys.argv[1:]:
+        print_measured()
+        return 0
     heads = ("model", "GPU", "precision", "estimated/s", "published/s", "error", "source")
     print("{:<24} {:<10} {:<22} {:>11} {:>11} {:>6}  {}".format(*heads))
     wrong = 0
