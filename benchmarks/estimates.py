@@ -130,6 +130,10 @@ def print_measured() -> None:
             print(f"{name:<28} {size:>4} {shown} {closing:>8.3f}", flush=True)
 
 
+def _milliseconds(profile: Profile, position: int, figure: str) -> float:
+    return 1e3 * sum(getattr(layer.costs[position], figure) for layer in profile.layers)
+
+
 _FIGURES = ("forward_seconds", "backward_seconds", "forward_host_seconds", "backward_host_seconds")
 _HEADS = ("model", "size", "forward", "backward", "host forward", "host backward", "coverage")
 
