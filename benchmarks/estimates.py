@@ -131,7 +131,7 @@ def print_measured() -> None:
 
 
 def _milliseconds(profile: Profile, position: int, figure: str) -> float:
-    return 1e3 * sum(getattr(layer.costs[position], figure) for layer in profile.layers)
+    return 1e3 * sum(float(getattr(layer.costs[position], figure)) for layer in profile.layers)
 
 
 _FIGURES = ("forward_seconds", "backward_seconds", "forward_host_seconds", "backward_host_seconds")
