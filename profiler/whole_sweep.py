@@ -58,9 +58,13 @@ class WholeSweep(SizeSweep[SizeRun]):
         return self._predict_round(size) * (rounds + last.warm_up_rounds)
 
     def _predict_round(self, size: int) -> float:
-        """On the line through the last two sizes; no more than in proportion, and no less than the last's."""
+        """On the line through the last two sizes; no more than in proportion, and no less than the last's.
+
+        Where a host launches for longer than its device computes, what it launches does not grow.
+        """
         last = self.runs[-1]
-        most = last.round_seconds * size / last.size
+        growing = last.rounds.device_share
+        most = last.round_seconds * (1 - growing + growing * size / last.size)
         if len(self.runs) == 1:
             return most
         before = self.runs[-2]

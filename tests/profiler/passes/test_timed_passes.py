@@ -89,3 +89,11 @@ def test_where_the_host_is_the_limit_its_seconds_are_its_own() -> None:
     link_sizes(sizes)
     assert sizes[1].host_medians("forward") == [5, 6]
     assert sizes[1].host_bound() == (22, 8)
+
+
+def test_share_of_the_device_by_hand() -> None:
+    one, two, six = (np.array([value, value]) for value in (1.0, 2.0, 6.0))
+    assert TimedPasses([LayerTimes(one, two)]).device_share == 1
+    assert TimedPasses([LayerTimes(one, two, six, six)]).device_share == 6 / 24
+    assert TimedPasses([LayerTimes(six, six, one, two)]).device_share == 1
+    assert TimedPasses([LayerTimes(one, two, 0 * one, 0 * one)]).device_share == 1
