@@ -33,6 +33,8 @@ _BLOCKED = 0.1
 """Share of a direction's host seconds from which on waiting for the device counts."""
 _BELOW_FULL = 0.9
 """Share of a queue that is filled: about 900 launches of a thousand."""
+_WAITED = 0.02
+"""Share of a direction's least device seconds from which on a pass is taken to hold some waiting."""
 _AGREEING = 2
 """Passes that must show the same, as any one may be disturbed."""
 _TRIALS = 2
@@ -67,7 +69,8 @@ class Direction:
     waiting that a lead is to end. The next ones decide whether the host can run so far ahead; where several
     in a row say no, the lead ends where the host was stopped, and where it is stopped again, there is none.
     When that `is_settled`, passes only adjust the lead: the device's seconds are the least seen so far, so
-    that a pass in which it waited after all makes no lead too short.
+    that a pass in which it waited after all makes no lead too short; and where it waited in two in a row, as
+    behind a host that is not equally fast every time, the lead grows by as much.
     """
 
     def __init__(self) -> None:
@@ -78,6 +81,8 @@ class Direction:
         self._device: Vector | None = None
         self._held: list[Vector] = []
         self._trials = 0
+        self._waited = 0.0
+        self._slack = 0.0
 
     def seen(self, host: Vector, device: Vector) -> None:
         """Seconds of the parts of one pass with this lead, in the order they run."""
@@ -92,7 +97,16 @@ class Direction:
             if len(self._held) < _AGREEING:
                 return
             self._judge(self._host)
-        self.lead = min(lead(self._host, self._device), self._most)
+        else:
+            self._lengthen(device, self._device, float(self._host.sum()))
+        self.lead = min(lead(self._host, self._device) + self._slack, self._most)
+
+    def _lengthen(self, device: Vector, least: Vector, longest: float) -> None:
+        waited = float((device - least).sum())
+        again = min(waited, self._waited)
+        if again > _WAITED * float(least.sum()):
+            self._slack = min(self._slack + again, longest)
+        self._waited = waited
 
     @property
     def is_short(self) -> bool:

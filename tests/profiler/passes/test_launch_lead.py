@@ -374,3 +374,25 @@ def test_a_direction_without_launches_needs_no_lead() -> None:
     way.seen(np.zeros(2), np.zeros(2))
     assert way.is_settled
     assert (way.lead, way.is_short) == (0, False)
+
+
+def test_a_host_that_is_not_equally_fast_every_time() -> None:
+    """Forty layers whose host takes 1 to 1.6 times its least, drawn anew for every pass: nearly all passes
+    show the device's own seconds once the lead has grown."""
+    generator = np.random.default_rng(0)
+    host, own = np.full(40, 0.3), np.full(40, 0.1)
+    direction = Direction()
+    sums: list[float] = []
+    for _ in range(60):
+        slower = host * generator.uniform(1.0, 1.6)
+        launched = np.cumsum(slower)
+        end = max(direction.lead, float(launched[0]))
+        ends = [end]
+        for at in launched:
+            end = max(end, float(at)) + 0.1
+            ends.append(end)
+        # Between two events, as a stream records them: from the end of the layer before.
+        device = np.diff(ends)
+        direction.seen(slower, device)
+        sums.append(float(device.sum()))
+    assert np.mean(np.array(sums[20:]) < 1.02 * own.sum()) > 0.9
