@@ -186,6 +186,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "argument", "annotation"), CASES)
 @pytest.mark.usefixtures("here")
 def test_another_type_is_refused_by_name(

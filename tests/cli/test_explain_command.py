@@ -210,6 +210,7 @@ def test_explains_the_newest_plan(run: Run, planned: Plan) -> None:
     assert shown.lines == []
 
 
+@pytest.mark.slow
 def test_a_split_in_use(run: Run, planned: Plan) -> None:
     own = ",".join(map(str, planned.balance))
     options = ["--replicas", str(planned.replicas[0]), "--micro-batches", str(planned.micro_batches)]

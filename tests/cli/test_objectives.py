@@ -103,6 +103,7 @@ def test_points_that_do_not_fit_are_rows(run: Run, toy: Path) -> None:
     assert "16.00 GiB" in ran.out
 
 
+@pytest.mark.slow
 def test_a_sweep_of_python_uses_processes(toy: Path) -> None:
     grid = {"gpus": [1, 2]}
     options: dict[str, Any] = {"mini_batch": 8, "memory_bytes": 2**34, "bandwidth": 1e9}

@@ -130,6 +130,7 @@ def test_a_stated_speed_says_what_the_seconds_are(of_a_processor: Profile, here:
     assert "by the stated speeds" in plan.warnings[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device_name", "machine"),
     [("NVIDIA A100-SXM4-80GB", {"topology": "dgx-a100"}), ("NVIDIA H100 80GB HBM3", {"gpu": "h100"})],

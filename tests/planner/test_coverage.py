@@ -148,6 +148,7 @@ class TestAPlannersOtherPlacement:
         chain = make_chain(seed, 7, traffic=0.3, cuts=1.1)
         return Problem(chain, uneven_nodes(), PlanOptions(**self.WISHES, **more))
 
+    @pytest.mark.slow
     def test_it_is_the_answer_and_not_proven(
         self, seed: int, make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -218,6 +219,7 @@ def test_no_assignment_of_devices_of_as_many_kinds_is_faster(
     assert best.step_seconds <= other.step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["memory", "cost", "throughput"])
 def test_objectives_say_which_plans_they_speak_of(name: str, make_chain: MakeChain) -> None:
     prices = {"": 1.0} if name == "cost" else {}
@@ -254,6 +256,7 @@ def test_nothing_fits(make_chain: MakeChain) -> None:
     assert (found.best, found.bound_seconds) == (None, inf)
 
 
+@pytest.mark.slow
 def test_above_64_devices_the_bound_has_any_replicas_in_any_order(make_chain: MakeChain) -> None:
     """The search has neither: the plan's file says both."""
     topology = Topology((Group(Device("toy", None), 66),), (Level("node", None, Link(20.0, 0.0)),))

@@ -42,6 +42,7 @@ def step(chain: Chain, topology: Topology, **options: Any) -> float:
 class TestMonotone:
     """With more of anything the answer is never worse."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("seed", [1, 2, 3, 5])
     def test_memory(self, seed: int, make_chain: MakeChain, make_topology: MakeTopology) -> None:
         chain, per_node = make_chain(seed, 7, traffic=[0.1, 1][seed % 2]), [2, 8][seed % 2]

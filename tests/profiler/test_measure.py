@@ -85,6 +85,7 @@ def test_it_survives_the_file_and_becomes_a_chain(vgg11: Profile) -> None:
     assert chain.parameter_bytes.sum() == sum(p.nbytes for p in SmallVgg().parameters())
 
 
+@pytest.mark.slow
 def test_the_model_is_untouched() -> None:
     model = torchvision.models.ResNet(BasicBlock, [1, 1, 1, 1], num_classes=3)
     model.layer1.eval()

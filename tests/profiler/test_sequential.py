@@ -73,6 +73,7 @@ def test_same_layers_as_the_profile_and_the_models_own_parameters(model: nn.Modu
     assert list(dict(children.named_children())) == [str(i) for i in range(len(chain))]
 
 
+@pytest.mark.slow
 def test_state_dict_names_carry_weights_both_ways(model: nn.Module) -> None:
     given = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     names = state_dict_names(model, given)

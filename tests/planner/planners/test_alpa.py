@@ -82,6 +82,7 @@ def case(
     )
 
 
+@pytest.mark.slow
 def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """Every t_max tried finds the cheapest plan and agrees where nothing fits; in steps it misses little."""
     infeasible = several = replicated_pipeline = recomputing = 0

@@ -156,6 +156,7 @@ def case(
     )
 
 
+@pytest.mark.slow
 def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """With every plan kept the search finds the least latency, and agrees where nothing fits; the paper's
     search, which keeps one plan of a state, finds no less."""

@@ -211,6 +211,7 @@ def test_checkpoints_move_both_ways(model: nn.Module) -> None:
     assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["itself", "deepcopy", "pickle"])
 def test_finer_layers_share_as_well(model: nn.Module, way: str) -> None:
     layers = sequential(model, batch(), granularity="fine")

@@ -1012,6 +1012,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:Full backward hook is firing")
 @pytest.mark.parametrize("name", [name for name in MODULES if name not in REFUSED])
 def test_layers_train_as_the_module_does(name: str, assert_same_training: Callable[..., None]) -> None:
@@ -1023,6 +1024,7 @@ def test_layers_train_as_the_module_does(name: str, assert_same_training: Callab
     assert_same_training(model, layers, twin, example)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_or_it_is_refused_with_the_reason(name: str) -> None:

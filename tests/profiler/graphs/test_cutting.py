@@ -110,6 +110,7 @@ def flow_of(model: nn.Module, given: Tensor) -> Flow:
     return Flow(traced, Trial(traced, model, example, "model"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_what_crosses_is_what_counting_by_hand_finds(in_place: bool) -> None:
     seen = overwrites = 0

@@ -191,6 +191,7 @@ def test_no_file_is_a_defect(tmp_path_factory: pytest.TempPathFactory, text: str
         assert profile.chain().names
 
 
+@pytest.mark.slow
 def test_it_needs_no_torch() -> None:
     code = "import sys, pplan.profiler.importing.importer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

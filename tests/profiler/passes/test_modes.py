@@ -125,6 +125,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return compiled
 
 
+@pytest.mark.slow
 def test_layers_are_compiled_each_by_itself_and_once(eager: list[int]) -> None:
     modes, given = Modes(compile=True), torch.randn(2, 4)
     # More layers of one class than torch keeps compiled forms of one function.
