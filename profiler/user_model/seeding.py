@@ -84,5 +84,7 @@ def _cuda_devices() -> list[int]:
 
 
 def noise(shape: Sequence[int], seed: int, samples: int = 2) -> Tensor:
-    """Random samples of this shape, the same for the same seed; the caller's random state is left alone."""
-    return torch.randn((samples, *shape), generator=torch.Generator().manual_seed(seed))
+    """Random samples of this shape, the same for the same seed; the caller's random state is left alone, and
+    so is the default device: they are on the CPU."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn((samples, *shape), generator=generator, device="cpu")
