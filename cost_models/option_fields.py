@@ -103,6 +103,14 @@ def options_from(
     ]
 
 
+def check_values(given: Mapping[str, Any], *models: type[Options]) -> None:
+    """Each value by itself, of fields that one of the models has. Raises UsageError."""
+    for model in models:
+        for name, own in declared(model).items():
+            if name in given:
+                own.check(name, given[name])
+
+
 def unknown_option(name: str, known: list[str], of: str) -> UsageError:
     """What to say of a name that is no option."""
     near = difflib.get_close_matches(str(name), known, n=1)

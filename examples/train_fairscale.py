@@ -22,7 +22,7 @@ for step in range(3):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    print(f"step {step}: loss {loss.item():.4f}")
+    print(f"step {step}: loss {loss.item():.6f}")
 del model, loss
 gc.collect()  # a living Pipe would keep the interpreter from ending, and its last thread's end could abort it
 for thread in threading.enumerate()[1:]:

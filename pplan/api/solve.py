@@ -12,6 +12,7 @@ from ..cost_models.document import MadeBy
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.processor_seconds import check_processor_seconds
 from ..cost_models.machines.topology_options import make_topology
+from ..cost_models.option_fields import check_values
 from ..planner.build_plan import build_problem
 from ..planner.joint_search import BEST
 from ..planner.objectives.frontier import Frontier, build_frontier
@@ -161,6 +162,8 @@ def sweep(
     (own,) = options_from({name: value for name, value in options.items() if name in SWEEP}, SweepOptions)
     common = {name: value for name, value in options.items() if name not in SWEEP}
     check_grid(grid, common)
+    # Here, and not in a process that may not know the type of a wrong value.
+    check_values(common, *MODELS)
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
     rows = solve_points(
         partial(_solved_point, measured, reference.file, reference.sha256, common),
