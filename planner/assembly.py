@@ -351,19 +351,21 @@ class Assembly:
         for size in sorted({self.per_replica_batch(device) for device in range(len(self.ranks))}):
             if outside := _table(self.chain, size).costs.outside:
                 yield outside
-        yield from self.slow_host()
+        yield from self._slow_host()
 
-    def slow_host(self) -> Iterator[str]:
+    def _slow_host(self) -> Iterator[str]:
         """Of the device whose process takes longest to launch, where no device computes for as long."""
         if self.launches:
             return
-        launching = (self._launched("forward_launch") + self._launched("backward_launch")).sum(axis=(1, 2))
-        computing = (self.by_place("forward") + self.by_place("backward")).sum(axis=(1, 2))
+        # Pipes of two directions share the micro-batches: a device has its places in each of them.
+        pipes = len(self.program.pipes)
+        launched = self._launched("forward_launch") + self._launched("backward_launch")
+        launching = launched.sum(axis=(1, 2)) / pipes
+        computing = (self.by_place("forward") + self.by_place("backward")).sum(axis=(1, 2)) / pipes
         device = int(launching.argmax())
         if launching[device] <= computing.max():
             return
-        # Pipes of two directions share the micro-batches.
-        step = self.program.micro_batches * launching[device] / len(self.program.pipes)
+        step = self.program.micro_batches * launching[device]
         on_device, on_host, at_least = (
             format_seconds(float(seconds)) for seconds in (computing[device], launching[device], step)
         )

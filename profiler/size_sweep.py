@@ -144,7 +144,7 @@ class SizeSweep(ABC, Generic[Run]):
             self._pending.popleft()
 
     def _refuse(self, size: int) -> tuple[str, str] | None:
-        """Why `size` is not begun: a cost in proportion to the last size's would not fit."""
+        """Why `size` is not begun: what it is predicted to cost would not fit."""
         predicted, left = self.predict_seconds(size), self.budget_seconds - self.spent
         if self.rounds is None and self.predict_seconds(size, least=True) > left:
             return "budget", beyond_budget(predicted, left, self.budget_seconds) + self._enough()
