@@ -10,6 +10,7 @@ those aside whose note says why.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,7 +140,11 @@ _HEADS = ("model", "size", "forward", "backward", "host forward", "host backward
 
 
 def main() -> int:
-    if "--measure" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--measure", action="store_true", help="the CUDA device here, against its estimate")
+    if parser.parse_args().measure:
         print_measured()
         return 0
     heads = ("model", "GPU", "precision", "estimated/s", "published/s", "error", "source")

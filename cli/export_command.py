@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cost_models import arguments
-from ..cost_models.option_fields import Options, option
+from ..cost_models.option_fields import Options, option, settings_option
 from ..cost_models.runtime import RUNTIMES
-from ..cost_models.typed_text import settings as read_settings
 from .command_files import AsJson, Force, Output
 from .streams import printable, remark, result
 
@@ -76,14 +75,8 @@ class ExportOptions(Options):
         "For `script`: the model, where it is your own, as package.module:factory.",
         "NAME",
     )
-    settings: Mapping[str, object] | None = option(
-        None,
-        arguments.settings,
-        "For `model`, as it was profiled with; repeatable.",
-        "NAME=VALUE",
-        flag="set",
-        read=read_settings,
-        repeats=True,
+    settings: Mapping[str, object] | None = settings_option(
+        "For `model`, as it was profiled with; repeatable."
     )
 
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
+from . import arguments
 from .errors import UsageError
-from .typed_text import one_of, whole_number
+from .typed_text import one_of, settings, whole_number
 
 Check = Callable[[str, Any], Any]
 """Of a field's name and a value: the value as the field holds it. Raises UsageError."""
 Read = Callable[[Any, str], Any]
 """Of a typed text (all, where an option repeats) and the option's name: the value. Raises UsageError."""
-Own = TypeVar("Own", bound="Options")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,11 @@ class Option:
 def option(default: Any, check: Check, help: str = "", form: str | None = None, **more: Any) -> Any:
     """A field of `Options` with its declaration."""
     return field(default=default, metadata={"option": Option(check, help, form, **more)})
+
+
+def settings_option(help: str, check: Check = arguments.settings) -> Any:
+    """A field of keywords: of a factory, or keys of a configuration, typed one by one as --set NAME=VALUE."""
+    return option(None, check, help, "NAME=VALUE", flag="set", read=settings, repeats=True)
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,7 @@ def build_plan(
         raise no_plan_fits(problem)
     baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
     plan = bare_plan(problem, best, answer.found, model=model, profile=profile)
-    own = _outside(problem, _sizes(best))
-    hosts = assemble(problem.space, best.proposal, best.recompute).slow_host()
+    own = list(assemble(problem.space, best.proposal, best.recompute).outside())
     compared = {row.size for row in baselines if row.size is not None}
     compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
     others = [text for text in _outside(problem, compared) if text not in own]
@@ -96,7 +95,7 @@ def build_plan(
         update={
             "baselines": [row.record for row in baselines],
             "alternatives": alternatives,
-            "warnings": list(dict.fromkeys([*warnings, *list_warnings(problem), *own, *hosts])),
+            "warnings": list(dict.fromkeys([*warnings, *list_warnings(problem), *own])),
             "notes": list(dict.fromkeys([*notes, *_notes(problem), *others])),
         }
     )
@@ -210,11 +209,6 @@ def _notes(problem: Problem) -> list[str]:
         reached = counted(problem.reached, "GPU")
         notes.append(f"{runtime.name} is one process: it reaches the {reached} of one node")
     return notes
-
-
-def _sizes(plan: ScoredPlan) -> set[int]:
-    """Samples of a micro-batch on a replica, by stage."""
-    return {divide_batch(plan.config.micro_batch_size, count) for count in plan.proposal.replicas}
 
 
 def _outside(problem: Problem, sizes: Iterable[int]) -> list[str]:

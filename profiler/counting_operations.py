@@ -108,7 +108,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _operations(
     func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> list[Operation]:
-    """None for what runs no kernel: views, memory that is not written, numbers."""
+    """One for each kernel; none of what runs none: views, memory that is not written, numbers."""
     packet, written = func.overloadpacket, _tensors(result)
     if func.is_view or packet in _FREE or not written:
         return []
@@ -121,11 +121,9 @@ def _operations(
     flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
     if packet is _aten.convolution_backward:
         return _backward_of_convolution(flops, *read[:3], *result)
-    return (
-        [_convolution(flops, read, written)]
-        if packet is _aten.convolution
-        else [_kernel(flops // 2 if _is_causal(func, args, kwargs) else flops, read, written)]
-    )
+    if packet is _aten.convolution:
+        return [_convolution(flops, read, written)]
+    return [_kernel(flops // 2 if flops and _is_causal(func, args, kwargs) else flops, read, written)]
 
 
 def _kernel(flops: int, read: Sequence[Tensor], written: Sequence[Tensor]) -> Operation:

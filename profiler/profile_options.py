@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import precision_of
-from ..cost_models.option_fields import Options, option
+from ..cost_models.option_fields import Options, option, settings_option
 from ..cost_models.quantities import parse_bytes, parse_seconds
-from ..cost_models.typed_text import settings, sizes
+from ..cost_models.typed_text import sizes
 
 if TYPE_CHECKING:
     from .profile_file import Profile
@@ -146,14 +146,8 @@ class ProfileOptions(Options):
         "PATTERN",
         repeats=True,
     )
-    settings: Mapping[str, object] | None = option(
-        None,
-        arguments.settings,
-        "A keyword of the factory, or a key of the transformers configuration; repeatable.",
-        "NAME=VALUE",
-        flag="set",
-        read=settings,
-        repeats=True,
+    settings: Mapping[str, object] | None = settings_option(
+        "A keyword of the factory, or a key of the transformers configuration; repeatable."
     )
     loss: str | None = _text(
         "NAME",

@@ -9,9 +9,8 @@ from typing import Any, Literal, TypedDict
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.option_fields import Options, option
+from ..cost_models.option_fields import Options, option, settings_option
 from ..cost_models.quantities import parse_seconds
-from ..cost_models.typed_text import settings
 
 RUNTIMES = ("torch", "torchgpipe", "fairscale", "deepspeed")
 
@@ -61,15 +60,7 @@ class CheckOptions(Options):
         "The model, where it is your own: package.module:factory. A file's word runs no code.",
         "NAME",
     )
-    settings: Mapping[str, Any] = option(
-        None,
-        _settings,
-        "As the model was profiled with; repeatable.",
-        "NAME=VALUE",
-        flag="set",
-        read=settings,
-        repeats=True,
-    )
+    settings: Mapping[str, Any] = settings_option("As the model was profiled with; repeatable.", _settings)
     loss: str | None = option(
         None,
         arguments.optional_word,

@@ -143,8 +143,8 @@ def _on_cpu(
     if query.dim() == 3:
         tensors = [tensor.unsqueeze(0) for tensor in (query, key, value)]
         mask = mask.unsqueeze(0) if mask is not None and mask.dim() == 3 else mask
-        return _flash(tensors, mask, dropout_p, is_causal, scale).squeeze(0)
-    return _flash([query, key, value], mask, dropout_p, is_causal, scale)
+        return flash_attention_on_cpu(*tensors, dropout_p, is_causal, attn_mask=mask, scale=scale).squeeze(0)
+    return flash_attention_on_cpu(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)
 
 
 def _with_flash(
@@ -184,12 +184,6 @@ _WIDEST = 256
 def _is_batched(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Fused kernels broadcast neither samples nor empty sequences."""
     return query.shape[0] == key.shape[0] == value.shape[0] and 0 not in (*query.shape, *key.shape)
-
-
-def _flash(
-    tensors: list[Tensor], mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
-) -> Tensor:
-    return flash_attention_on_cpu(*tensors, dropout_p, is_causal, attn_mask=mask, scale=scale)
 
 
 def _choice_of_the_cpu(

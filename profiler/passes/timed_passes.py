@@ -42,12 +42,9 @@ class TimedPasses:
 
     @property
     def device_share(self) -> float:
-        """Of the seconds of the last pass, the share in which the device computes; 1 where it is the host."""
-        times = self.layers[-1]
-        if times.forward_host is None or times.backward_host is None:
-            return 1.0
-        hosts = float(times.forward_host.sum() + times.backward_host.sum())
-        return min(1.0, float(times.forward.sum() + times.backward.sum()) / hosts) if hosts else 1.0
+        """Of the seconds of a pass of the layers, the share in which the device computes."""
+        bound = self.host_bound()
+        return 1.0 if bound is None else bound[1] / bound[0]
 
     def medians(self, direction: Literal["forward", "backward"]) -> Vector:
         """Seconds of the layers, shape (layers,)."""
