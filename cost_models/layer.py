@@ -58,6 +58,13 @@ class LayerCosts:
     uncertainty: float | None = None
     outside: str = ""
     tied: tuple[TiedWeight, ...] = ()
+    largest_parameters: Vector | None = None
+    """As of `Chain`."""
+
+    @property
+    def largest_bytes(self) -> Vector:
+        """(layers,): bytes of each layer's largest trainable parameter; where that is not known, of all."""
+        return self.trainable_bytes if self.largest_parameters is None else self.largest_parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +102,8 @@ class Chain:
     known."""
     tied: tuple[TiedWeight, ...] = ()
     """Weights that several layers use, where cuts between these are allowed."""
+    largest_parameters: Vector | None = None
+    """Bytes of each layer's largest trainable parameter, shape (layers,); None: not known."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -143,6 +152,7 @@ class Chain:
             uncertainty=self.uncertainty_at(size),
             outside=self._outside(size),
             tied=self.tied,
+            largest_parameters=self.largest_parameters,
             **values,
         )
 

@@ -25,7 +25,7 @@ class StageBytes:
     peak besides all it saves (`stage_workspace`). `gathered`: the parameters of two neighbouring layers at
     most, which ZeRO has whole at a time (None: all of the stage). `copies`: of the trainable bytes those of
     tied weights that an earlier stage has, too: replicas do not add up their gradients among themselves (see
-    `tied_weights`).
+    `tied_weights`). `largest`: of the trainable parameters the largest.
     """
 
     parameters: Amount
@@ -39,6 +39,7 @@ class StageBytes:
     workspace: Amount
     gathered: Amount | None = None
     copies: Amount = 0.0
+    largest: Amount = 0.0
 
 
 def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
@@ -65,6 +66,7 @@ def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
         workspace=stage_workspace(costs.saved_bytes[own].tolist(), costs.workspace_bytes[own].tolist()),
         gathered=neighbours(costs.parameter_bytes[own].tolist()),
         copies=copies,
+        largest=max([float(costs.largest_bytes[own].max()), *(own.trainable_bytes for own in copied)]),
     )
 
 

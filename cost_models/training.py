@@ -48,6 +48,24 @@ class Training:
             made["master_weights"] = self._spread(stage.trainable * (precision.master / precision.weight), 1)
         return made | {"optimizer": self._spread(stage.trainable * (state / precision.weight), 1)}
 
+    def step_temporaries(self, stage: StageBytes) -> Amount | None:
+        """Bytes that an optimizer's step needs besides, while it runs; None where it makes nothing.
+
+        Of what it updates: the weights, or float32 masters, for which PyTorch's optimizers also need the
+        gradients in float32.
+        """
+        optimizer, precision = self._optimizer, self.precision
+        if not optimizer.has_temporaries(precision):
+            return None
+        if precision.kernels == "foreach":
+            made = optimizer.foreach * stage.trainable
+        else:
+            made = optimizer.for_loop * stage.largest
+        made = made * ((precision.master or precision.weight) / precision.weight)
+        if precision.gradient < precision.master:
+            made = made + stage.trainable * (precision.master / precision.weight)
+        return self._spread(made, 1)
+
     def versions(self, stage: StageBytes, number: float) -> Amount:
         """Bytes of the weight versions besides the newest; a fraction is an average over layers."""
         if not number >= 1:

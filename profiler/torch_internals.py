@@ -42,6 +42,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _OF_MODULES = (*_REGISTRIES[:3], "_non_persistent_buffers_set", *_HOOKS)
 _aten: Any = torch.ops.aten
+_autograd: Any = torch.autograd
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,8 @@ TRANSFORMS = Internal(
 ALLOCATION_RECORDS = Internal(
     "torch.autograd._enable_profiler_legacy",
     lambda: (
-        torch.autograd._enable_profiler_legacy,
-        torch.autograd._disable_profiler_legacy,
+        _autograd._enable_profiler_legacy,
+        _autograd._disable_profiler_legacy,
         torch._C._profiler._ExperimentalConfig,
     ),
     "memory on the CPU: what operators allocate for themselves, oneDNN's scratch memory say",
@@ -259,20 +260,20 @@ def sleep_on_gpu(cycles: int) -> None:
 def start_allocation_records() -> None:
     """Has the CPU's allocator report to this thread. Raises RuntimeError while a profiler of PyTorch runs."""
     settings = torch._C._profiler._ExperimentalConfig()
-    config = torch.autograd.ProfilerConfig(  # type: ignore[attr-defined]
-        torch.autograd.ProfilerState.CPU,  # type: ignore[attr-defined]
+    config = _autograd.ProfilerConfig(
+        _autograd.ProfilerState.CPU,
         False,  # shapes
         True,  # memory
         *(False, False, False),  # stacks, FLOPs, modules
         settings,
     )
-    torch.autograd._enable_profiler_legacy(config)  # type: ignore[attr-defined]
+    _autograd._enable_profiler_legacy(config)
 
 
 def stop_allocation_records(mark: str) -> list[int | None]:
     """Bytes allocated (above 0) and freed (below) on the CPU since then, in their order; None stands where
     torch.autograd.profiler.record_function(mark) was entered."""
-    threads = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+    threads = _autograd._disable_profiler_legacy()
     own = next((events for events in threads if any(event.name() == mark for event in events)), [])
     return [
         event.cpu_memory_usage() if event.kind() == "memory_alloc" else None

@@ -63,6 +63,8 @@ class Layers:
     scales: bool
     closing: dict[int, float]
     shared: tuple[Shared, ...] = ()
+    largest: Vector | None = None
+    """Bytes of each layer's largest trainable parameter; None: not known."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -155,6 +157,11 @@ def layers_of(table: Table) -> Layers:
             for whole in table.tables("whole")
         },
         shared=_shared(table, names),
+        largest=(
+            _column(own, "largest_parameter_bytes", None)
+            if all(layer.has("largest_parameter_bytes") for layer in own)
+            else None
+        ),
     )
 
 

@@ -114,10 +114,10 @@ class AllocatorBytes(_OnlineMeter):
 class LiveBytes(_OnlineMeter, TorchDispatchMode):
     """What an allocator that wastes nothing would hold: the storages of the live tensors on `device`.
 
-    For the meta device, where nothing is allocated, and wherever an allocator cannot be asked. A storage counts
-    once, whole, from the end of the first operation that makes or is given it, until nothing refers to it;
-    `track` tells what was there before. Below autograd, so that the gradients inside a backward are seen.
-    What an operation allocates and frees inside itself (a convolution's workspace) is not.
+    For the meta device, where nothing is allocated, and wherever an allocator cannot be asked. A storage
+    counts once, whole, from the end of the first operation that makes or is given it, until nothing refers
+    to it; `track` tells what was there before. Below autograd, so that the gradients inside a backward are
+    seen. What an operation allocates and frees inside itself (a convolution's workspace) is not.
     """
 
     supports_higher_order_operators = True
