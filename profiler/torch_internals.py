@@ -274,7 +274,7 @@ def stop_allocation_records(mark: str) -> list[int | None]:
     """Bytes allocated (above 0) and freed (below) on the CPU since then, in their order; None stands where
     torch.autograd.profiler.record_function(mark) was entered."""
     threads = _autograd._disable_profiler_legacy()
-    own = next((events for events in threads if any(event.name() == mark for event in events)), [])
+    own: list[Any] = next((events for events in threads if any(event.name() == mark for event in events)), [])
     return [
         event.cpu_memory_usage() if event.kind() == "memory_alloc" else None
         for event in own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ SIZES = (30_000, 100_000, 100_000, 20_000)
 """The two largest in a row: a loop still has the last temporaries of one when it makes those of the next."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
-    "momentum": lambda *given, **options: torch.optim.SGD(*given, momentum=0.9, **options),
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
@@ -41,7 +42,7 @@ def counted(name: str, **flags: bool) -> int:
     with LiveBytes("cpu", [own for own in held if isinstance(own, Tensor)]) as meter:
         before = meter.allocated()
         optimizer.step()
-        return meter.peak() - before
+    return int(meter.peak() - before)
 
 
 @pytest.mark.parametrize("kernels", list(FLAGS))
