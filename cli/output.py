@@ -7,14 +7,16 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..cost_models.document import Document
 from ..cost_models.errors import FileError
 from ..cost_models.text_files import check_place, is_about, is_unchanged, sealed_lines, write_whole
 from .streams import remark, result
+
+if TYPE_CHECKING:
+    from ..cost_models.document import Document
 
 _OTHERWISE = "Give --force to replace it, or another name with -o."
 
