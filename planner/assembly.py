@@ -14,7 +14,7 @@ from ..cost_models.collectives import all_reduce_seconds
 from ..cost_models.communication import exposed_all_reduce_seconds
 from ..cost_models.device_memory import device_ledger
 from ..cost_models.errors import UsageError
-from ..cost_models.layer import Chain, LayerCosts
+from ..cost_models.layer import Chain
 from ..cost_models.memory import StageBytes, Training
 from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced
@@ -23,41 +23,17 @@ from ..cost_models.quantities import format_seconds
 from ..cost_models.schedules import Program, Schedule, StageSlot
 from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
 from ..cost_models.tied_weights import TiedSum, reduction_seconds, tied_sums
-from ..cost_models.timeline import Timeline
 from ..cost_models.topology import Device, Topology
 from .replica_exchange import (
     ReplicaExchange,
     bytes_at_end,
     bytes_by_layer,
     gradient_bytes,
+    stage_figure,
     tied_exchanges,
 )
 from .search.space import divide_batch
-from .stage_table import Floats, StageTable, ledger_options
-
-WEIGHT_SHARE = 0.5
-"""Of a layer's backward: the gradient of its weights takes as many operations as that of its input, in a
-matrix product or a convolution."""
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes of a device: the ledger as it holds most; and, over time, what it keeps always and what each
-    micro-batch in flight adds on each of its chunks."""
-
-    terms: dict[str, int]
-    resident_bytes: float
-    bytes_in_flight: tuple[float, ...]
-    limit_bytes: int | None
-
-    @property
-    def bytes(self) -> int:
-        """What the device needs."""
-        return sum(self.terms.values())
-
-    def over_time(self, timeline: Timeline, stage: int) -> list[tuple[float, float]]:
-        """(second, bytes from then on) of the device as `stage` of its timeline."""
-        return timeline.memory_over_time(stage, self.resident_bytes, self.bytes_in_flight)
+from .stage_table import WEIGHT_SHARE, Floats, StageTable, ledger_options
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +63,6 @@ class Assembly:
     launches: bool = False
     transfers: str = "overlapped"
     profiles: Mapping[str, Chain] = field(default_factory=dict)
-
-    @cached_property
-    def part_of(self) -> dict[StageSlot, int]:
-        """The part of the layers that each place computes."""
-        return parts_of(self.program)
 
     def ranks_of(self, part: int) -> list[int]:
         """All devices that hold a part of the layers, and so add up its gradients."""
@@ -131,11 +102,11 @@ class Assembly:
     def by_place(self, name: str) -> Floats:
         """(devices, chunks, 1): a figure of the stage at every place."""
         values = np.zeros((self.program.devices, self.program.chunks, 1))
-        for (device, chunk), part in self.part_of.items():
+        for (device, chunk), part in self.program.parts_by_slot.items():
             bounds = self.bounds[part]
             exchange = self.exchange(part)
             values[device, chunk] = max(
-                _figure(table, name, scale, exchange)[bounds] for table, scale in self.timed[device]
+                stage_figure(table, name, scale, exchange)[bounds] for table, scale in self.timed[device]
             )
         return values
 
@@ -151,7 +122,9 @@ class Assembly:
             return 0.0
         alone = replace(exchange, zero=0)
         bounds = self.bounds[part]
-        return float((_figure(table, name, scale, exchange) - _figure(table, name, scale, alone))[bounds])
+        return float(
+            (stage_figure(table, name, scale, exchange) - stage_figure(table, name, scale, alone))[bounds]
+        )
 
     def exchange(self, part: int) -> ReplicaExchange:
         """What ZeRO exchanges between all devices that hold a part of the layers."""
@@ -191,7 +164,7 @@ class Assembly:
         """(devices, chunks, 1): host seconds of the plan's own profile: one host launches for all kinds of
         devices."""
         values = np.zeros((self.program.devices, self.program.chunks, 1))
-        for (device, chunk), part in self.part_of.items():
+        for (device, chunk), part in self.program.parts_by_slot.items():
             values[device, chunk] = getattr(self.table(device), name)[self.bounds[part]]
         return values
 
@@ -268,7 +241,7 @@ class Assembly:
     def _all_reduce(self) -> Floats | None:
         """(devices, chunks): what of the all-reduce follows a place's last backward."""
         seconds = np.zeros((self.program.devices, self.program.chunks))
-        for place, part in self.part_of.items():
+        for place, part in self.program.parts_by_slot.items():
             ranks = self.ranks_of(part)
             if len(ranks) > 1:
                 seconds[place] = self._reduced(place, part, ranks)
@@ -293,22 +266,18 @@ class Assembly:
         backward = max(each, key=lambda seconds: float(seconds.sum()))
         return exposed_all_reduce_seconds(backward, gradients, self.topology, ranks, "best")
 
-    def limit(self, device: int) -> int | None:
-        """Bytes that a replica may hold: of the kind with the least memory; None for any number."""
-        return self._least(device).memory_bytes
-
     def ledger(self, device: int, recompute: str | None = None) -> dict[str, float]:
         """Bytes by term of a device with all its chunks, as it holds most; under another recomputation, where
         it is given."""
-        options = ledger_options(self._least(device), self.dtype, self.number_bytes, self.zero)
+        options = ledger_options(self.smallest_device(device), self.dtype, self.number_bytes, self.zero)
         made = device_ledger(
             self.program,
             device,
-            self._chunk_bytes(device),
+            self.chunk_bytes(device),
             Training(
                 self.optimizer,
                 options["precision"],
-                len(self.ranks_of(self.part_of[StageSlot(device)])),
+                len(self.ranks_of(self.program.parts_by_slot[StageSlot(device)])),
                 self.zero,
             ),
             recompute=recompute or self.recompute[device],
@@ -320,24 +289,16 @@ class Assembly:
         )
         return made.terms
 
-    def memory(self, device: int, timeline: Timeline) -> DeviceMemory:
-        """The ledger of a device, and what of it comes and goes."""
-        terms = {name: round(amount) for name, amount in self.ledger(device).items()}
-        recompute = self.recompute[device] != "never"
-        chunks = self._chunk_bytes(device)
-        held = tuple(float(own.input if recompute else own.saved + own.saved_input) for own in chunks)
-        most = timeline.peak_memory(device, 0.0, held).bytes
-        return DeviceMemory(terms, sum(terms.values()) - most, held, self.limit(device))
-
-    def _least(self, device: int) -> Device:
+    def smallest_device(self, device: int) -> Device:
         """Of replicas of several kinds the one with the least memory, which has to hold it, too."""
         return min(
             (self.topology.device(rank) for rank in self.ranks[device]),
             key=lambda kind: inf if kind.memory_bytes is None else kind.memory_bytes,
         )
 
-    def _chunk_bytes(self, device: int) -> list[StageBytes]:
-        parts = [self.part_of[StageSlot(device, chunk)] for chunk in range(self.program.chunks)]
+    def chunk_bytes(self, device: int) -> list[StageBytes]:
+        """Of each chunk of a device."""
+        parts = [self.program.parts_by_slot[StageSlot(device, chunk)] for chunk in range(self.program.chunks)]
         return [self.table(device).bytes_of(*self.bounds[part], zero=self.zero) for part in parts]
 
     def outside(self) -> Iterator[str]:
@@ -375,11 +336,6 @@ class Assembly:
         )
 
 
-def parts_of(program: Program) -> dict[StageSlot, int]:
-    """The part of the layers that each place of a program computes."""
-    return {place: part for pipe in program.pipes for part, place in enumerate(pipe)}
-
-
 @lru_cache(maxsize=16)
 def _ports(topology: Topology) -> PortSharings:
     return PortSharings(topology)
@@ -388,28 +344,3 @@ def _ports(topology: Topology) -> PortSharings:
 @lru_cache(maxsize=16)
 def _table(chain: Chain, size: int) -> StageTable:
     return StageTable.of(chain, size, past_largest=True)
-
-
-def _figure(table: StageTable, name: str, scale: float, exchange: ReplicaExchange) -> Floats:
-    """A figure of every stage, its seconds on a device that takes `scale` times as long; the host that
-    launches is no slower. With what `exchange` adds to each forward and backward."""
-    if exchange.is_by_layer and name == "forward":
-        return exchange.forward(table, table.costs.forward_seconds * scale)
-    if exchange.is_by_layer and name in ("backward", "input", "weight"):
-        whole = name == "backward"
-        own = table.costs.backward_seconds if whole else part_seconds(table.costs, name)
-        return exchange.backward(table, own * scale, name)
-    if name in ("input", "weight"):
-        return table.between(part_seconds(table.costs, name)) * scale
-    values: Floats = getattr(table, name)
-    return values * (1.0 if name.endswith("_launch") else scale)
-
-
-def part_seconds(costs: LayerCosts, part: str) -> Floats:
-    """(layers,): seconds of the `input`'s gradients, or the `weight`s', of every layer: measured, else a
-    share of the whole backward's."""
-    own = costs.backward_input_seconds if part == "input" else costs.backward_weight_seconds
-    if own is None:
-        share = np.where(costs.trainable_bytes > 0, WEIGHT_SHARE, 0.0)
-        own = costs.backward_seconds * (share if part == "weight" else 1 - share)
-    return own

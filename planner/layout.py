@@ -13,8 +13,7 @@ from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain, list_cut_points
 from ..cost_models.machines.topology_file import TopologyFile, parse_topology
 from ..cost_models.runtime import runtime_named
-from ..cost_models.schedules import Program, Schedule, StageSlot, schedule_named
-from .assembly import parts_of
+from ..cost_models.schedules import Program, Schedule, schedule_named
 from .balance import balance
 from .overrides import Overrides
 from .pipeline_config import MOST_MICRO_BATCHES, some
@@ -186,13 +185,12 @@ class Layout:
             return [self.plan.stages[stage].devices for stage in range(self.program.devices)]
         return [list(range(stage * each, (stage + 1) * each)) for stage in range(self.program.devices)]
 
-    @cached_property
-    def part_of(self) -> dict[StageSlot, int]:
-        """The part of the layers that each place computes."""
-        return parts_of(self.program)
-
     def layers(self, device: int) -> tuple[tuple[int, int], ...]:
         """First and last layer of every chunk."""
         cut_points = list_cut_points(self.chain)
-        own = ((chunk, self.bounds[part]) for (at, chunk), part in self.part_of.items() if at == device)
+        own = (
+            (chunk, self.bounds[part])
+            for (at, chunk), part in self.program.parts_by_slot.items()
+            if at == device
+        )
         return tuple((cut_points[i], cut_points[j] - 1) for _, (i, j) in sorted(own))

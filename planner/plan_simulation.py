@@ -12,10 +12,42 @@ from ..cost_models.runtime import runtime_named
 from ..cost_models.schedules import Schedule
 from ..cost_models.timeline import Timeline, simulate
 from ..cost_models.topology import Topology
-from .assembly import Assembly, DeviceMemory
+from .assembly import Assembly
 from .layout import Layout
 from .overrides import Overrides
 from .plan_file import Plan
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of a device: the ledger as it holds most; and, over time, what it keeps always and what each
+    micro-batch in flight adds on each of its chunks."""
+
+    terms: dict[str, int]
+    resident_bytes: float
+    bytes_in_flight: tuple[float, ...]
+    limit_bytes: int | None
+
+    @property
+    def bytes(self) -> int:
+        """What the device needs."""
+        return sum(self.terms.values())
+
+    def over_time(self, timeline: Timeline, stage: int) -> list[tuple[float, float]]:
+        """(second, bytes from then on) of the device as `stage` of its timeline."""
+        return timeline.memory_over_time(stage, self.resident_bytes, self.bytes_in_flight)
+
+
+def device_memory(assembly: Assembly, device: int, timeline: Timeline) -> DeviceMemory:
+    """The ledger of a device, and what of it comes and goes; the limit is that of its replica with the least
+    memory."""
+    terms = {name: round(amount) for name, amount in assembly.ledger(device).items()}
+    recompute = assembly.recompute[device] != "never"
+    chunks = assembly.chunk_bytes(device)
+    in_flight = tuple(float(own.input if recompute else own.saved + own.saved_input) for own in chunks)
+    most = timeline.peak_memory(device, 0.0, in_flight).bytes
+    limit = assembly.smallest_device(device).memory_bytes
+    return DeviceMemory(terms, sum(terms.values()) - most, in_flight, limit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +85,7 @@ def simulate_plan(
     layout = Layout(plan, chain, overrides or Overrides())
     made = _assembly(layout, topology, of_same_layers(chain, profiles or {}))
     timeline = simulate(made.program, made.costs())
-    memory = tuple(made.memory(device, timeline) for device in range(made.program.devices))
+    memory = tuple(device_memory(made, device, timeline) for device in range(made.program.devices))
     return SimulatedPlan(
         schedule=layout.schedule,
         virtual_stages=layout.virtual_stages,

@@ -32,7 +32,7 @@ from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import Reduced
 from ..cost_models.tied_weights import TiedSum
 from ..cost_models.topology import Topology
-from .stage_table import Floats, StageTable
+from .stage_table import Floats, StageTable, part_seconds
 
 Indices = npt.NDArray[np.int64]
 
@@ -129,3 +129,18 @@ def _ends(table: StageTable) -> tuple[Indices, Indices]:
 
 def _whole(table: StageTable, seconds: Floats) -> Floats:
     return np.where(table.valid, seconds, 0.0)
+
+
+def stage_figure(table: StageTable, name: str, scale: float, exchange: ReplicaExchange) -> Floats:
+    """A figure of every stage, its seconds on a device that takes `scale` times as long; the host that
+    launches is no slower. With what `exchange` adds to each forward and backward."""
+    if exchange.is_by_layer and name == "forward":
+        return exchange.forward(table, table.costs.forward_seconds * scale)
+    if exchange.is_by_layer and name in ("backward", "input", "weight"):
+        whole = name == "backward"
+        own = table.costs.backward_seconds if whole else part_seconds(table.costs, name)
+        return exchange.backward(table, own * scale, name)
+    if name in ("input", "weight"):
+        return table.between(part_seconds(table.costs, name)) * scale
+    values: Floats = getattr(table, name)
+    return values * (1.0 if name.endswith("_launch") else scale)

@@ -232,3 +232,18 @@ class StageTable:
     def _tables(self, zero: int) -> StageBytes:
         """`stage_bytes`, with what ZeRO has whole at a time where that stage of ZeRO spreads layers."""
         return self.stage_bytes if zero < 2 else replace(self.stage_bytes, gathered=self._gathered)
+
+
+WEIGHT_SHARE = 0.5
+"""Of a layer's backward: the gradient of its weights takes as many operations as that of its input, in a
+matrix product or a convolution."""
+
+
+def part_seconds(costs: LayerCosts, part: str) -> Floats:
+    """(layers,): seconds of the `input`'s gradients, or the `weight`s', of every layer: measured, else a
+    share of the whole backward's."""
+    own = costs.backward_input_seconds if part == "input" else costs.backward_weight_seconds
+    if own is None:
+        share = np.where(costs.trainable_bytes > 0, WEIGHT_SHARE, 0.0)
+        own = costs.backward_seconds * (share if part == "weight" else 1 - share)
+    return own

@@ -103,7 +103,7 @@ def _links(problem: Problem) -> Iterator[_Variation]:
 def _heaviest(question: ExplainContext, stage: int) -> tuple[int, int]:
     """The layers of a stage: of its first part where it has several."""
     made = question.assembly
-    part = min(part for place, part in made.part_of.items() if place.device == stage)
+    part = min(part for place, part in made.program.parts_by_slot.items() if place.device == stage)
     return question.present.proposal.bounds[part]
 
 

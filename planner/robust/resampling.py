@@ -23,12 +23,12 @@ from ...cost_models.layer import Chain, LayerCosts
 from ...cost_models.schedules import StageSlot
 from ...cost_models.simulator.costs import Costs
 from ...cost_models.timeline import step_seconds
-from ..assembly import Assembly, part_seconds
+from ..assembly import Assembly
 from ..candidate import ScoredPlan
 from ..replica_exchange import gradient_bytes
 from ..scoring import assemble
 from ..search.space import Space
-from ..stage_table import Floats, StageTable
+from ..stage_table import Floats, StageTable, part_seconds
 
 SAMPLES = 200
 SEED = 0
@@ -120,7 +120,7 @@ class StepSampler:
         """(devices, chunks, 1, samples): seconds of the stage at every place, on its slowest replica."""
         program = made.program
         values = np.zeros((program.devices, program.chunks, 1, len(self.draws)))
-        for place, part in made.part_of.items():
+        for place, part in made.program.parts_by_slot.items():
             own = self._of_kinds(made, place, part, name)
             values[place.device, place.chunk, 0] = np.maximum.reduce(own)
         return values
@@ -150,7 +150,7 @@ class StepSampler:
         """(devices, chunks, samples): what of the all-reduces follows the last backwards."""
         program = made.program
         seconds = np.zeros((program.devices, program.chunks, len(self.draws)))
-        for place, part in made.part_of.items():
+        for place, part in made.program.parts_by_slot.items():
             ranks = made.ranks_of(part)
             if len(ranks) > 1 and made.reduces_meanwhile(place, ranks):
                 seconds[place] = self._exposed(made, place, part, ranks)

@@ -11,7 +11,7 @@ from ..cost_models.quantities import counted
 from ..cost_models.schedules import Schedule
 from ..cost_models.simulator.steady import SteadyState, steady_state
 from ..cost_models.timeline import Timeline
-from ..planner.assembly import DeviceMemory
+from ..planner.plan_simulation import DeviceMemory
 
 LONG_ENOUGH = 8
 """Micro-batches a stage in a row from which an asynchronous schedule is taken to be steady."""

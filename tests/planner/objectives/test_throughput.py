@@ -11,9 +11,8 @@ import pytest
 
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.simulator.steady import steady_state
-from pplan.planner.asynchronous import assemble_endless, steady_seconds
+from pplan.planner.asynchronous import assemble_endless, pace, steady_seconds
 from pplan.planner.candidate import Proposal
-from pplan.planner.objectives.steady_search import pace
 from pplan.planner.objectives.throughput import fastest_asynchronous, throughput
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
