@@ -33,14 +33,14 @@ def sealed(text: str) -> str:
     text = escaped(text)
     if _MADE_BY not in text:
         return text
-    found = _hash(json.loads(text))
-    return text.replace(_MADE_BY, f'{_MADE_BY}  "{KEY}": "{found}",\n', 1)
+    digest = _hash(json.loads(text))
+    return text.replace(_MADE_BY, f'{_MADE_BY}  "{KEY}": "{digest}",\n', 1)
 
 
 def escaped(text: str) -> str:
     """A JSON text in which no character stands as it is that a terminal would obey."""
     text = text.replace("\r", "")
-    return text if text.isascii() and text.replace("\n", "").isprintable() else "".join(map(_escaped, text))
+    return text if text.isascii() and text.replace("\n", "").isprintable() else "".join(map(_escape, text))
 
 
 def sealed_lines(text: str) -> str:
@@ -88,7 +88,7 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     """As JSON may write it in a text. Ends of lines and tabs stay: they can only lie between its parts."""
     if character in "\n\t" or unicodedata.category(character) not in _STEERS:
         return character
@@ -128,14 +128,14 @@ def check_place(path: Path, *, force: bool) -> None:
     replaced.
     """
     try:
-        found, folder, file = os.path.lexists(path), path.is_dir(), path.is_file() or not path.exists()
+        exists, folder, file = os.path.lexists(path), path.is_dir(), path.is_file() or not path.exists()
     except OSError as error:  # a name that is too long, say
         raise FileError(f"{path}: cannot be written: {error.strerror}", "Name a file.") from error
     if folder:
         raise FileError(f"{path}: is a folder", "Name a file.")
     if not file:
         raise FileError(f"{path}: is no file that could be replaced", "Name a file.")
-    if found and not force:
+    if exists and not force:
         raise FileError(f"{path} exists already", "Give `force` to replace it, or another name.")
 
 
