@@ -78,18 +78,18 @@ class Assembly:
         return _table(self.chain, self.per_replica_batch(device))
 
     @cached_property
-    def timed(self) -> list[list[tuple[StageTable, float]]]:
+    def timing_tables(self) -> list[list[tuple[StageTable, float]]]:
         """By device, for each kind among its replicas: the stages as profiled, and what their seconds are
         multiplied by. The slowest counts."""
         return [
             [
-                (_table(self._measured(kind), self.per_replica_batch(device)), kind.seconds_scale)
+                (_table(self._profile_chain(kind), self.per_replica_batch(device)), kind.seconds_scale)
                 for kind in dict.fromkeys(self.topology.device(rank) for rank in ranks)
             ]
             for device, ranks in enumerate(self.ranks)
         ]
 
-    def _measured(self, kind: Device) -> Chain:
+    def _profile_chain(self, kind: Device) -> Chain:
         if kind.profile is None:
             return self.chain
         if kind.profile not in self.profiles:
@@ -106,7 +106,8 @@ class Assembly:
             bounds = self.bounds[part]
             exchange = self.exchange(part)
             values[device, chunk] = max(
-                stage_figure(table, name, scale, exchange)[bounds] for table, scale in self.timed[device]
+                stage_figure(table, name, scale, exchange)[bounds]
+                for table, scale in self.timing_tables[device]
             )
         return values
 
@@ -134,13 +135,13 @@ class Assembly:
         """What the program's actions and transfers take."""
         forward, backward = self.by_place("forward"), self.by_place("backward")
         weight = self.by_place("weight") if self.program.splits_backward else None
-        shares = self._recomputed()
+        shares = self._recompute_shares()
         occupancy, latency = self._transfers()
         sharing, all_reduce = self.sharing(occupancy), self._all_reduce()
-        launch = self._launched("forward_launch") if self.launches else None
+        launch = self._launch_seconds("forward_launch") if self.launches else None
         relaunch = None
         if launch is not None:
-            relaunch = self._launched("backward_launch") + (0.0 if shares is None else shares * launch)
+            relaunch = self._launch_seconds("backward_launch") + (0.0 if shares is None else shares * launch)
         return Costs(
             forward=forward,
             backward=backward if weight is None else self.by_place("input"),
@@ -156,11 +157,11 @@ class Assembly:
             links=sharing.links,
             reduce_loads=sharing.reduce_loads,
             port_seconds=sharing.port_seconds,
-            tied=self.tied,
+            tied=self.tied_sums,
             transfers=transfers_named(self.transfers),
         )
 
-    def _launched(self, name: str) -> Floats:
+    def _launch_seconds(self, name: str) -> Floats:
         """(devices, chunks, 1): host seconds of the plan's own profile: one host launches for all kinds of
         devices."""
         values = np.zeros((self.program.devices, self.program.chunks, 1))
@@ -168,7 +169,7 @@ class Assembly:
             values[device, chunk] = getattr(self.table(device), name)[self.bounds[part]]
         return values
 
-    def _recomputed(self) -> Floats | None:
+    def _recompute_shares(self) -> Floats | None:
         """The share of the forward run again; one value for all micro-batches where they are alike."""
         if set(self.recompute) == {"never"}:
             return None
@@ -205,10 +206,10 @@ class Assembly:
             if here.device != there.device
         ]
         ranks = [tuple(own) for own in self.ranks]
-        return _ports(self.topology).of(ranks, hops, [*self._reductions(), *tied_exchanges(self.tied)])
+        return _ports(self.topology).of(ranks, hops, [*self._reductions(), *tied_exchanges(self.tied_sums)])
 
     @cached_property
-    def tied(self) -> tuple[TiedSum, ...]:
+    def tied_sums(self) -> tuple[TiedSum, ...]:
         """The sums of the gradients of weights that several parts use."""
         table, parts = self.table(0), range(len(self.bounds))
         stages = [sorted({pipe[part].device for pipe in self.program.pipes}) for part in parts]
@@ -231,8 +232,8 @@ class Assembly:
             ranks = self.ranks_of(part)
             if len(ranks) > 1:
                 table, at = self.table(place.device), self.bounds[part]
-                held = (table.reduced(self.zero), table.stage_bytes.parameters)
-                numbers = [np.asarray(own)[[at[0]], [at[1]]] for own in held]
+                tables = (table.reduced_bytes(self.zero), table.stage_bytes.parameters)
+                numbers = [np.asarray(own)[[at[0]], [at[1]]] for own in tables]
                 at_end = bytes_at_end(numbers[0], self.number_bytes, self.zero)
                 by_layer = bytes_by_layer(numbers[0], numbers[1], self.number_bytes, self.zero)
                 before = float(by_layer[0]) * self.program.micro_batches
@@ -244,7 +245,7 @@ class Assembly:
         for place, part in self.program.parts_by_slot.items():
             ranks = self.ranks_of(part)
             if len(ranks) > 1:
-                seconds[place] = self._reduced(place, part, ranks)
+                seconds[place] = self._all_reduce_seconds(place, part, ranks)
         return seconds if seconds.any() else None
 
     def reduces_meanwhile(self, place: StageSlot, ranks: Sequence[int]) -> bool:
@@ -252,17 +253,19 @@ class Assembly:
         alone = list(ranks) == sorted(self.ranks[place.device])
         return alone and not self.zero and self.program.update_every is None
 
-    def _reduced(self, place: StageSlot, part: int, ranks: list[int]) -> float:
+    def _all_reduce_seconds(self, place: StageSlot, part: int, ranks: list[int]) -> float:
         """Replicas of one stage reduce while they compute on, as DistributedDataParallel does."""
         table = self.table(place.device)
         i, j = self.bounds[part]
         own = slice(table.cut_points[i], table.cut_points[j])
         gradients = gradient_bytes(table.costs.trainable_bytes[own], self.number_bytes)
         if self.zero:
-            return float(self.exchange(part).at_end(np.asarray(table.reduced(self.zero)[i, j])))
+            return float(self.exchange(part).at_end(np.asarray(table.reduced_bytes(self.zero)[i, j])))
         if not self.reduces_meanwhile(place, ranks):
             return float(all_reduce_seconds(self.topology, ranks, float(gradients.sum()), "best"))
-        each = [made.costs.backward_seconds[own] * scale for made, scale in self.timed[place.device]]
+        each = [
+            timing.costs.backward_seconds[own] * scale for timing, scale in self.timing_tables[place.device]
+        ]
         backward = max(each, key=lambda seconds: float(seconds.sum()))
         return exposed_all_reduce_seconds(backward, gradients, self.topology, ranks, "best")
 
@@ -270,7 +273,7 @@ class Assembly:
         """Bytes by term of a device with all its chunks, as it holds most; under another recomputation, where
         it is given."""
         options = ledger_options(self.smallest_device(device), self.dtype, self.number_bytes, self.zero)
-        made = device_ledger(
+        result = device_ledger(
             self.program,
             device,
             self.chunk_bytes(device),
@@ -287,7 +290,7 @@ class Assembly:
             copies=self.schedule.copies,
             context_bytes=options["context_bytes"],
         )
-        return made.terms
+        return result.terms
 
     def smallest_device(self, device: int) -> Device:
         """Of replicas of several kinds the one with the least memory, which has to hold it, too."""
@@ -319,7 +322,7 @@ class Assembly:
             return
         # Pipes of two directions share the micro-batches: a device has its places in each of them.
         pipes = len(self.program.pipes)
-        launched = self._launched("forward_launch") + self._launched("backward_launch")
+        launched = self._launch_seconds("forward_launch") + self._launch_seconds("backward_launch")
         launching = launched.sum(axis=(1, 2)) / pipes
         computing = (self.by_place("forward") + self.by_place("backward")).sum(axis=(1, 2)) / pipes
         device = int(launching.argmax())

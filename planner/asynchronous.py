@@ -36,19 +36,19 @@ def assemble_endless(
     space: Space, proposal: Proposal, modes: Sequence[Recompute], rounds: int = ROUNDS
 ) -> Assembly:
     """The pipeline as it runs on and on, made ready for the simulator."""
-    made, config = assemble(space, proposal, modes), proposal.config
+    assembly, config = assemble(space, proposal, modes), proposal.config
     stages = len(proposal.ends)
     count = max(rounds * stages, 4 * config.micro_batches)
     program = schedule_named(config.schedule).program(stages, count)
-    return replace(made, program=replace(program, update_every=config.micro_batches))
+    return replace(assembly, program=replace(program, update_every=config.micro_batches))
 
 
 def steady_seconds(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> float:
     """Simulated seconds of a further global batch."""
     rounds, each = ROUNDS, 0.0
     while rounds <= MOST_ROUNDS:
-        made = assemble_endless(space, proposal, modes, rounds)
-        state = steady_state(made.program, made.costs())
+        assembly = assemble_endless(space, proposal, modes, rounds)
+        state = steady_state(assembly.program, assembly.costs())
         each = state.seconds_per_micro_batch
         if state.exact:
             break
@@ -63,8 +63,8 @@ def steady_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
 
 def steady_bubble(space: Space, plan: ScoredPlan) -> float:
     """Idle share of the stages' time in the steady state."""
-    made = assemble_endless(space, plan.proposal, plan.recompute)
-    costs, stages = made.costs(), len(plan.proposal.ends)
+    assembly = assemble_endless(space, plan.proposal, plan.recompute)
+    costs, stages = assembly.costs(), len(plan.proposal.ends)
     forward, backward = np.asarray(costs.forward), np.asarray(costs.backward)
     recompute = 0.0 if costs.recompute is None else costs.recompute * forward
     busy = float((forward + backward + recompute)[:, 0, 0].sum()) * plan.config.micro_batches
@@ -79,7 +79,7 @@ def asynchronous_notes(plan: ScoredPlan) -> list[str]:
     stale = [schedule.staleness(stage, stages, count) for stage in range(stages)]
     return [
         f"{name} never waits for all gradients of a global batch: by stage it keeps "
-        f"{_listed(versions)} weight versions, and gradients are {_listed(stale)} "
+        f"{_join_words(versions)} weight versions, and gradients are {_join_words(stale)} "
         f"{'update' if set(stale) == {1} else 'updates'} late; "
         "training may need other learning rates",
         f"the step is what a further global batch takes in the steady state; filling "
@@ -87,14 +87,16 @@ def asynchronous_notes(plan: ScoredPlan) -> list[str]:
     ]
 
 
-def _listed(values: Sequence[int]) -> str:
+def _join_words(values: Sequence[int]) -> str:
     return str(values[0]) if len(set(values)) == 1 else "-".join(map(str, values))
 
 
 def reduced_seconds(space: Space, ranks: Sequence[int], trainable: Floats) -> Floats:
     """Seconds to add up the gradients of so many bytes of weights over the replicas on these devices."""
-    made: Floats = np.asarray(all_reduce_seconds(space.topology, ranks, space.gradients(trainable), "best"))
-    return made
+    seconds: Floats = np.asarray(
+        all_reduce_seconds(space.topology, ranks, space.gradients(trainable), "best")
+    )
+    return seconds
 
 
 def pace(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> float:

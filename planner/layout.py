@@ -100,7 +100,7 @@ class Layout:
         return batch // count
 
     @cached_property
-    def kept(self) -> bool:
+    def keeps_stages(self) -> bool:
         """Whether the cuts and the devices are the plan's."""
         own = self.overrides.replicas
         same_replicas = own is None or set(self.plan.replicas) == {own}
@@ -122,10 +122,10 @@ class Layout:
             return 1
         if len(counts) == 1:
             return counts.pop()
-        shown = "-".join(map(str, self.plan.replicas[:16]))
+        text = "-".join(map(str, self.plan.replicas[:16]))
         raise UsageError(
             f"{self.schedule.name} with {self.program.slots} parts: the layers are cut anew, and the plan's "
-            f"replicas ({shown}) are those of its own stages",
+            f"replicas ({text}) are those of its own stages",
             "Say how many each stage is to have: replicas=1, say.",
         )
 
@@ -143,7 +143,11 @@ class Layout:
                 "the plan recomputes selectively, and does not say which stages do",
                 "Simulate a plan with another recomputation.",
             )
-        return tuple(str(own[device]) for device in range(devices)) if self.kept else ("always",) * devices
+        return (
+            tuple(str(own[device]) for device in range(devices))
+            if self.keeps_stages
+            else ("always",) * devices
+        )
 
     @cached_property
     def launches(self) -> bool:
@@ -168,7 +172,7 @@ class Layout:
     @cached_property
     def balance(self) -> list[int]:
         """Layers of each part."""
-        if self.kept:
+        if self.keeps_stages:
             return [stage.layers for stage in self.plan.stages]
         costs = self.chain.at(self.size, past_largest=True)
         recompute = self.plan.recompute != "never"
@@ -178,7 +182,7 @@ class Layout:
     @cached_property
     def ranks(self) -> list[list[int]]:
         """The devices of each stage: its replicas."""
-        if self.kept:
+        if self.keeps_stages:
             return [self.plan.stages[stage].devices for stage in range(self.program.devices)]
         each = self.replicas
         if self.same_devices and set(self.plan.replicas) == {each}:

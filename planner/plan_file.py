@@ -145,14 +145,14 @@ _SHARED = ("micro_batches", "micro_batch_size", "recompute")
 """Keys of an alternative whose default is the plan's value."""
 
 
-def _check_mini_batch(made: Plan | Alternative, mini_batch: int, where: str = "") -> None:
-    if made.micro_batches > MOST_MICRO_BATCHES:
+def _check_mini_batch(plan: Plan | Alternative, mini_batch: int, where: str = "") -> None:
+    if plan.micro_batches > MOST_MICRO_BATCHES:
         raise ValueError(
-            f"{where}micro_batches is {made.micro_batches}, at most {MOST_MICRO_BATCHES} are read"
+            f"{where}micro_batches is {plan.micro_batches}, at most {MOST_MICRO_BATCHES} are read"
         )
-    if made.micro_batches * made.micro_batch_size != mini_batch:
+    if plan.micro_batches * plan.micro_batch_size != mini_batch:
         raise ValueError(
-            f"{where}micro_batches {made.micro_batches} times micro_batch_size {made.micro_batch_size} "
+            f"{where}micro_batches {plan.micro_batches} times micro_batch_size {plan.micro_batch_size} "
             f"do not make a mini_batch of {mini_batch}"
         )
 

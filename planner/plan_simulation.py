@@ -83,17 +83,17 @@ def simulate_plan(
     that cannot stay, and for `profiles` that are missing or of other layers.
     """
     layout = Layout(plan, chain, overrides or Overrides())
-    made = _assembly(layout, topology, of_same_layers(chain, profiles or {}))
-    timeline = simulate(made.program, made.costs())
-    memory = tuple(device_memory(made, device, timeline) for device in range(made.program.devices))
+    assembly = _assembly(layout, topology, of_same_layers(chain, profiles or {}))
+    timeline = simulate(assembly.program, assembly.costs())
+    memory = tuple(device_memory(assembly, device, timeline) for device in range(assembly.program.devices))
     return SimulatedPlan(
         schedule=layout.schedule,
         virtual_stages=layout.virtual_stages,
         micro_batch_size=layout.size,
         timeline=timeline,
-        layers=tuple(layout.layers(device) for device in range(made.program.devices)),
+        layers=tuple(layout.layers(device) for device in range(assembly.program.devices)),
         memory=memory,
-        notes=(*_notes(layout), *made.outside(), *_too_large(memory)),
+        notes=(*_notes(layout), *assembly.outside(), *_too_large(memory)),
     )
 
 
@@ -144,7 +144,7 @@ def _assembly(layout: Layout, topology: Topology, profiles: Mapping[str, Chain])
 def _notes(layout: Layout) -> Iterator[str]:
     """What is otherwise than in the plan."""
     plan = layout.plan
-    if not layout.kept:
+    if not layout.keeps_stages:
         counts = ", ".join(map(str, layout.balance))
         yield f"the layers are cut anew, the slowest part as fast as can be: {counts}"
         if layout.replicas == 1 and max(plan.replicas) > 1:
@@ -155,7 +155,7 @@ def _notes(layout: Layout) -> Iterator[str]:
         mode = plan.recompute.replace("_", "-")
         if plan.recompute == "except_last":
             yield f"recompute always: {mode} is for gpipe"
-        elif not layout.kept:
+        elif not layout.keeps_stages:
             yield f"recompute {layout.recompute[0]} on every stage: the plan says it for its own stages"
     runtime = plan.runtime
     if runtime is not None and layout.schedule.name not in runtime_named(runtime).schedules:

@@ -118,8 +118,8 @@ def test_throughput_is_the_best_of_both_kinds(
     )
     assert outcome.best is not None
     assert outcome.best.step_seconds == pytest.approx(min(flushed, late), rel=1e-6)
-    assert outcome.found.exact
-    assert outcome.found.bound_seconds <= min(flushed, late) * (1 + 1e-6)
+    assert outcome.result.exact
+    assert outcome.result.bound_seconds <= min(flushed, late) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(
