@@ -26,8 +26,8 @@ class Buckets:
     """The buckets of all stages between `cut_points` (n + 1).
 
     `closed`: (layer, stage ends, bytes) of the buckets that become complete with a layer, from the last layer
-    to the first; `last_bytes` (n + 1, n + 1): bytes of the bucket that stage [start, end] fills last, 0 where its
-    first layer completed one; `left_layer`: the layer that it becomes complete with.
+    to the first; `last_bytes` (n + 1, n + 1): bytes of the bucket that stage [start, end] fills last, 0 where
+    its first layer completed one; `left_layer`: the layer that it becomes complete with.
     """
 
     cut_points: tuple[int, ...]

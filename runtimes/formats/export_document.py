@@ -100,8 +100,8 @@ def check_layers(
             "Give an example_input, too, or pplan.sequential(model, example_input).",
         )
     if names is None:
-        known = getattr(model, "layer_names", ())
-        names = known if isinstance(known, tuple) and len(known) == layers else ()
+        own_names = getattr(model, "layer_names", ())
+        names = own_names if isinstance(own_names, tuple) and len(own_names) == layers else ()
     check_names(document, layers, len(model), names, name)
     return model
 

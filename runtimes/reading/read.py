@@ -120,8 +120,8 @@ def _of_text(text: str, names: Sequence[str], where: str) -> Partition:
         )
         if layout:
             return from_layout(layout[0], names, where, options)
-    if found := _BALANCE.search(text):
-        return from_numbers(_numbers(found[1], where), names, where)
+    if match := _BALANCE.search(text):
+        return from_numbers(_numbers(match[1], where), names, where)
     raise partition_error(
         where, "it is in none of the formats that are read" if text.strip() else "it is empty"
     )
@@ -149,8 +149,10 @@ def _of_parts_text(text: str, names: Sequence[str], where: str) -> Partition:
 def _parts(content: list[Any]) -> list[list[str]]:
     """Lists of module names: each a list, or a text with commas; none where it is something else."""
     parts = [item.split(",") if isinstance(item, str) else item for item in content]
-    named = all(isinstance(part, list) and part and all(isinstance(n, str) for n in part) for part in parts)
-    return parts if named else []
+    all_names = all(
+        isinstance(part, list) and part and all(isinstance(n, str) for n in part) for part in parts
+    )
+    return parts if all_names else []
 
 
 def with_virtual_stages(partition: Partition, virtual_stages: int | None, where: str) -> Partition:
@@ -189,17 +191,17 @@ KINDS: dict[str, type[ExportDocument]] = {
 def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Partition:
     """The partition in a file for `runtime`. Raises FileError."""
     document = KINDS[runtime].parse(text, where)
-    made = _partition(document, names, where)
-    if made.ends[-1] != len(names):
+    partition = _partition(document, names, where)
+    if partition.ends[-1] != len(names):
         raise partition_error(
             where,
-            f"it has {made.ends[-1]} layers, the profile {len(names)}",
+            f"it has {partition.ends[-1]} layers, the profile {len(names)}",
             "Name the profile of that model: profile=FILE",
         )
     replicas = getattr(document, "replicas", 1)
     return check_stages(
         replace(
-            made,
+            partition,
             format=runtime,
             runtime=runtime,
             replicas=replicas,
@@ -213,12 +215,12 @@ def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Pa
 def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
     """The stages, schedule and recomputation."""
     if isinstance(document, PipeExport):
-        made = Partition("", tuple(accumulate(document.balance)), schedule="gpipe")
-        return replace(made, virtual_stages=1, recompute=document.checkpoint)
+        partition = Partition("", tuple(accumulate(document.balance)), schedule="gpipe")
+        return replace(partition, virtual_stages=1, recompute=document.checkpoint)
     if isinstance(document, DeepspeedExport):
         again = document.config.get("pipeline", {}).get("activation_checkpoint_interval", 0) > 0
-        made = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
-        return replace(made, recompute="always" if again else "never")
+        partition = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
+        return replace(partition, recompute="always" if again else "never")
     if isinstance(document, TorchExport):
         words = set(document.recompute)
         return Partition(
@@ -235,13 +237,13 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
 
 def _of_trainer(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
     if isinstance(document, LayoutExport):
-        made = from_layout(document.layout, names, where, {})
+        partition = from_layout(document.layout, names, where, {})
     elif isinstance(document, TorchtitanExport | NemoExport):
-        made = from_modules(document.module_fqns_per_model_part, names, where, {})
+        partition = from_modules(document.module_fqns_per_model_part, names, where, {})
     else:
         raise partition_error(where, f"files for {document.runtime} are not read")
     return replace(
-        made,
+        partition,
         virtual_stages=document.virtual_stages,
         schedule=document.order,
         recompute=document.recompute,
