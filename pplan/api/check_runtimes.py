@@ -39,7 +39,7 @@ class Placed:
     topology: Topology
     profiles: Mapping[str, Chain]
 
-    def chosen(self, plan: Plan, runtime: str) -> tuple[Plan, str | None]:
+    def choose_plan(self, plan: Plan, runtime: str) -> tuple[Plan, str | None]:
         """The plan itself, or a plan of its alternative for the runtime, and then a remark on it.
 
         Raises ExportError where the runtime runs neither.
@@ -49,8 +49,8 @@ class Placed:
         launches = plan.runtime is not None and runtime_named(plan.runtime).one_process
         if remark is None and (launches or not about.one_process):
             return plan, None
-        said = None if remark is None else remark.replace("Exported instead", "Checked instead")
-        return self._plan_of(choice, plan, runtime), said
+        text = None if remark is None else remark.replace("Exported instead", "Checked instead")
+        return self._plan_of(choice, plan, runtime), text
 
     def _plan_of(self, choice: Choice, plan: Plan, runtime: str) -> Plan:
         plan_options = PlanOptions(
@@ -65,15 +65,15 @@ class Placed:
             runtime=runtime,
         )
         problem = build_problem(self.chain, self.topology, plan_options, plan.profile, self.profiles)
-        given = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
-        return plan_partition(problem, given, model=plan.model, profile=plan.profile)
+        partition = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
+        return plan_partition(problem, partition, model=plan.model, profile=plan.profile)
 
     def even(self, plan: Plan) -> Plan:
         """Raises ExportError where there is none."""
-        made = even_plan(plan, self.chain, self.topology, self.profiles)
-        if isinstance(made, str):
-            raise ExportError(made, "Check the plan alone: `even=False`.")
-        return made
+        even = even_plan(plan, self.chain, self.topology, self.profiles)
+        if isinstance(even, str):
+            raise ExportError(even, "Check the plan alone: `even=False`.")
+        return even
 
 
 def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
@@ -82,8 +82,8 @@ def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
         raise UsageError(
             f"check: no steps are run on {runtime!r}", f"Use one of {', '.join((TORCH, *EXPORTS))}."
         )
-    for option, given in (("`emulate`", emulate), ("`calibrate` and `calibration`", calibrate)):
-        if given:
+    for option, is_given in (("`emulate`", emulate), ("`calibrate` and `calibration`", calibrate)):
+        if is_given:
             raise UsageError(
                 f"check: {option} with runtime={runtime!r}: only torch.distributed.pipelining does that",
                 "Leave it out, or check with runtime='torch'.",

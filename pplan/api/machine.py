@@ -48,14 +48,14 @@ def own_profiles(topology: Topology, folder: Path, seconds_of: str | None = PROC
     Raises FileError, and UsageError where one of a GPU was measured on a processor and `seconds_of` does not
     say that it is meant.
     """
-    made = {}
+    profiles = {}
     for kind in topology.kinds:
         if kind.profile is not None:
             profile = _profile(folder / kind.profile, kind.name)
             if seconds_of is None:
                 check_processor_seconds_of(profiled_device(profile), kind)
-            made[kind.profile] = profile.chain()
-    return made
+            profiles[kind.profile] = profile.chain()
+    return profiles
 
 
 def _profile(path: Path, kind: str) -> Profile:
