@@ -155,7 +155,7 @@ def _other_plans(own: PlanSummary) -> list[Column[_OtherPlan]]:
 
 def _print_sensitivity(sensitivities: Sequence[Sensitivity], console: Console) -> None:
     rows = [
-        (own, turn, _factor_of(own, turn, end, way))
+        (own, turn, _factor_text(own, turn, end, way))
         for own in sensitivities
         for turn, end, way in ((own.below, own.least, "down"), (own.above, own.most, "up"))
     ]
@@ -174,7 +174,7 @@ def _what(own: Sensitivity) -> str:
     return own.what if own.first_layer is None else f"{own.what} ({own.first_layer} to {own.last_layer})"
 
 
-def _factor_of(own: Sensitivity, turn: Turn | None, end: float, way: str) -> str:
+def _factor_text(own: Sensitivity, turn: Turn | None, end: float, way: str) -> str:
     """From where on another plan is better; or how far it was looked for."""
     of_layers = own.first_layer is not None
     if turn is None:

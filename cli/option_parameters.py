@@ -45,7 +45,7 @@ class _ModelParameters:
         """The model with what is typed. Raises UsageError."""
         values: dict[str, Any] = {}
         for name, own in self.fields.items():
-            flag = flag_of(name, own)
+            flag = option_flag(name, own)
             if isinstance(typed[name], bool):
                 values[name] = typed[name] is not flag.startswith("--no-")
             elif name in stated:
@@ -54,7 +54,7 @@ class _ModelParameters:
         return self.model(**values)
 
 
-def flag_of(name: str, own: Option) -> str:
+def option_flag(name: str, own: Option) -> str:
     """The option of a field."""
     return "--" + (own.flag or name.replace("_", "-"))
 
@@ -111,7 +111,7 @@ def _parameters(model: _ModelParameters) -> Iterator[inspect.Parameter]:
     for name, own in model.fields.items():
         kind, default = _kind_and_default(own, model.model.__dataclass_fields__[name].default)
         parameter = typer.Option(
-            flag_of(name, own), metavar=own.form, help=as_options(own.help), rich_help_panel=own.panel
+            option_flag(name, own), metavar=own.form, help=as_options(own.help), rich_help_panel=own.panel
         )
         yield inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, parameter]
@@ -132,7 +132,7 @@ def _name_options(name: str, hint: Any, model: _ModelParameters | None) -> None:
     """Has messages that name fields print their options."""
     if model is not None:
         for field, own in model.fields.items():
-            name_field(field, flag_of(field, own))
+            name_field(field, option_flag(field, own))
         return
     for own in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
         if isinstance(own, typer.models.OptionInfo):

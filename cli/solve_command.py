@@ -73,7 +73,7 @@ def solve_command(
         ("--sweep gpus=2,4,8", bool(grid.sweep), ["csv", "backend", "jobs"]),
     )
     if "gpus" not in grid.sweep and machine.gpus is None:
-        machine = replace(machine, gpus=_gpus_of(machine.topology))
+        machine = replace(machine, gpus=_count_gpus(machine.topology))
     aim = "--robust" if plan_options.robust else f"--objective {objective.objective}"
     _check_together(bool(grid.sweep), frontier, output, aim)
     path = named_or_newest(profile_file, ("profile",))
@@ -154,7 +154,7 @@ def _frontier(profile: Profile, options: FrontierOptions, keywords: Mapping[str,
     return frontier(profile, **vars(options), **own)
 
 
-def _gpus_of(topology: Path | None) -> int:
+def _count_gpus(topology: Path | None) -> int:
     """The number of GPUs of the topology, where the command line names none. Raises UsageError."""
     from ..cost_models.errors import UsageError
     from ..cost_models.machines.topology_options import named_topology

@@ -13,7 +13,7 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Option, Options, declared, option
 from ..cost_models.typed_text import whole_number
-from .option_parameters import flag_of
+from .option_parameters import option_flag
 
 _PANEL = "Many problems"
 
@@ -21,7 +21,7 @@ _PANEL = "Many problems"
 def _keys() -> dict[str, tuple[str, Option]]:
     """By the names of the options that can be swept, their fields: all that hold one value of several."""
     return {
-        flag_of(name, own).removeprefix("--"): (name, own)
+        option_flag(name, own).removeprefix("--"): (name, own)
         for model in (MachineOptions, PlanOptions, ObjectiveOptions)
         for name, own in declared(model).items()
         if own.help and own.form and not own.repeats

@@ -156,15 +156,15 @@ def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPl
     return Case(
         name=name,
         document=document,
-        links=links_of(costs, len(crossing)),
+        links=cut_links(costs, len(crossing)),
         crossing_bytes=crossing,
         all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
-        tied=[] if emulate else WeightSum.list_of(costs),
+        tied=[] if emulate else WeightSum.from_costs(costs),
         waits=waits,
     )
 
 
-def links_of(costs: Costs, cuts: int) -> list[CutLink]:
+def cut_links(costs: Costs, cuts: int) -> list[CutLink]:
     """What a transfer over each of the cuts takes."""
     latency, occupancy = costs.forward_latency, costs.forward_occupancy
     return [
@@ -176,4 +176,4 @@ def links_of(costs: Costs, cuts: int) -> list[CutLink]:
     ]
 
 
-__all__ = ["EVEN", "PLAN", "CheckCase", "even_plan", "links_of", "prepare_case", "stage_seconds"]
+__all__ = ["EVEN", "PLAN", "CheckCase", "cut_links", "even_plan", "prepare_case", "stage_seconds"]

@@ -21,7 +21,7 @@ from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument, Weight
 from ..runtimes.checking.prediction import is_serial
 from ..runtimes.formats import deepspeed_export, pipe_export
 from ..runtimes.formats.plan_choice import Choice, choose
-from .check_cases import CheckCase, even_plan, links_of
+from .check_cases import CheckCase, cut_links, even_plan
 
 TORCH = "torch"
 EXPORTS: dict[str, Callable[..., tuple[RuntimeDocument, str | None]]] = {
@@ -50,9 +50,9 @@ class Placed:
         if remark is None and (launches or not about.one_process):
             return plan, None
         text = None if remark is None else remark.replace("Exported instead", "Checked instead")
-        return self._plan_of(choice, plan, runtime), text
+        return self._plan_for(choice, plan, runtime), text
 
-    def _plan_of(self, choice: Choice, plan: Plan, runtime: str) -> Plan:
+    def _plan_for(self, choice: Choice, plan: Plan, runtime: str) -> Plan:
         plan_options = PlanOptions(
             mini_batch=choice.micro_batches * choice.micro_batch_size,
             micro_batches=choice.micro_batches,
@@ -110,9 +110,9 @@ def for_runtime(
     case = RuntimeCase(
         name=name,
         document=document,
-        links=links_of(costs, len(plan.stages) - 1),
+        links=cut_links(costs, len(plan.stages) - 1),
         all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
-        tied=WeightSum.list_of(costs),
+        tied=WeightSum.from_costs(costs),
     )
     return CheckCase(name, plan, simulated, case)
 
