@@ -112,13 +112,12 @@ def _status() -> dict[str, int]:
 
 def print_processes(names: Sequence[str], size: int, optimizers: Sequence[str]) -> None:
     """The table."""
+    threads = torch.get_num_threads()
     print(
-        f"torch {torch.__version__}, CPU of {torch.get_num_threads()} threads, float32, micro-batch of {size}; "
-        "MiB of 2^20 bytes\n"
+        f"torch {torch.__version__}, {threads} threads, float32, micro-batch of {size}; MiB of 2^20 bytes\n"
     )
-    print(
-        f"{'model':<19} {'optimizer':<9} {'ledger':>8} {'process':>8} {'ratio':>6} {'default':>8} {'ratio':>6}"
-    )
+    titles = f"{'ledger':>8} {'process':>8} {'ratio':>6} {'default':>8} {'ratio':>6}"
+    print(f"{'model':<19} {'optimizer':<9} {titles}")
     for name in names:
         for optimizer in optimizers:
             row = row_of(name, size, optimizer)

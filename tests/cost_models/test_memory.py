@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.memory import Moment, StageBytes, ledger, stage_workspace, total
+from pplan.cost_models.memory import Moment, StageBytes, Training, ledger, stage_workspace, total
 from pplan.cost_models.optimizers import MIXED, Precision, StepKernels
-from pplan.cost_models.training import Training
 
 STAGE = StageBytes(
     parameters=1000.0,
