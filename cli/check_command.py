@@ -123,13 +123,14 @@ def _tell(found: Check, read: PlanAndProfile, *, save: bool, as_json: bool, cali
 def _write_calibration(found: Check, read: PlanAndProfile, stem: str) -> None:
     """Writes the calibration and the topology beside the plan, and says what solving again finds."""
     from ..api.calibrate import calibrate
+    from ..cost_models.file_kind import file_kind
     from .output import Target
 
     made = calibrate(found, read, stem)
     if made is None:
         return
     for path, content in made.files.items():
-        Target(path, replace=False, own=True).put(content)
+        Target(path, replace=False, own=True, kind=file_kind(content)).put(content)
     remark(f"Wrote {' and '.join(map(str, made.files))}")
     again = made.again
     if isinstance(again, str):
@@ -162,7 +163,9 @@ def _saved(read: PlanAndProfile) -> Target:
     """NAME.check.json beside NAME.plan.json: an earlier one goes that nobody changed."""
     from .output import Target
 
-    return Target(read.plan_file.with_name(f"{_stem(read)}.check.json"), replace=False, own=True)
+    return Target(
+        read.plan_file.with_name(f"{_stem(read)}.check.json"), replace=False, own=True, kind="check"
+    )
 
 
 def _fail(found: Check, fail_above: float | None) -> None:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from .errors import FileError
+from .errors import SHOWN, FileError, shown
+from .file_kind import FOR_A_RUNTIME, check_same_kind, file_kind, kinds_of
 from .runtime import RUNTIMES
 from .seal import sealed
 
@@ -130,9 +131,10 @@ def write_whole(path: Path, text: str, *, force: bool) -> None:
     """Writes `text` to a temporary file beside `path` and renames it: the file is whole or untouched.
 
     A link stays, and the file it leads to is written. Raises FileError where `path` exists and `force` is not
-    given, or where the disk refuses.
+    given or the file there is of another kind, or where the disk refuses.
     """
     check_place(path, force=force)
+    check_same_kind(path, file_kind(text))
     temporary = None
     try:
         target = path.resolve(strict=False) if path.is_symlink() else path
@@ -160,24 +162,6 @@ def sha256(content: str | bytes) -> str:
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
-def kind_of(text: str) -> str | None:
-    """Which of pplan's files this is, by the keys that only one kind has; None where they do not tell."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return next(iter(_kinds(content)), None) if isinstance(content, dict) else None
-
-
-FOR_A_RUNTIME = "file for a runtime"
-KINDS = {
-    "profile": "layers",
-    "plan": "prediction",
-    "simulation": "bubble_rate_span",
-    "frontier": "points",
-    FOR_A_RUNTIME: "step_seconds",
-}
-"""A key at the top of a file that only files of this kind have, and those named before it."""
 _VERBS = {
     "profile": "profile",
     "plan": "solve",
@@ -185,12 +169,6 @@ _VERBS = {
     "frontier": "solve frontier=True",
     **{name: f"export {name}" for name in RUNTIMES},
 }
-SHOWN = 80
-"""Characters of a wrong value that an error shows."""
-
-
-def _kinds(content: dict[str, Any]) -> list[str]:
-    return [name for name, key in KINDS.items() if key in content]
 
 
 def _umask() -> int:
@@ -227,7 +205,7 @@ def _check_content(content: Any, where: str, document: type[Document]) -> None:
     kind, name = document.kind, _named(document.kind)
     if not isinstance(content, dict) or "schema" not in content:
         raise FileError(f"{where}: not a {name} of pplan (it has no key 'schema')", _again(kind))
-    found, own = _kinds(content), FOR_A_RUNTIME if kind in RUNTIMES else kind
+    found, own = kinds_of(content), FOR_A_RUNTIME if kind in RUNTIMES else kind
     if found and own not in found:
         raise FileError(f"{where}: this is a {found[0]}, a {name} is needed here", _again(kind))
     version = content["schema"]
@@ -255,7 +233,7 @@ def _seen(error: ErrorDetails) -> str:
     value = error["input"]
     if error["type"] == "missing" or not error["loc"] or isinstance(value, dict):
         return ""
-    return f", the value is {_shortened(repr(value), SHOWN)}"
+    return f", the value is {shown(value)}"
 
 
 def _shortened(text: str, most: int) -> str:

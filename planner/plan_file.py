@@ -9,6 +9,20 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.errors import UsageError
+from ..cost_models.field_types import (
+    Bytes,
+    DeviceCount,
+    DeviceIndex,
+    LayerCount,
+    LayerIndex,
+    MiniBatch,
+    PredictedSeconds,
+    Rate,
+    Ratio,
+    StepSeconds,
+    TotalBytes,
+    ZeroStage,
+)
 from ..cost_models.option_fields import declared
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from ..cost_models.runtime import RUNTIMES
@@ -39,13 +53,7 @@ def _as_tuples(value: Any) -> Any:
 Recompute = Literal["never", "always", "except_last", "selective"]
 MOST_MICRO_BATCHES = 2**20
 """Of a step: orders of actions are written out."""
-Count = Annotated[int, Field(ge=1, le=2**40)]
-ZeroStage = Annotated[int, Field(ge=0, le=3)]
-Index = Annotated[int, Field(ge=0)]
-Bytes = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0)]
-StepSeconds = Annotated[float, Field(gt=0)]
-Rate = Annotated[float, Field(ge=0)]
+MicroBatches = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
 ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 RuntimeName = Annotated[str, AfterValidator(_known_runtime)]
 
@@ -56,15 +64,15 @@ class PlannedStage(Record):
     Seconds are those of one micro-batch on one replica, backward with what it recomputes.
     """
 
-    first_layer: Index
-    last_layer: Index
-    replicas: Count = 1
-    devices: list[Index]
-    forward_seconds: Seconds
-    backward_seconds: Seconds
-    memory_bytes: Bytes
-    memory_limit_bytes: Bytes | None = None
-    memory: dict[str, Bytes] = {}
+    first_layer: LayerIndex
+    last_layer: LayerIndex
+    replicas: DeviceCount = 1
+    devices: list[DeviceIndex]
+    forward_seconds: PredictedSeconds
+    backward_seconds: PredictedSeconds
+    memory_bytes: TotalBytes
+    memory_limit_bytes: TotalBytes | None = None
+    memory: dict[str, TotalBytes] = {}
     """The ledger: bytes by term."""
     recompute: Recompute | None = None
     """The stage's own, where the plan's is `selective`; else as the plan's."""
@@ -90,8 +98,8 @@ class SharedWeight(Record):
 
     tensor: str
     bytes: Bytes
-    stages: Annotated[list[Index], Field(min_length=2)]
-    sum_seconds: Seconds = 0.0
+    stages: Annotated[list[LayerIndex], Field(min_length=2)]
+    sum_seconds: PredictedSeconds = 0.0
 
 
 class Prediction(Record):
@@ -109,12 +117,12 @@ class Prediction(Record):
 
     step_seconds: StepSeconds
     samples_per_second: Rate
-    bubble: float
-    lower_bound_seconds: Seconds
-    gap: float
+    bubble: Ratio
+    lower_bound_seconds: PredictedSeconds
+    gap: Ratio
     exact: bool
     bound_covers: str = ""
-    root_bound_seconds: Seconds | None = None
+    root_bound_seconds: PredictedSeconds | None = None
     uncertainty: Rate | None = None
     low_seconds: StepSeconds | None = None
     high_seconds: StepSeconds | None = None
@@ -151,19 +159,19 @@ class Alternative(Record):
     """
 
     runtimes: list[RuntimeName]
-    balance: Annotated[list[Count], Field(min_length=1)]
-    replicas: Count = 1
+    balance: Annotated[list[LayerCount], Field(min_length=1)]
+    replicas: DeviceCount = 1
     schedule: ScheduleName
-    virtual_stages: Count = 1
+    virtual_stages: LayerCount = 1
     """Of each device; the balance is then by part."""
-    micro_batches: Count
-    micro_batch_size: Count
+    micro_batches: MicroBatches
+    micro_batch_size: MiniBatch
     recompute: Recompute
     stage_recompute: list[Recompute] = []
     """By stage, where `recompute` is `selective`."""
     step_seconds: StepSeconds
     samples_per_second: Rate = 0.0
-    memory_bytes: list[Bytes] = []
+    memory_bytes: list[TotalBytes] = []
     """By stage."""
     exact: bool = False
     reason: str = ""
@@ -175,9 +183,9 @@ class Aim(Record):
     that `covers` names (0: nothing is proven)."""
 
     name: str
-    value: float
+    value: Ratio
     unit: str
-    lower_bound: Annotated[float, Field(ge=0)]
+    lower_bound: Rate
     exact: bool
     detail: str = ""
     covers: str = ""
@@ -196,7 +204,7 @@ def _read_options(value: Any) -> Any:
 class OtherMiniBatch(Record):
     """What another global batch would give: the best that a short search found; None where no plan was."""
 
-    mini_batch: Count
+    mini_batch: MiniBatch
     step_seconds: StepSeconds | None = None
     samples_per_second: Rate | None = None
 
@@ -205,7 +213,7 @@ class DefaultMiniBatch(Record):
     """The global batch that none was given for: so many samples a device, before it was rounded to what the
     micro-batches make. `others`: half and twice of it, where there was time to try them."""
 
-    samples_per_device: Count
+    samples_per_device: MiniBatch
     others: list[OtherMiniBatch] = []
 
 
@@ -237,13 +245,13 @@ class Plan(Document):
     kind: ClassVar[str] = "plan"
 
     model: str
-    balance: Annotated[list[Count], Field(min_length=1)]
-    mini_batch: Count
-    micro_batches: Count
-    micro_batch_size: Count
+    balance: Annotated[list[LayerCount], Field(min_length=1)]
+    mini_batch: MiniBatch
+    micro_batches: MicroBatches
+    micro_batch_size: MiniBatch
     """Samples of a whole micro-batch; where r replicas share it, each computes 1/r of them, rounded up."""
     schedule: ScheduleName
-    virtual_stages: Count = 1
+    virtual_stages: LayerCount = 1
     optimizer: str = "sgd"
     precision: PrecisionName | None = None
     """Of the weights and states; None in files from before it was said: as usual for the profile."""
@@ -252,9 +260,9 @@ class Plan(Document):
     """What the replicas of a stage spread over them: ZeRO's stage."""
     recompute: Recompute = "never"
     runtime: RuntimeName | None = None
-    gpus: Count | None = None
+    gpus: DeviceCount | None = None
     """Devices that were offered; a plan may use fewer."""
-    gpus_per_node: Count | None = None
+    gpus_per_node: DeviceCount | None = None
     device_kind: Literal["GPU", "CPU"] = "GPU"
     """What it is for: processors where one was profiled and no GPU was named."""
     topology: str = ""
@@ -297,9 +305,8 @@ class Plan(Document):
         _check_mini_batch(self, self.mini_batch)
         _check_precision(self)
         _check_layers(self)
-        if self.virtual_stages == 1:
-            _check_balance(self)
-            _check_devices(self.stages)
+        _check_balance(self)
+        _check_devices(self)
         for number, other in enumerate(self.alternatives):
             _check_alternative(other, self, f"alternatives.{number}: ")
         return self
@@ -381,11 +388,18 @@ def _check_balance(plan: Plan) -> None:
         raise ValueError(f"balance is {plan.balance}, the stages hold {counts} layers")
 
 
-def _check_devices(stages: list[PlannedStage]) -> None:
-    uses = Counter(device for stage in stages for device in stage.devices)
-    twice = sorted(device for device, count in uses.items() if count > 1)
+def _check_devices(plan: Plan) -> None:
+    """Each device has one part of the layers, or as many as there are virtual stages, and is there."""
+    if len(plan.stages) % plan.virtual_stages:
+        raise ValueError(
+            f"virtual_stages is {plan.virtual_stages}, which does not divide the {len(plan.stages)} stages"
+        )
+    uses = Counter(device for stage in plan.stages for device in stage.devices)
+    twice = sorted(device for device, count in uses.items() if count > plan.virtual_stages)
     if twice:
         raise ValueError(f"stages: device {twice[0]} is used {uses[twice[0]]} times")
+    if plan.gpus is not None and max(uses) >= plan.gpus:
+        raise ValueError(f"stages: device {max(uses)} is used, of {plan.gpus} gpus from 0 on")
 
 
 def _check_alternative(other: Alternative, plan: Plan, where: str) -> None:
@@ -394,4 +408,12 @@ def _check_alternative(other: Alternative, plan: Plan, where: str) -> None:
             f"{where}balance {other.balance} adds up to {sum(other.balance)}, "
             f"the plan has {sum(plan.balance)} layers"
         )
+    parts = len(other.balance)
+    if parts % other.virtual_stages:
+        raise ValueError(
+            f"{where}virtual_stages is {other.virtual_stages}, which does not divide the {parts} parts"
+        )
+    for name, values in (("stage_recompute", other.stage_recompute), ("memory_bytes", other.memory_bytes)):
+        if len(values) not in (0, parts):
+            raise ValueError(f"{where}{name} has {len(values)} entries for {parts} parts")
     _check_mini_batch(other, plan.mini_batch, where)

@@ -64,7 +64,9 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
         made = Partition("", tuple(accumulate(document.balance)), schedule="gpipe")
         return replace(made, virtual_stages=1, recompute=document.checkpoint)
     if isinstance(document, DeepspeedExport):
-        again = document.config.get("pipeline", {}).get("activation_checkpoint_interval", 0) > 0
+        pipeline = document.config.get("pipeline")
+        interval = pipeline.get("activation_checkpoint_interval") if isinstance(pipeline, dict) else None
+        again = isinstance(interval, int) and interval > 0
         made = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
         return replace(made, recompute="always" if again else "never")
     if isinstance(document, TorchExport):

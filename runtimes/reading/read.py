@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...cost_models.document import kind_of
-from ...cost_models.errors import UsageError
+from ...cost_models.errors import UsageError, shown
+from ...cost_models.file_kind import kind_of
 from ...cost_models.runtime import RUNTIMES
 from ..formats.export_document import hash_names
 from .exports import from_export
@@ -50,15 +50,16 @@ def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where
     if kind in ("plan", "profile", "simulation"):
         hint = "Give it to show, simulate or export." if kind == "plan" else ""
         raise partition_error(where, f"this is a {kind} of pplan, not another tool's partition", hint)
-    if content.get("runtime") not in RUNTIMES:
-        raise partition_error(where, f"runtime is {content.get('runtime')!r}, which is not known")
+    runtime = content.get("runtime")
+    if not isinstance(runtime, str) or runtime not in RUNTIMES:
+        raise partition_error(where, f"runtime is {shown(runtime)}, which is not known")
     if content.get("layers_sha256") not in (None, "", hash_names(names)):
         raise partition_error(
             where,
             f"it was exported for {content.get('model')}, the profile has other layers",
             "Name the profile of that plan: profile=FILE",
         )
-    return from_export(text, content["runtime"], names, where)
+    return from_export(text, runtime, names, where)
 
 
 def _of_json(content: Any, names: Sequence[str], where: str) -> Partition:
