@@ -11,6 +11,7 @@ from .ranges import (
     MOST_BYTES,
     MOST_DEVICES,
     MOST_LAYERS,
+    MOST_MICRO_BATCHES,
     MOST_MINI_BATCH,
     MOST_PREDICTED_SECONDS,
     MOST_RATIO,
@@ -37,6 +38,7 @@ Rate = Annotated[float, Field(ge=0, le=MOST_RATIO)]
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 MiniBatch = Annotated[int, Field(ge=1, le=MOST_MINI_BATCH)]
 """Also of a micro-batch."""
+MicroBatches = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
 LayerCount = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 LayerIndex = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
 LayerBound = Annotated[int, Field(ge=0, le=MOST_LAYERS)]

@@ -23,6 +23,8 @@ MOST_RATIO = 1e100
 MOST_SAMPLES = 2**24
 """Of a measured micro-batch."""
 MOST_MINI_BATCH = 2**40
+MOST_MICRO_BATCHES = 2**20
+"""Of a step in a file: orders of actions are written out."""
 MOST_LAYERS = 2**17
 MOST_DEVICES = 65_536
 """Of a topology."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pplan.cost_models.document import sha256
+from pplan.cost_models.text_files import sha256
 
 from .commands import Command, after, random_command, readers
 from .mutation import Edit, edited, random_edits

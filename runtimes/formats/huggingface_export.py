@@ -10,8 +10,9 @@ from typing import ClassVar, Literal
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import ExportError
+from ...cost_models.field_types import MicroBatches
 from ...cost_models.runtime import runtime_named
-from ...planner.plan_file import MicroBatches, Plan
+from ...planner.plan_file import Plan
 from .export_document import ExportDocument, hash_layers
 from .plan_choice import Choice, choose
 from .transformer_blocks import NotBlocksError, find_blocks

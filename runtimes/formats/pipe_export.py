@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from ...cost_models.document import MadeBy
-from ...cost_models.field_types import LayerCount
+from ...cost_models.field_types import LayerCount, MicroBatches
 from ...cost_models.runtime import runtime_named
-from ...planner.plan_file import MicroBatches, Plan
+from ...planner.plan_file import Plan
 from .export_document import ExportDocument, hash_layers
 from .plan_choice import Choice, choose
 

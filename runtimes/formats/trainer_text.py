@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal
 from ...cost_models.document import MadeBy
 from ...cost_models.field_types import DeviceCount, LayerCount
 from ...cost_models.quantities import format_seconds
-from ...planner.plan_file import Plan, ScheduleName
+from ...planner.plan_file import Plan
+from ...planner.plan_records import ScheduleName
 from .export_document import ExportDocument, hash_layers
 from .plan_choice import Choice
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pplan.cost_models.errors import ExportError, FileError, UsageError
+from pplan.cost_models.errors import ExportError, FileError, PplanError, UsageError
 from pplan.cost_models.schedules import schedule_named
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.formats.exporters import export
