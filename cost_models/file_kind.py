@@ -27,7 +27,7 @@ def kinds_of(content: dict[str, Any]) -> list[str]:
     return [name for name, key in KINDS.items() if key in content]
 
 
-def kind_of(text: str) -> str | None:
+def detect_kind(text: str) -> str | None:
     """Which of pplan's files this is, by the keys that only one kind has; None where they do not tell."""
     try:
         content = json.loads(text)
@@ -40,7 +40,7 @@ def file_kind(text: str) -> str:
     """In words: one of pplan's kinds, or what else it is; a text where nothing tells."""
     start = text.lstrip("\ufeff \t\r\n")
     if start.startswith(("{", "[")):
-        return kind_of(text) or _other_json(text)
+        return detect_kind(text) or _other_json(text)
     if start.startswith(("<svg", "<?xml")):
         return SVG
     first = start.partition("\n")[0]

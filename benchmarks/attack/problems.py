@@ -73,7 +73,7 @@ class Case:
         return "bfloat16" if self.options.precision in ("mixed", "bf16") else "float32"
 
 
-def kind_of(seed: int) -> str:
+def detect_kind(seed: int) -> str:
     """The kind of the problem that a seed makes."""
     weights = np.array(list(KINDS.values()), dtype=np.float64)
     chosen = np.random.default_rng([seed, 1]).choice(len(weights), p=weights / weights.sum())
@@ -82,7 +82,7 @@ def kind_of(seed: int) -> str:
 
 def case_of(seed: int, kind: str | None = None) -> Case:
     """The problem of a seed; of another kind than its own, where one is given."""
-    kind = kind_of(seed) if kind is None else kind
+    kind = detect_kind(seed) if kind is None else kind
     with made_up_runtimes():
         return _Maker(seed, kind, np.random.default_rng([seed, 2])).made()
 
@@ -247,4 +247,4 @@ def _has_own(topology: Topology) -> bool:
     return any(kind.profile is not None for kind in topology.kinds)
 
 
-__all__ = ["KINDS", "OWN", "Case", "Device", "Level", "Link", "case_of", "kind_of"]
+__all__ = ["KINDS", "OWN", "Case", "Device", "Level", "Link", "case_of", "detect_kind"]

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from ...cost_models.errors import UsageError, shown
-from ...cost_models.file_kind import kind_of
+from ...cost_models.file_kind import detect_kind
 from ...cost_models.runtime import RUNTIMES
 from ..formats.deepspeed_export import DeepspeedExport
 from ..formats.export_document import ExportDocument, hash_names
@@ -53,7 +53,7 @@ def read_partition(text: str, names: Sequence[str], where: str) -> Partition:
 
 
 def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where: str) -> Partition:
-    kind = kind_of(text)
+    kind = detect_kind(text)
     if kind in ("plan", "profile", "simulation"):
         hint = "Give it to show, simulate or export." if kind == "plan" else ""
         raise partition_error(where, f"this is a {kind} of pplan, not another tool's partition", hint)
