@@ -73,7 +73,7 @@ class Case:
         return "bfloat16" if self.options.precision in ("mixed", "bf16") else "float32"
 
 
-def detect_kind(seed: int) -> str:
+def kind_of(seed: int) -> str:
     """The kind of the problem that a seed makes."""
     weights = np.array(list(KINDS.values()), dtype=np.float64)
     chosen = np.random.default_rng([seed, 1]).choice(len(weights), p=weights / weights.sum())
@@ -82,7 +82,7 @@ def detect_kind(seed: int) -> str:
 
 def case_of(seed: int, kind: str | None = None) -> Case:
     """The problem of a seed; of another kind than its own, where one is given."""
-    kind = detect_kind(seed) if kind is None else kind
+    kind = kind_of(seed) if kind is None else kind
     with made_up_runtimes():
         return _Maker(seed, kind, np.random.default_rng([seed, 2])).made()
 
@@ -104,7 +104,7 @@ class _Maker:
         chain = random_chain(self.rng, layers, topology.gpus)
         if self.kind == "tied":
             chain = tie(self.rng, chain)
-        options = self._wishes(chain, topology)
+        options = self._plan_options(chain, topology)
         profiles = {OWN: slower_by_layer(self.rng, chain)} if _has_own(topology) else {}
         topology, options = self._with_memory(chain, topology, options)
         return Case(self.seed, self.kind, chain, topology, options, profiles, self._objective(topology))
@@ -136,7 +136,7 @@ class _Maker:
             most = 4
         return self._between(1 if self.kind in ("plain", "memory") else 2, most + (self.rng.random() < 0.1))
 
-    def _wishes(self, chain: Chain, topology: Topology) -> PlanOptions:
+    def _plan_options(self, chain: Chain, topology: Topology) -> PlanOptions:
         batches = (2, 3, 4, 5, 6, 8, 12) if self.kind != "explain" else (2, 3, 4, 6)
         made: dict[str, Any] = {
             "mini_batch": int(self.rng.choice(batches)),
@@ -247,4 +247,4 @@ def _has_own(topology: Topology) -> bool:
     return any(kind.profile is not None for kind in topology.kinds)
 
 
-__all__ = ["KINDS", "OWN", "Case", "Device", "Level", "Link", "case_of", "detect_kind"]
+__all__ = ["KINDS", "OWN", "Case", "Device", "Level", "Link", "case_of", "kind_of"]
