@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import ExportError
+from ...cost_models.field_types import LayerCount
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
-from .export_document import Count
 from .plan_choice import Choice, choose
 from .trainer_text import TrainerArguments, device_remark, join_remarks, trainer_fields
 from .transformer_blocks import Transformer, check_whole_blocks, find_plan_blocks, is_small
@@ -32,7 +32,7 @@ class LayoutExport(TrainerArguments):
     """A layout and what goes with it; `layout` tells the virtual stages by how many stages it has."""
 
     layout: str
-    num_layers: Count
+    num_layers: LayerCount
     """Transformer blocks."""
 
 
@@ -84,7 +84,7 @@ def _build_document(
     check_whole_blocks(plan, model, ends, kind.kind)
     stages = _blocks_by_stage(plan, model, ends, kind.kind)
     shared = trainer_fields(plan, choice, kind.kind)
-    own: dict[str, Any] = {"layout": layout_of(stages), "num_layers": model.blocks}
+    own: dict[str, Any] = {"layout": write_layout(stages), "num_layers": model.blocks}
     document = kind(
         **shared,
         **own,
@@ -99,7 +99,7 @@ def _build_document(
     )
 
 
-def layout_of(blocks: Sequence[int]) -> str:
+def write_layout(blocks: Sequence[int]) -> str:
     """The layout of stages with so many transformer blocks, the embedding on the first and the head on the
     last: `Et*3|t|t*2L` for 3, 1 and 2."""
     stages = ["t" * (count == 1) if count < 2 else f"t*{count}" for count in blocks]
