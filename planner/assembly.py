@@ -173,6 +173,7 @@ class Assembly:
             forward=forward,
             backward=backward if weight is None else self.by_place("input"),
             weight=weight,
+            accumulation=self._accumulation("backward" if weight is None else "weight"),
             recompute=shares,
             forward_launch=launch,
             backward_launch=relaunch,
@@ -187,6 +188,10 @@ class Assembly:
             tied=self.tied,
             transfers=transfers_named(self.transfers),
         )
+
+    def _accumulation(self, part: str) -> Floats:
+        """(devices, chunks, 1): what of the backward, or its `weight` part, the first one does not take."""
+        return self.by_place(part) - self.by_place(f"first_{part}")
 
     def _launched(self, name: str) -> Floats:
         """(devices, chunks, 1): host seconds of the plan's own profile: one host launches for all kinds of
@@ -400,10 +405,24 @@ def _figure(table: StageTable, name: str, scale: float, exchange: ReplicaExchang
         whole = name == "backward"
         own = table.costs.backward_seconds if whole else part_seconds(table.costs, name)
         return exchange.backward(table, own * scale, name)
+    if name.startswith("first_"):
+        return _first_figure(table, name.removeprefix("first_"), scale, exchange)
     if name in ("input", "weight"):
         return table.between(part_seconds(table.costs, name)) * scale
     values: Floats = getattr(table, name)
     return values * (1.0 if name.endswith("_launch") else scale)
+
+
+def _first_figure(table: StageTable, part: str, scale: float, exchange: ReplicaExchange) -> Floats:
+    """Of the first micro-batch of a step: the `backward`, or its `weight` part, of every stage. Where
+    replicas exchange gradients layer by layer, the first takes as long as any."""
+    usual = _figure(table, part, scale, exchange)
+    if exchange.is_by_layer:
+        return usual
+    if part == "backward":
+        return usual - table.accumulation * scale
+    accumulation = table.costs.backward_seconds - table.costs.mean_backward(1.0)
+    return usual - table.between(np.minimum(accumulation, part_seconds(table.costs, part))) * scale
 
 
 def part_seconds(costs: LayerCosts, part: str) -> Floats:

@@ -33,6 +33,7 @@ _BY_ACTION = (
     "forward",
     "backward",
     "weight",
+    "accumulation",
     "recompute",
     "forward_launch",
     "backward_launch",
@@ -48,9 +49,10 @@ class Costs:
 
     By (device, chunk, micro-batch), an axis along which nothing changes may be 1 long:
       `forward`, `backward`, and `weight` where the gradient of the weights is told apart: then `backward` is
-      that of the input, and a B that is not split takes both. `recompute`: the share of the forward that is
-      run again at the beginning of B (0 to 1). `forward_launch`, `backward_launch`, `weight_launch`: host
-      seconds; None: the host is never late.
+      that of the input, and a B that is not split takes both. `accumulation`: what of it (of `weight`, where
+      there is one) the first backward of a chunk does not take, as there are no gradients to add to.
+      `recompute`: the share of the forward that is run again at the beginning of B (0 to 1).
+      `forward_launch`, `backward_launch`, `weight_launch`: host seconds; None: the host is never late.
     By (pipe, cut), the cut after each place but the last; the pipe's axis may be 1 long:
       `forward_occupancy` (bytes / bandwidth) and `forward_latency` of activations, `backward_...` of their
       gradients. A transfer between chunks of one device is free.
@@ -89,6 +91,7 @@ class Costs:
     forward: Array
     backward: Array
     weight: Array | None = None
+    accumulation: Array | None = None
     recompute: Array | None = None
     forward_launch: Array | None = None
     backward_launch: Array | None = None
@@ -189,7 +192,8 @@ class PipelineCosts:
     `forward` and `backward` have shape (stages, micro-batches), `occupancy` and `latency` of the transfers
     between neighbours shape (stages - 1,), the same both ways; a further last axis holds candidates.
     `forward_launch` and `backward_launch` (shape as `forward`) are host seconds where one process drives all
-    stages, else None. `all_reduce` (stages,) follows the last backward of a stage.
+    stages, else None. `all_reduce` (stages,) follows the last backward of a stage; `accumulation` (stages,)
+    is what its first backward does not take.
     """
 
     forward: Array
@@ -199,6 +203,7 @@ class PipelineCosts:
     forward_launch: Array | None = None
     backward_launch: Array | None = None
     all_reduce: Array | None = None
+    accumulation: Array | None = None
 
     def candidate(self, index: int) -> PipelineCosts:
         """The costs of one of many candidates."""
@@ -246,6 +251,7 @@ class PipelineCosts:
             backward_occupancy=self.occupancy[None],
             backward_latency=self.latency[None],
             all_reduce=chunk(self.all_reduce),
+            accumulation=None if self.accumulation is None else self.accumulation[:, None, None],
         )
 
 

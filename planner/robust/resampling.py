@@ -113,8 +113,14 @@ class StepSampler:
         drawn["forward"] = self._by_place(made, "forward")
         drawn["backward"] = self._by_place(made, "input" if split else "backward")
         drawn["weight"] = self._by_place(made, "weight") if split else None
+        drawn["accumulation"] = self._accumulation(made, "weight" if split else "backward")
         drawn["all_reduce"] = self._all_reduce(made, nominal)
         return replace(nominal, **drawn)  # type: ignore[arg-type] # arrays only
+
+    def _accumulation(self, made: Assembly, part: str) -> Floats:
+        """(devices, chunks, 1, samples): what the first backward does not take, where it takes less."""
+        takes_less = made.by_place(part) > made.by_place(f"first_{part}")
+        return (self._by_place(made, part) - self._by_place(made, f"first_{part}")) * takes_less[..., None]
 
     def _by_place(self, made: Assembly, name: str) -> Floats:
         """(devices, chunks, 1, samples): seconds of the stage at every place, on its slowest replica."""
@@ -173,9 +179,14 @@ class StepSampler:
 
 
 def layer_seconds(costs: LayerCosts, name: str) -> Floats:
-    """(layers,): `forward`, `backward`, or the `input` or `weight` part of the latter."""
+    """(layers,): `forward`, `backward`, or the `input` or `weight` part of the latter; with `first_`
+    what it takes without adding to gradients."""
     if name == "forward":
         return costs.forward_seconds
+    if name.startswith("first_"):
+        accumulation = costs.backward_seconds - costs.mean_backward(1.0)
+        first: Floats = np.maximum(layer_seconds(costs, name.removeprefix("first_")) - accumulation, 0.0)
+        return first
     return costs.backward_seconds if name == "backward" else part_seconds(costs, name)
 
 
