@@ -59,7 +59,7 @@ def _solved_again(read: PlanAndProfile, topology: Topology, profiles: Mapping[st
         return error.what
     if answer.best is None:
         return "no plan fits"
-    return bare_plan(problem, answer.best, answer.found, model=read.plan.model, profile=read.plan.profile)
+    return bare_plan(problem, answer.best, answer.result, model=read.plan.model, profile=read.plan.profile)
 
 
 def slower_alone(found: Check) -> float:

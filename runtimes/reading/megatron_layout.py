@@ -24,14 +24,14 @@ def blocks_of(layout: str, where: str) -> list[int]:
     written = _unrolled(layout, where)
     unknown = sorted(set(written) - set("EtL|"))
     if unknown:
-        known = (
+        hint = (
             "m is a block that predicts further tokens, which a profile does not have"
             if "m" in unknown
             else ""
         )
-        raise partition_error(where, f"layout {layout!r}: {unknown[0]!r} is none of E, t, L and |", known)
-    held = written.replace("|", "")
-    if not re.fullmatch(r"Et*L", held):
+        raise partition_error(where, f"layout {layout!r}: {unknown[0]!r} is none of E, t, L and |", hint)
+    text = written.replace("|", "")
+    if not re.fullmatch(r"Et*L", text):
         raise partition_error(
             where, f"layout {layout!r}: it must begin with E and end with L, with each once"
         )
@@ -64,12 +64,12 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
         read_number(options, "micro_batch_size", where),
     )
     full = options.get("recompute_granularity") == ["full"]
-    known = "recompute_granularity" in options or batch is not None
+    tells_recompute = "recompute_granularity" in options or batch is not None
     return replace(
         from_blocks(blocks, names, where, "megatron"),
         virtual_stages=virtual,
         schedule="interleaved" if virtual > 1 else "1f1b",
         mini_batch=batch,
         samples=own,
-        recompute=("always" if full else "never") if known else None,
+        recompute=("always" if full else "never") if tells_recompute else None,
     )

@@ -188,7 +188,7 @@ CALM = settings(deadline=None)
 
 LINKS = st.builds(Link, st.floats(1e6, 1e12), st.floats(0, 1e-2))
 RANKS = st.sets(st.integers(0, 7), min_size=2).map(sorted)
-SIZES = st.floats(0, 1e10)
+SIZES = st.just(0.0) | st.floats(1, 1e10)
 
 
 @CALM

@@ -21,22 +21,22 @@ Pass = tuple[float, float, float]
 """Seconds of the forward, of the backward or its first part, and of the second."""
 
 
-def stage_inputs(layers: nn.Sequential, first: int, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def stage_inputs(layers: nn.Sequential, first: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What the stage that begins with layer `first` is sent for a micro-batch: the layers before are run, on
     the CPU and without gradients."""
     if not first:
-        return given
+        return inputs
     with torch.no_grad():
-        made: Any = given[0] if len(given) == 1 else given
+        output: Any = inputs[0] if len(inputs) == 1 else inputs
         for layer in layers[:first]:
-            made = layer(made)
-    tensors = (made,) if isinstance(made, Tensor) else tuple(made)
+            output = layer(output)
+    tensors = (output,) if isinstance(output, Tensor) else tuple(output)
     return tuple(pack_tensor(tensor).detach().clone() for tensor in tensors)
 
 
 def measure_isolated(
     module: nn.Module,
-    given: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     device: torch.device,
     *,
     loss: Callable[..., Tensor] | None,
@@ -52,19 +52,19 @@ def measure_isolated(
     """
     clock = clock_for(device)
 
-    def passed() -> tuple[Pass, Pass]:
-        own = tuple(_leaf(tensor.to(device), wants=not is_first) for tensor in given)
+    def one_pass() -> tuple[Pass, Pass]:
+        own = tuple(_leaf(tensor.to(device), wants=not is_first) for tensor in inputs)
         return _pass(module, own, clock, loss=loss, is_first=is_first, splits=splits)
 
-    taken, firsts = [passed() for _ in range(WARM_UPS + repeats)], []
+    passes, firsts = [one_pass() for _ in range(WARM_UPS + repeats)], []
     for _ in range(FIRSTS):
         _forget_gradients(module)
-        firsts.append(sum(passed()[0][1:]))
+        firsts.append(sum(one_pass()[0][1:]))
     _forget_gradients(module)
-    kept = [seconds for seconds, _ in taken[WARM_UPS:]]
-    forward, input, weight = (median(each) for each in zip(*kept, strict=True))
-    whole = median(first + second for _, first, second in kept)
-    hosts = [host for _, host in taken[WARM_UPS:]] if clock.has_host else [(0.0, 0.0, 0.0)]
+    seconds = [own for own, _ in passes[WARM_UPS:]]
+    forward, input, weight = (median(each) for each in zip(*seconds, strict=True))
+    whole = median(first + second for _, first, second in seconds)
+    hosts = [host for _, host in passes[WARM_UPS:]] if clock.has_host else [(0.0, 0.0, 0.0)]
     return StageSeconds(
         forward=forward,
         backward=whole,
@@ -78,7 +78,7 @@ def measure_isolated(
 
 def _pass(
     module: nn.Module,
-    given: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
     clock: Clock,
     *,
     loss: Callable[..., Tensor] | None,
@@ -88,17 +88,17 @@ def _pass(
     """The device's and the host's."""
     input_gradients, weight_gradients = backward_parts()
     stamps = [clock.stamp()]
-    made = module(*given)
-    outputs = [made] if isinstance(made, Tensor) else list(made)
+    output = module(*inputs)
+    outputs = [output] if isinstance(output, Tensor) else list(output)
     if loss is not None:
-        outputs = [loss(made, None)]
+        outputs = [loss(output, None)]
     stamps.append(clock.stamp())
     trained = [tensor for tensor in outputs if tensor.requires_grad]
     gradients = None if loss is not None else [torch.ones_like(tensor) for tensor in trained]
     if not trained:
         stamps += [stamps[-1]] * 2
     elif splits and not is_first:
-        _, groups = input_gradients(trained, gradients, list(given), module.parameters())
+        _, groups = input_gradients(trained, gradients, list(inputs), module.parameters())
         stamps.append(clock.stamp())
         weight_gradients(module.parameters(), groups)
         stamps.append(clock.stamp())
