@@ -178,11 +178,11 @@ def _show(document: ExportDocument, path: Path, script: Script | None) -> None:
         return
     content = document.model_dump(exclude=_UNSEEN)
     for key, value in content.items():
-        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        text = ", ".join(map(str, value)) if isinstance(value, list) else value
         if key == "step_seconds":
             estimated = ", from an estimated profile" if document.estimated else ""
-            key, shown = "predicted step", format_seconds(value) + estimated
-        result(f"{key.replace('_', ' ')}: {printable(str(shown))}\n")
+            key, text = "predicted step", format_seconds(value) + estimated
+        result(f"{key.replace('_', ' ')}: {printable(str(text))}\n")
     name = document.runtime
     if name == "huggingface":
         result(

@@ -62,12 +62,12 @@ def import_plan_command(
     }
     target = chosen_target(output, f"{file_stem(profile.model)}.imported.plan.json", force=force, about=about)
     target.check(path, machine.topology)
-    given = {name: getattr(training, name) for name in TrainingKeywords.__annotations__}
+    options = {name: getattr(training, name) for name in TrainingKeywords.__annotations__}
     plan = import_plan(
         source,
         profile,
         **vars(machine),
-        **given,
+        **options,
         **vars(partition),
         profile_file=path.name,
         profile_sha256=sha256(content),

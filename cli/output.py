@@ -57,7 +57,7 @@ class Target:
                 "Name another place with -o.",
             ) from error
 
-    def put(self, text: str) -> None:
+    def write_text(self, text: str) -> None:
         """Writes `text`, with its hash where it is no JSON and the file the tool's own. Raises FileError."""
         self._check_free()
         in_lines = self.own and self.path.suffix != ".json"
@@ -83,7 +83,7 @@ class Target:
         try:
             for path, text in files.items():
                 if path == self.path:
-                    self.put(text)
+                    self.write_text(text)
                 else:
                     write_whole(path, text, force=self.replace or self.own)
             written = True
@@ -104,13 +104,13 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def chosen_target(
-    named: Path | None, default: str, *, force: bool, about: Mapping[str, str] | None = None
+    path: Path | None, default: str, *, force: bool, about: Mapping[str, str] | None = None
 ) -> Target:
-    """`named`, or the tool's own `default` in the working directory, which is replaced without `force` where
+    """`path`, or the tool's own `default` in the working directory, which is replaced without `force` where
     pplan wrote it for the same and nobody changed it since."""
-    if named is None:
+    if path is None:
         return Target(Path(default), replace=force, own=True, about=about or {})
-    return Target(named, replace=force)
+    return Target(path, replace=force)
 
 
 def file_stem(model: str) -> str:
@@ -133,20 +133,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the file's JSON inst
 MAKES = {"profile": "pplan profile vgg19", "plan": "pplan solve --gpus 8"}
 
 
-def named_or_newest(named: Path | None, kinds: Sequence[str]) -> Path:
-    """`named`, or the newest `*.KIND.json` of the working directory, which is said on standard error.
+def named_or_newest(named_path: Path | None, kinds: Sequence[str]) -> Path:
+    """`named_path`, or else the newest `*.KIND.json` of the working directory, said on standard error.
 
     Raises FileError where there is none, with the command that makes one.
     """
-    if named is not None:
-        return named
-    found = [path for kind in kinds for path in Path().glob(f"*.{kind}.json") if path.is_file()]
-    if not found:
+    if named_path is not None:
+        return named_path
+    candidates = [path for kind in kinds for path in Path().glob(f"*.{kind}.json") if path.is_file()]
+    if not candidates:
         files = " or ".join(f"*.{kind}.json" for kind in kinds)
         raise FileError(
             f"no {' or '.join(kinds)} named, and no {files} in this directory",
             f"Name one, or make one first, as in: {MAKES[kinds[0]]}",
         )
-    newest = max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+    newest = max(candidates, key=lambda path: (path.stat().st_mtime_ns, path.name))
     remark(f"Using {newest} (newest {' or '.join(kinds)} in this directory)")
     return newest

@@ -79,7 +79,7 @@ class Document(Record):
             write_whole(file, text, force=force)
 
 
-def kind_of(text: str) -> str | None:
+def detect_kind(text: str) -> str | None:
     """Which of pplan's files this is, by the keys that only one kind has; None where they do not tell."""
     try:
         content = json.loads(text)

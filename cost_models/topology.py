@@ -135,7 +135,7 @@ class Topology:
         """Whether devices `a` and `b` are on different nodes."""
         return a // self.gpus_per_node != b // self.gpus_per_node
 
-    def level_of(self, a: int, b: int) -> int:
+    def shared_level(self, a: int, b: int) -> int:
         """The index of the innermost level with a group that holds both devices. Raises UsageError."""
         self._check(a, b)
         for index, inner in enumerate(self._inner[1:]):
@@ -145,11 +145,11 @@ class Topology:
 
     def link(self, a: int, b: int) -> Link:
         """The link from device `a` to device `b`. Raises UsageError."""
-        return self.levels[self.level_of(a, b)].link
+        return self.levels[self.shared_level(a, b)].link
 
     def ports(self, a: int, b: int) -> tuple[Port, Port]:
         """What a transfer from `a` to `b` occupies: transfers with a port in common share its bandwidth."""
-        index = self.level_of(a, b)
+        index = self.shared_level(a, b)
         each = self.levels[index].devices_per_port
         return Port(index, "out", a // each), Port(index, "in", b // each)
 

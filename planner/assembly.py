@@ -64,7 +64,7 @@ class Assembly:
     transfers: str = "overlapped"
     profiles: Mapping[str, Chain] = field(default_factory=dict)
 
-    def ranks_of(self, part: int) -> list[int]:
+    def part_ranks(self, part: int) -> list[int]:
         """All devices that hold a part of the layers, and so add up its gradients."""
         places = {pipe[part] for pipe in self.program.pipes}
         return sorted({rank for place in places for rank in self.ranks[place.device]})
@@ -129,7 +129,7 @@ class Assembly:
 
     def exchange(self, part: int) -> ReplicaExchange:
         """What ZeRO exchanges between all devices that hold a part of the layers."""
-        return ReplicaExchange(self.topology, self.ranks_of(part), self.number_bytes, self.zero)
+        return ReplicaExchange(self.topology, self.part_ranks(part), self.number_bytes, self.zero)
 
     def costs(self) -> Costs:
         """What the program's actions and transfers take."""
@@ -222,7 +222,7 @@ class Assembly:
             tied_sums(
                 self.chain.tied,
                 [table.cut_points[end] for _, end in self.bounds],
-                [self.ranks_of(part) for part in parts],
+                [self.part_ranks(part) for part in parts],
                 stages,
                 self.number_bytes,
                 reduction_seconds(self.topology),
@@ -234,7 +234,7 @@ class Assembly:
         every = self.program.update_every
         times = 1 if every is None else self.program.micro_batches // every
         for part, place in enumerate(self.program.pipes[0]):
-            ranks = self.ranks_of(part)
+            ranks = self.part_ranks(part)
             if len(ranks) > 1:
                 table, at = self.table(place.device), self.bounds[part]
                 tables = (table.reduced_bytes(self.zero), table.stage_bytes.parameters)
@@ -248,7 +248,7 @@ class Assembly:
         """(devices, chunks): what of the all-reduce follows a place's last backward."""
         seconds = np.zeros((self.program.devices, self.program.chunks))
         for place, part in self.program.parts_by_slot.items():
-            ranks = self.ranks_of(part)
+            ranks = self.part_ranks(part)
             if len(ranks) > 1:
                 seconds[place] = self._all_reduce_seconds(place, part, ranks)
         return seconds if seconds.any() else None
@@ -285,7 +285,7 @@ class Assembly:
             Training(
                 self.optimizer,
                 options["precision"],
-                len(self.ranks_of(self.program.parts_by_slot[StageSlot(device)])),
+                len(self.part_ranks(self.program.parts_by_slot[StageSlot(device)])),
                 self.zero,
             ),
             recompute=recompute or self.recompute[device],
@@ -307,7 +307,7 @@ class Assembly:
     def chunk_bytes(self, device: int) -> list[StageBytes]:
         """Of each chunk of a device."""
         parts = [self.program.parts_by_slot[StageSlot(device, chunk)] for chunk in range(self.program.chunks)]
-        return [self.table(device).bytes_of(*self.bounds[part], zero=self.zero) for part in parts]
+        return [self.table(device).bytes_between(*self.bounds[part], zero=self.zero) for part in parts]
 
     def outside(self) -> Iterator[str]:
         """What was extrapolated, or taken for granted."""

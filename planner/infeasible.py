@@ -62,7 +62,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     if tightest is None or not limited:
         return InfeasibleError(
             _none_left(problem),
-            f"Leave out {_one_of(_narrowing(problem.options))}.",
+            f"Leave out {_either_field(_narrowing(problem.options))}.",
         )
     space = problem.space
     names, cut_points = space.chain.names, space.table(space.chain.sizes[0]).cut_points
@@ -73,7 +73,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         return InfeasibleError(
             f"no plan{searched} that the options allow fits into {format_bytes(limit)} a GPU; without them "
             "one does",
-            f"Leave out {_one_of(_narrowing(problem.options))}.",
+            f"Leave out {_either_field(_narrowing(problem.options))}.",
         )
     terms = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(amount)}"
@@ -140,7 +140,7 @@ def _narrowing(options: PlanOptions) -> list[str]:
     return [f"`{field}`" for field, value in fields.items() if value]
 
 
-def _one_of(fields: list[str]) -> str:
+def _either_field(fields: list[str]) -> str:
     return f"{', '.join(fields[:-1])} or {fields[-1]}" if len(fields) > 1 else "".join(fields)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal, Self
+from warnings import warn
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -83,7 +84,8 @@ class Plan(Document):
     objective: Aim | None = None
     baselines: list[Baseline] = []
     alternatives: list[Alternative] = []
-    wishes: Annotated[PlanOptions, BeforeValidator(_read_options)] = PlanOptions()
+    options: Annotated[PlanOptions, BeforeValidator(_read_options)] = PlanOptions()
+    """What was asked for."""
     searched: str = ""
     """The space that `exact` and the bound speak of."""
     warnings: list[str] = []
@@ -94,6 +96,17 @@ class Plan(Document):
     layer_names: list[str] = []
     profile: ProfileReference
     made_by: MadeBy = MadeBy()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_wishes(cls, content: Any) -> Any:
+        """`options` was called `wishes` in files until 0.1; the next release reads it no more."""
+        if not isinstance(content, dict) or "wishes" not in content or "options" in content:
+            return content
+        warn("a plan's `wishes` are called `options`: solve again", DeprecationWarning, stacklevel=2)
+        return {key: value for key, value in content.items() if key != "wishes"} | {
+            "options": content["wishes"]
+        }
 
     @model_validator(mode="before")
     @classmethod
@@ -118,6 +131,12 @@ class Plan(Document):
         for number, other in enumerate(self.alternatives):
             _check_alternative(other, self, f"alternatives.{number}: ")
         return self
+
+    @property
+    def wishes(self) -> PlanOptions:
+        """The old name of `options`, for one release."""
+        warn("a plan's `wishes` are called `options`", DeprecationWarning, stacklevel=2)
+        return self.options
 
     @property
     def was_given(self) -> bool:

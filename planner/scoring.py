@@ -43,14 +43,14 @@ def fastest(
     space = space if budget is None else space.within(budget)
     unique = list(dict.fromkeys(proposals))
     if space.is_long:
-        return _fastest_of_long(space, unique, limit)
+        return _score_long(space, unique, limit)
     key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.config), len(p.ends))  # noqa: E731
     trials: list[_Trial] = []
     for _, alike in groupby(sorted(unique, key=key), key=key):
         if trials and space.budget.over:
             break
         trials += _trials(space, list(alike))
-    return _fastest_of(space, sorted(trials, key=lambda trial: trial.bound), limit)
+    return _score_trials(space, sorted(trials, key=lambda trial: trial.bound), limit)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Trial:
     score: Callable[[float], ScoredPlan | None]
 
 
-def _fastest_of(space: Space, trials: Iterable[_Trial], limit: float) -> ScoredPlan | None:
+def _score_trials(space: Space, trials: Iterable[_Trial], limit: float) -> ScoredPlan | None:
     """The fastest of them, which stand with the lowest bounds first; where the time is over, of those that
     were scored by then, one at least."""
     best: ScoredPlan | None = None
@@ -88,7 +88,7 @@ def _trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Trial]:
         yield from (trial for proposal in proposals if (trial := _trial(space, proposal)) is not None)
 
 
-def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) -> ScoredPlan | None:
+def _score_long(space: Space, proposals: Sequence[Proposal], limit: float) -> ScoredPlan | None:
     """Of pipelines of a long chain, whose tables of all stages are too large: those with the least work on
     their busiest stage, each by itself."""
     allowed = set(np.flatnonzero(space.chain.cut_after) + 1) | {len(space.chain)}
@@ -102,7 +102,7 @@ def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) 
         narrow = narrow_space(space, own[index].ends)
         linear = own[index].config.schedule in SEARCHED
         fitting += not linear or choose_modes(narrow, own[index]) is not None
-        plan = _fastest_of(space, _trials(narrow, [own[index]]), limit)
+        plan = _score_trials(space, _trials(narrow, [own[index]]), limit)
         if plan is not None:
             best, limit = plan, plan.step_seconds
     return best

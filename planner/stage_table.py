@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..cost_models.hardware import Device
 from ..cost_models.layer import Chain, LayerCosts, list_cut_points
-from ..cost_models.machines.preset_lookup import context_of
+from ..cost_models.machines.preset_lookup import device_context
 from ..cost_models.memory import LedgerOptions, StageBytes, ledger, total
 from ..cost_models.optimizers import Precision
 from ..cost_models.precision import training_precision
@@ -32,7 +32,7 @@ def ledger_options(
     """What a device and the training add to every ledger: the context, where the device has a preset, the
     bytes of a parameter (None: those that are usual for a profile in `dtype`) and the stage of ZeRO.
     Raises UsageError for an unknown dtype."""
-    context = context_of(device.name)
+    context = device_context(device.name)
     return {
         "precision": precision or training_precision(dtype).bytes,
         "zero": zero,
@@ -178,7 +178,7 @@ class StageTable:
         )
         return np.broadcast_to(total(terms), self.valid.shape)
 
-    def memory_of(
+    def stage_memory(
         self,
         start: npt.NDArray[np.int64],
         end: npt.NDArray[np.int64],
@@ -216,7 +216,7 @@ class StageTable:
     ) -> dict[str, int]:
         """The ledger of one stage, rounded to whole bytes. Arguments as of `ledger`."""
         terms = ledger(
-            self.bytes_of(i, j, zero=options.get("zero", 0)),
+            self.bytes_between(i, j, zero=options.get("zero", 0)),
             in_flight=in_flight,
             recompute=recompute,
             optimizer=optimizer,
@@ -225,7 +225,7 @@ class StageTable:
         )
         return {name: round(float(amount)) for name, amount in terms.items()}
 
-    def bytes_of(self, i: int, j: int, *, zero: int = 0) -> StageBytes:
+    def bytes_between(self, i: int, j: int, *, zero: int = 0) -> StageBytes:
         """What the ledger of one stage is made from."""
         own: dict[str, Any] = {
             name: float(np.broadcast_to(amount, self.valid.shape)[i, j])

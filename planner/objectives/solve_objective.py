@@ -79,7 +79,7 @@ def solve_for(
             raise no_plan_fits(problem)
         warnings = [*warnings, _lessened(problem, smaller[0])]
         problem, outcome = smaller
-    plan = _plan_of(objective, problem, outcome, model, profile, notes, warnings, compared=compared)
+    plan = _build_plan(objective, problem, outcome, model, profile, notes, warnings, compared=compared)
     if not compared or plan.objective is not None:
         return plan
     return plan.model_copy(update={"default_mini_batch": choose_mini_batch(problem, try_others=True)})
@@ -92,7 +92,7 @@ def _lessened(problem: Problem, smaller: Problem) -> str:
     )
 
 
-def _plan_of(
+def _build_plan(
     objective: Objective,
     problem: Problem,
     outcome: ObjectiveResult,

@@ -158,7 +158,7 @@ class StepSampler:
         program = assembly.program
         seconds = np.zeros((program.devices, program.chunks, len(self.draws)))
         for place, part in assembly.program.parts_by_slot.items():
-            ranks = assembly.ranks_of(part)
+            ranks = assembly.part_ranks(part)
             if len(ranks) > 1 and assembly.reduces_meanwhile(place, ranks):
                 seconds[place] = self._exposed_seconds(assembly, place, part, ranks)
             elif nominal.all_reduce is not None:

@@ -153,7 +153,7 @@ class RelaxedBound:
             best: tuple[float, PricedSums, int] | None = None
             for weights in problem.weights:
                 self.budget.check()
-                priced = self._of(range_, weights, prices)
+                priced = self._price_range(range_, weights, prices)
                 weakest = int(bounds.argmin())
                 bounds = np.maximum(bounds, priced.bounds)
                 value = float(priced.bounds[weakest])
@@ -168,7 +168,7 @@ class RelaxedBound:
             prices = _move_prices(problem, prices, pipeline, 0.7**look)
         return _StageRange(problem, range_.family, range_.low, range_.high, bounds, prices)
 
-    def _of(self, range_: _StageRange, weights: Weights, prices: Floats) -> PricedSums:
+    def _price_range(self, range_: _StageRange, weights: Weights, prices: Floats) -> PricedSums:
         problem = range_.problem
         sums = problem.price_stages(weights, range_.low, range_.high, prices)
         self.budget.spend(

@@ -121,7 +121,7 @@ class ReplicaGroupCosts:
         if self.limit == inf:
             return np.full(len(start), inf)
         one, two = (
-            self.table.memory_of(
+            self.table.stage_memory(
                 start, end, in_flight, recompute, self.optimizer, self.replicas, **self.ledger
             )
             for in_flight in (1, 2)

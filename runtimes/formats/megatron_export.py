@@ -84,7 +84,7 @@ def _build_document(
     check_whole_blocks(plan, model, ends, kind.kind)
     stages = _blocks_by_stage(plan, model, ends, kind.kind)
     shared = trainer_fields(plan, choice, kind.kind)
-    own: dict[str, Any] = {"layout": layout_of(stages), "num_layers": model.blocks}
+    own: dict[str, Any] = {"layout": write_layout(stages), "num_layers": model.blocks}
     document = kind(
         **shared,
         **own,
@@ -99,7 +99,7 @@ def _build_document(
     )
 
 
-def layout_of(blocks: Sequence[int]) -> str:
+def write_layout(blocks: Sequence[int]) -> str:
     """The layout of stages with so many transformer blocks, the embedding on the first and the head on the
     last: `Et*3|t|t*2L` for 3, 1 and 2."""
     stages = ["t" * (count == 1) if count < 2 else f"t*{count}" for count in blocks]

@@ -162,7 +162,7 @@ def _runs_schedule(plan: Plan, runtime: Runtime) -> bool:
 
 
 def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
-    words = _recompute_of(alternative)
+    words = _recompute_modes(alternative)
     return (
         runtime.name in alternative.runtimes
         and alternative.schedule in runtime.schedules
@@ -174,7 +174,7 @@ def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
     )
 
 
-def _recompute_of(alternative: Alternative) -> tuple[Recompute, ...]:
+def _recompute_modes(alternative: Alternative) -> tuple[Recompute, ...]:
     """What each of its stages recomputes."""
     return tuple(alternative.stage_recompute or [alternative.recompute] * len(alternative.balance))
 
@@ -204,7 +204,7 @@ def _of_alternative(alternative: Alternative) -> Choice:
         virtual_stages=alternative.virtual_stages,
         micro_batches=alternative.micro_batches,
         micro_batch_size=alternative.micro_batch_size,
-        stage_recompute=_recompute_of(alternative),
+        stage_recompute=_recompute_modes(alternative),
         step_seconds=alternative.step_seconds,
     )
 

@@ -58,7 +58,7 @@ class StageOutputHook:
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:  # noqa: ARG002
         if self.is_output:
-            return _tensors_of(output)
+            return _collect_tensors(output)
         packed = attach_all([pack_tensor(tensor) for tensor in _as_tuple(output)], always=True)
         return packed[0] if isinstance(output, Tensor) else tuple(packed)
 
@@ -123,7 +123,7 @@ def _as_tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tensors
 
 
-def _tensors_of(output: Any) -> Any:
+def _collect_tensors(output: Any) -> Any:
     """`output`, or where that is a dict, say, its tensors: one, or a tuple of several."""
     if isinstance(output, Tensor) or (
         isinstance(output, tuple) and all(isinstance(part, Tensor) for part in output)

@@ -15,7 +15,7 @@ MOST = 100_000
 """Characters of a layout without its repetitions."""
 
 
-def blocks_of(layout: str, where: str) -> list[int]:
+def parse_layout(layout: str, where: str) -> list[int]:
     """Transformer blocks a stage. Raises FileError.
 
     `x*n` stands for n of x, `(...)*n` for n of what is inside; commas are passed over. The first stage begins
@@ -50,7 +50,7 @@ def _unrolled(layout: str, where: str) -> str:
 
 def from_layout(layout: str, names: Sequence[str], where: str, options: Options) -> Partition:
     """The partition of a layout, with what the options beside it say. Raises FileError."""
-    blocks = blocks_of(layout, where)
+    blocks = parse_layout(layout, where)
     size = read_number(options, "pipeline_model_parallel_size", where) or len(blocks)
     if len(blocks) % size:
         raise partition_error(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from ...cost_models.document import kind_of
+from ...cost_models.document import detect_kind
 from ...cost_models.errors import UsageError
 from ...cost_models.runtime import RUNTIMES
 from ..formats.deepspeed_export import DeepspeedExport
@@ -53,7 +53,7 @@ def read_partition(text: str, names: Sequence[str], where: str) -> Partition:
 
 
 def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where: str) -> Partition:
-    kind = kind_of(text)
+    kind = detect_kind(text)
     if kind in ("plan", "profile", "simulation"):
         hint = "Give it to show, simulate or export." if kind == "plan" else ""
         raise partition_error(where, f"this is a {kind} of pplan, not another tool's partition", hint)

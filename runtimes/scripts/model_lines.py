@@ -42,7 +42,7 @@ def model_lines(
         "imports": "\n".join(_imports(model.name, document, data, build, optimizer)),
         "typing": "\nfrom typing import Any" if _uses_any(document, data) else "",
         "batch": data.batch(),
-        "loss": data.loss_of(),
+        "loss": data.loss_code(),
         "model_lines": "\n".join(f"    {line}" for line in _model_code(profile, model, document, data)),
     }
     if data.is_one:
@@ -128,7 +128,7 @@ class _Data:
             ]
         )
 
-    def loss_of(self) -> str:
+    def loss_code(self) -> str:
         """A function that makes the loss of an output."""
         if self.is_plain:
             return "\n".join(
