@@ -79,6 +79,11 @@ class StageTable:
         return self.stage_sums(self.costs.backward_seconds)
 
     @cached_property
+    def accumulation(self) -> Floats:
+        """Of the backward seconds what the first micro-batch of a step does not take."""
+        return self.stage_sums(self.costs.backward_seconds - self.costs.mean_backward(1.0))
+
+    @cached_property
     def forward_launch(self) -> Floats:
         """Host seconds to launch the forward."""
         return self.stage_sums(self.costs.forward_host_seconds)

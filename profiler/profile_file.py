@@ -63,7 +63,11 @@ class LayerMeasurement(Record):
 
 
 class ProfiledLayer(Record):
-    """A layer of the chain; `cut_after` says whether a stage may end with it, `cut_reason` why not."""
+    """A layer of the chain; `cut_after` says whether a stage may end with it, `cut_reason` why not.
+
+    `accumulation_seconds`: of every backward at any size but the first of a step, to add the gradients to
+    those that are there. None: not known, the first is taken to be like the others.
+    """
 
     name: Annotated[str, Field(min_length=1)]
     kind: str = ""
@@ -73,6 +77,7 @@ class ProfiledLayer(Record):
     buffer_bytes: Bytes = 0
     cut_after: bool = True
     cut_reason: str | None = None
+    accumulation_seconds: Seconds | None = None
     crossing: Annotated[int, Field(ge=0)] | None = None
     """How many tensors cross the cut after it."""
     costs: Annotated[list[LayerMeasurement], Field(min_length=1)]
@@ -332,6 +337,7 @@ class Profile(Document):
             backward_host_seconds=table("backward_host_seconds"),
             backward_input_seconds=table("backward_input_seconds") if self.has_parts else None,
             backward_weight_seconds=table("backward_weight_seconds") if self.has_parts else None,
+            accumulation_seconds=np.array([layer.accumulation_seconds or 0.0 for layer in self.layers]),
             scales_with_samples=self.scales_with_samples,
             uncertainty=self._uncertainty(),
             spread=self._spread(),
