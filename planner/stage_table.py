@@ -21,7 +21,7 @@ from ..cost_models.machines.presets import context_of
 from ..cost_models.memory import LedgerOptions, StageBytes, ledger, total
 from ..cost_models.optimizers import Precision
 from ..cost_models.precision import training_precision
-from ..cost_models.tied_weights import copied_bytes
+from ..cost_models.tied_weights import copied_buffer_bytes, copied_bytes
 
 Floats = npt.NDArray[np.float64]
 
@@ -103,7 +103,7 @@ class StageTable:
         return StageBytes(
             parameters=self.between(costs.parameter_bytes) + whole,
             trainable=self.between(costs.trainable_bytes) + copies,
-            buffers=self.between(costs.buffer_bytes),
+            buffers=self.between(costs.buffer_bytes) + self._copied_buffers,
             saved=self.between(costs.saved_bytes),
             saved_input=np.append(costs.saved_input_bytes[starts], 0.0)[:, None],
             input=np.concatenate([[costs.input_bytes], self.crossing[1:]])[:, None],
@@ -117,6 +117,11 @@ class StageTable:
         """Bytes of weights of each stage that an earlier one has, too; of those that are trained."""
         tied = self.costs.tied
         return copied_bytes(tied, self.cut_points, trainable=trainable) if tied else 0.0
+
+    @property
+    def _copied_buffers(self) -> Floats | float:
+        shared = self.costs.shared_buffers
+        return copied_buffer_bytes(shared, self.cut_points) if shared else 0.0
 
     def reduced(self, zero: int) -> Floats:
         """Trainable bytes whose gradients the replicas of each stage add up among themselves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..formats.export_document import stage_bounds
 from ..formats.pipe_export import PipeExport
 from .cut_hooks import guard_cuts
 from .plan_layers import check_sharing, match_layers
+from .weight_copies import split_stage
 
 
 def prepare_pipe(
@@ -37,9 +39,17 @@ def prepare_pipe(
         arguments["devices"] = _given(devices, len(document.balance))
     _check_devices(document, arguments["devices"])
     check_sharing(layers, parts, [torch.device(device) for device in arguments["devices"]])
+    layers = _with_own_buffers(layers, parts)
     safe = guard_cuts(layers, parts, example, document.micro_batch_size)
     names = [name for name, _ in layers.named_children()]
     return nn.Sequential(OrderedDict(zip(names, safe, strict=True))), arguments
+
+
+def _with_own_buffers(layers: nn.Sequential, parts: Sequence[int]) -> nn.Sequential:
+    """Every stage registers the buffers that it uses, and they move with it."""
+    stages = [split_stage(layers, parts, stage, ()).layers for stage in range(len(parts) - 1)]
+    names = [name for name, _ in layers.named_children()]
+    return nn.Sequential(OrderedDict(zip(names, chain.from_iterable(stages), strict=True)))
 
 
 def _check_input(document: PipeExport, example: ModelInput | None) -> None:

@@ -12,7 +12,7 @@ from ...profiler.chain.shared_parameters import tensors_used
 from ...profiler.sequential import sequential
 from ...profiler.user_model.loaded_model import ModelInput
 from ..formats.export_document import ExportDocument, check_layers
-from .weight_copies import shared_tensor_error
+from .weight_copies import read_only_buffers, shared_tensor_error
 
 
 def match_layers(
@@ -25,7 +25,7 @@ def match_layers(
     granularity: str,
 ) -> nn.Sequential:
     """`model` as it is where it is an nn.Sequential of the `count` layers of the plan, else made so: also
-    where several of its layers register the same parameter, which runtimes refuse.
+    where several of its layers register the same parameter or buffer, which runtimes refuse.
 
     Raises ExportError where it is another model, or is to be made sequential without an `example`.
     """
@@ -37,19 +37,22 @@ def match_layers(
 
 
 def _registers_twice(model: nn.Sequential) -> bool:
-    by_layer = sum(len(list(layer.parameters())) for layer in model)
-    return by_layer != len(list(model.parameters()))
+    by_layer = sum(len([*layer.parameters(), *layer.buffers()]) for layer in model)
+    return by_layer != len([*model.parameters(), *model.buffers()])
 
 
 def check_sharing(
     layers: nn.Sequential, parts: Sequence[int], devices: Sequence[object] | None = None
 ) -> None:
-    """Raises ExportError where stages share a parameter or buffer and are on different `devices` (None: all
-    are)."""
+    """Raises ExportError where stages share a parameter, or a buffer that may be written, and are on
+    different `devices` (None: all are)."""
     holder: dict[int, int] = {}
+    read_only = {id(buffer) for buffer in read_only_buffers(layers)}
     for stage, (first, end) in enumerate(pairwise(parts)):
         for layer in layers[first:end]:
             for tensor in tensors_used(layer):
+                if id(tensor) in read_only:
+                    continue
                 before = holder.setdefault(id(tensor), stage)
                 if before != stage and (devices is None or devices[before] != devices[stage]):
                     raise shared_tensor_error(before, stage, tensor, "parameter or buffer")
