@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..api.options import ProfileOptions, TransformerSizes
-from .command_files import AsJson, Force, Output
-from .streams import console, printable, remark, watched
+from .output import AsJson, Force, Output
+from .streams import console, is_watched, printable, remark
 
 if TYPE_CHECKING:
     from ..profiler.profile_file import Profile
@@ -85,7 +85,7 @@ def _show(profile: Profile) -> None:
 @contextmanager
 def _progress() -> Iterator[Callable[[Progress], None] | None]:
     """A bar on standard error with the layer in hand; None where nobody watches."""
-    if not watched():
+    if not is_watched():
         yield None
         return
     from rich import progress as rich_progress

@@ -11,8 +11,8 @@ import typer
 
 from ..api.options import LinkOptions
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
-from .command_files import Force
 from .number_format import percent
+from .output import Force
 from .streams import console, remark, result
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _measure(process: TorchrunEnv, target: Target, options: LinkOptions) -> Meas
 def _write(measured: MeasuredLinks, target: Target, *, as_json: bool) -> None:
     """What was found is printed even where the file cannot be written."""
     try:
-        target.put(measured.to_toml())
+        target.write_text(measured.to_toml())
     finally:
         if as_json:
             result(measured.to_json())

@@ -22,10 +22,9 @@ def show_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the file's JSON.")] = False,
 ) -> None:
     """Show a profile or a plan in tables."""
-    from ..cost_models.document import read_text
-    from ..cost_models.seal import escaped
+    from ..cost_models.text_files import escaped, read_text
     from ..profiler.profile_file import Profile
-    from .command_files import named_or_newest
+    from .output import named_or_newest
     from .streams import console, result
 
     path = named_or_newest(file, ("profile", "plan"))
@@ -54,12 +53,12 @@ _OTHERS = {
 
 def _parse_either(text: str, path: Path) -> Profile | Plan:
     """A profile or a plan, told apart by their keys (by the name where the keys do not tell)."""
-    from ..cost_models.document import kind_of
+    from ..cost_models.document import detect_kind
     from ..cost_models.errors import FileError
     from ..planner.plan_file import Plan
     from ..profiler.profile_file import Profile
 
-    kind = kind_of(text)
+    kind = detect_kind(text)
     if kind in _OTHERS:
         raise FileError(f"{path}: this is a {kind}, show takes profiles and plans", _OTHERS[kind])
     if kind == "plan" or (kind is None and path.name.endswith(".plan.json")):

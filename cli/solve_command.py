@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..api.options import FrontierOptions, MachineOptions, ObjectiveOptions, PlanOptions, SweepOptions
-from .command_files import AsJson, Force, Output
 from .field_names import FIELDS
 from .invocation import typed_text
+from .output import AsJson, Force, Output
 from .streams import console
 from .sweep_options import GridOptions
 
@@ -62,11 +62,10 @@ def solve_command(
     """Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."""
     from ..api.provenance import made_by
     from ..api.solve import solve
-    from ..cost_models.document import as_text, read_bytes, sha256
+    from ..cost_models.text_files import as_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
-    from .command_files import named_or_newest
     from .invocation import command_line
-    from .output import chosen_target, file_stem
+    from .output import chosen_target, file_stem, named_or_newest
     from .sweep_command import run_sweep
 
     _check_owners(
@@ -74,13 +73,13 @@ def solve_command(
         ("--sweep gpus=2,4,8", bool(grid.sweep), ["csv", "backend", "jobs"]),
     )
     if "gpus" not in grid.sweep and machine.gpus is None:
-        machine = replace(machine, gpus=_gpus_of(machine.topology))
+        machine = replace(machine, gpus=_count_gpus(machine.topology))
     aim = "--robust" if plan_options.robust else f"--objective {objective.objective}"
     _check_together(bool(grid.sweep), frontier, output, aim)
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(as_text(content, path, "profile"), str(path))
-    given = {
+    keywords = {
         **vars(machine),
         **vars(plan_options),
         **vars(objective),
@@ -88,7 +87,7 @@ def solve_command(
         "profile_sha256": sha256(content),
     }
     if grid.sweep:
-        run_sweep(grid, sweep_options, profile, given, force=force, as_json=as_json)
+        run_sweep(grid, sweep_options, profile, keywords, force=force, as_json=as_json)
         return
     about = {
         "model": profile.model,
@@ -100,7 +99,7 @@ def solve_command(
     beside = _frontier_target(target)
     if frontier:
         beside.check(path, machine.topology)
-    plan = solve(profile, **given)
+    plan = solve(profile, **keywords)
     origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
     plan = plan.model_copy(update={"made_by": origin})
     quiet = frontier and as_json
@@ -110,16 +109,16 @@ def solve_command(
         show=lambda: None if quiet else _show(plan, target.path, details=details),
     )
     if frontier:
-        found = _frontier(profile, frontier_options, given).model_copy(update={"made_by": origin})
-        beside.write(found, as_json=as_json, show=lambda: _show_frontier(found))
+        curve = _frontier(profile, frontier_options, keywords).model_copy(update={"made_by": origin})
+        beside.write(curve, as_json=as_json, show=lambda: _show_frontier(curve))
 
 
 def _check_owners(*owners: tuple[str, bool, Sequence[str]]) -> None:
     """Raises UsageError for options that belong to another one, which is not given."""
     from ..cost_models.errors import UsageError
 
-    for owner, given, fields in owners:
-        for name in () if given else fields:
+    for owner, is_given, fields in owners:
+        for name in () if is_given else fields:
             if (text := typed_text(name)) is not None:
                 raise UsageError(
                     f"{FIELDS[name]} {text}: is of {owner.split()[0]}", f"Give {owner}, say, or omit it."
@@ -148,14 +147,14 @@ def _frontier_target(plan: Target) -> Target:
     return replace(plan, path=plan.path.with_name(f"{stem}.frontier.json"))
 
 
-def _frontier(profile: Profile, options: FrontierOptions, given: Mapping[str, Any]) -> Frontier:
+def _frontier(profile: Profile, options: FrontierOptions, keywords: Mapping[str, Any]) -> Frontier:
     from ..api.solve import frontier
 
-    own = {name: value for name, value in given.items() if name not in ("objective", "price")}
+    own = {name: value for name, value in keywords.items() if name not in ("objective", "price")}
     return frontier(profile, **vars(options), **own)
 
 
-def _gpus_of(topology: Path | None) -> int:
+def _count_gpus(topology: Path | None) -> int:
     """The number of GPUs of the topology, where the command line names none. Raises UsageError."""
     from ..cost_models.errors import UsageError
     from ..cost_models.machines.topology_options import named_topology

@@ -1,13 +1,17 @@
-"""Seconds of transfers, and of gradients that are reduced bucket by bucket during the backward pass."""
+"""Seconds of transfers, and of gradients that are reduced bucket by bucket during the backward pass.
+
+`transfers` and `all_reduces` are tables to judge a topology by: what typical ones take.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from .collectives import Algorithm, all_reduce_seconds
+from .collectives import Algorithm, all_reduce_seconds, best_algorithm, is_even
 from .hardware import Amount, Link
 from .topology import Topology
 
@@ -47,13 +51,13 @@ def gradient_buckets(
     it, by any amount: a parameter is never split. The first bucket is small, the last holds what is left.
     """
     buckets: list[tuple[int, int]] = []
-    start, held, size = 0, 0.0, first_bytes
+    start, bytes_so_far, size = 0, 0.0, first_bytes
     for index, own in enumerate(parameter_bytes):
-        held += own
-        if held >= size:
+        bytes_so_far += own
+        if bytes_so_far >= size:
             buckets.append((start, index + 1))
-            start, held, size = index + 1, 0.0, bucket_bytes
-    if held > 0:
+            start, bytes_so_far, size = index + 1, 0.0, bucket_bytes
+    if bytes_so_far > 0:
         buckets.append((start, len(parameter_bytes)))
     return buckets
 
@@ -94,7 +98,7 @@ def exposed_all_reduce_seconds(
     if len(devices) == 1 or not gradients.any():
         return 0.0
     done = np.cumsum(backward)
-    last, sizes = _completed(gradients)
+    last, sizes = _bucket_ends(gradients)
     end = bucketed_all_reduce_end(done[last], sizes, topology, devices, algorithm)
     return max(0.0, end - float(done[-1]))
 
@@ -112,15 +116,69 @@ def exposed_all_reduces(
     if len(devices) == 1 or not gradients.any():
         return end
     done = np.cumsum(layer_backward_seconds[:, ::-1], axis=1)
-    for layer, size in zip(*_completed(gradients), strict=True):
+    for layer, size in zip(*_bucket_ends(gradients), strict=True):
         end = np.maximum(end, done[:, layer]) + all_reduce_seconds(topology, devices, size, algorithm)
     exposed: npt.NDArray[np.float64] = np.maximum(end - done[:, -1], 0.0)
     return exposed
 
 
-def _completed(gradients: npt.NDArray[np.float64]) -> tuple[list[int], list[float]]:
+def _bucket_ends(gradients: npt.NDArray[np.float64]) -> tuple[list[int], list[float]]:
     """By bucket the index of its last gradient, in the order in which they become ready, and its bytes."""
     buckets = gradient_buckets(gradients)
     # A bucket is complete with its last gradient; layers without parameters add nothing to wait for.
     last = [int(start + np.flatnonzero(gradients[start:stop])[-1]) for start, stop in buckets]
     return last, [float(gradients[start:stop].sum()) for start, stop in buckets]
+
+
+SIZES = (10**6, 10**9)
+"""Bytes: one that latency decides, and one that bandwidth decides."""
+
+
+@dataclass(frozen=True)
+class TransferTime:
+    """One transfer between two devices that only `level` joins."""
+
+    level: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AllReduceTime:
+    """An all-reduce over the first `gpus` devices by every algorithm that can, and the `best` of them."""
+
+    over: str
+    gpus: int
+    bytes: int
+    best: Algorithm
+    seconds: dict[str, float]
+
+
+def transfers(topology: Topology) -> list[TransferTime]:
+    """Of both sizes, at every level from the inside, also where the devices do not reach it."""
+    return [
+        TransferTime(level.name, size, float(level.link.seconds(float(size))))
+        for level in topology.levels
+        for size in SIZES
+    ]
+
+
+def all_reduces(topology: Topology) -> list[AllReduceTime]:
+    """Of both sizes, over a node and over all devices where these are more; none for one device."""
+    node = min(topology.gpus_per_node, topology.gpus)
+    groups = {f"a node ({node} GPUs)": node, f"all {topology.gpus} GPUs": topology.gpus}
+    if node == topology.gpus:
+        groups = {f"all {topology.gpus} GPUs": topology.gpus}
+    return [
+        _all_reduce(topology, over, gpus, size) for over, gpus in groups.items() if gpus > 1 for size in SIZES
+    ]
+
+
+def _all_reduce(topology: Topology, over: str, gpus: int, size: int) -> AllReduceTime:
+    ways: list[Algorithm] = ["ring", "tree"]
+    if is_even(topology, range(gpus)):
+        ways.append("hierarchical")
+    seconds: dict[str, float] = {
+        way: float(all_reduce_seconds(topology, range(gpus), float(size), way)) for way in ways
+    }
+    return AllReduceTime(over, gpus, size, best_algorithm(topology, range(gpus), float(size)), seconds)

@@ -17,8 +17,8 @@ Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 
 def _source() -> str:
     """A field that says where a figure is from; it makes no difference between two things."""
-    made: str = field(default="", compare=False, repr=False)
-    return made
+    source: str = field(default="", compare=False, repr=False)
+    return source
 
 
 @dataclass(frozen=True)

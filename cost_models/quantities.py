@@ -132,8 +132,8 @@ def _split(text: str, name: str, kind: str, example: str) -> tuple[float, str]:
     return number, match[2]
 
 
-def _unknown_unit(text: str, name: str, unit: str, known: str, example: str) -> UsageError:
-    what = f"the unit {unit!r} is none of {known}" if unit else "the unit is missing"
+def _unknown_unit(text: str, name: str, unit: str, units: str, example: str) -> UsageError:
+    what = f"the unit {unit!r} is none of {units}" if unit else "the unit is missing"
     return UsageError(f"{name} {text}: {what}", example)
 
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from .errors import UsageError
-from .schedules import Action
+from .schedules import Action, cached_program
 from .schedules.action import Program, linear_program
 from .simulator.action_costs import ActionCosts, lower_costs, statically_served
-from .simulator.costs import Array, Costs, PipelineCosts, uniform_costs
+from .simulator.costs import Array, Costs
 from .simulator.dependencies import resolve_order
 from .simulator.engine import Engine, Run, run, run_many
-from .simulator.program_cache import cached_program
+from .simulator.pipeline_costs import PipelineCosts, uniform_costs
 from .simulator.reductions import Reduction, reductions
 from .simulator.result import PeakMemory, Span, StageTime, Timeline, Transfer
 from .tied_weights import ends_after_sums
@@ -50,7 +50,7 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
     A program's dependencies are worked out once and kept as long as it is; of a schedule by name, for
     `PipelineCosts`, the programs used last are kept.
     """
-    program = schedule if isinstance(schedule, Program) else _named(schedule, costs)
+    program = schedule if isinstance(schedule, Program) else _cached_program(schedule, costs)
     order, general = resolve_order(program), _general(program, costs)
     if general.candidates in (None, 1):
         single = general if general.candidates is None else general.candidate(0)
@@ -82,7 +82,7 @@ def runs_side_by_side(program: Program, costs: Costs) -> bool:
     return statically_served(values) and _ends_alone(values)
 
 
-def _named(schedule: str, costs: PipelineCosts | Costs) -> Program:
+def _cached_program(schedule: str, costs: PipelineCosts | Costs) -> Program:
     if isinstance(costs, Costs):
         raise UsageError(
             f"schedule {schedule} by name, with costs by device and chunk",

@@ -8,7 +8,7 @@ from ..cost_models.errors import UsageError
 from ..cost_models.quantities import counted
 from .candidate import ScoredPlan
 from .joint_search import OUT_OF_TIME, JointSearchResult, plan_with
-from .plan_file import Baseline
+from .plan_records import Baseline
 from .plan_stages import run_in_words
 from .planners import planner_named
 from .problem import Problem
@@ -29,11 +29,11 @@ class ScoredBaseline:
 def score_baselines(problem: Problem, answer: JointSearchResult) -> list[ScoredBaseline]:
     """One GPU, data parallelism, and what each of the named planners came to."""
     if problem.budget.over:
-        known = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
+        results = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
     else:
         free = accumulating(problem)
-        known = {name: plan_with(planner_named(name), free) for name in FREE}
-    rows = [_row(name, plan) for name, plan in known.items()]
+        results = {name: plan_with(planner_named(name), free) for name in FREE}
+    rows = [_row(name, plan) for name, plan in results.items()]
     return rows + [_row(name, plan) for name, plan in answer.by_planner.items() if name not in FREE]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isqrt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
@@ -14,9 +13,10 @@ from ..cost_models.quantities import counted
 from ..cost_models.runtime import Runtime, runtime_named
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
+from .batch_sizes import SAMPLES_PER_DEVICE, BatchSizes
 from .candidate import Proposal
 from .cut_limits import limit_cuts
-from .pipeline_config import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, PipelineConfig, pipeline_configs, some
+from .pipeline_config import MODES, SEARCHED, Mode, PipelineConfig, pipeline_configs
 from .plan_options import PlanOptions
 from .search.budget import SearchBudget
 from .search.placements import MOST_DEVICES, Placement, placements
@@ -25,10 +25,6 @@ from .search.subproblem import Family
 
 EVERY_COUNT = 16
 """Up to so many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
-SAMPLES_PER_DEVICE = 32
-"""Of a global batch that is not requested: the same whatever sizes the profiling machine reached."""
-MOST_DEFAULTS = 512
-"""Global batches around that which are tried."""
 MOST_STAGES = 32
 """That are searched where stages may have replicas."""
 INTERLEAVED = "interleaved"
@@ -83,43 +79,31 @@ class Problem:
         )
 
     @cached_property
-    def mini_batch(self) -> int:
-        """Samples of a step: the option, or what comes nearest to `samples_per_device` on every device of all
-        that micro-batches within the profile's reach make."""
-        if self.options.mini_batch is not None:
-            return self.options.mini_batch
-        requested, unit = self.samples_per_device * self.gpus, self._mini_batch_unit
-        counts = range(1, 2 * requested // unit + 2)
-        nearest = sorted(counts, key=lambda count: (abs(count * unit - requested), count))
-        batches = (count * unit for count in nearest[:MOST_DEFAULTS])
-        return next((batch for batch in batches if self._reaches(batch)), requested)
-
-    @property
-    def _mini_batch_unit(self) -> int:
-        """What divides a global batch that is not requested: the micro-batches that are; with one measured
-        size what all devices share; else the devices."""
-        shared = self.gpus if self._replicated else 1
-        alone = len(self.chain.sizes) == 1 and not self.chain.scales_with_samples
-        return self.options.micro_batches or (self.chain.sizes[0] * shared if alone else self.gpus)
-
-    def _reaches(self, batch: int) -> bool:
-        """Whether the profile reaches micro-batches that make it."""
-        requested = self.options.micro_batches
-        if requested is None:
-            return bool(self._sizes_of(batch))
-        return len(self.chain.sizes) > 1 or any(
-            self.chain.reaches(share) for share in self._shares(batch // requested)
+    def _batch_sizes(self) -> BatchSizes:
+        return BatchSizes(
+            self.chain,
+            self.gpus,
+            self.gpus if self._replicated else 1,
+            self.options.mini_batch,
+            self.options.micro_batches,
+            self.samples_per_device,
         )
 
-    def _shares(self, size: int) -> set[int]:
-        """A replica's samples of such a micro-batch, by the numbers of replicas."""
-        return {-(-size // count) for count in range(1, min(size, self.gpus) + 1)}
+    @property
+    def mini_batch(self) -> int:
+        """Samples of a step."""
+        return self._batch_sizes.global_batch
+
+    @property
+    def sizes(self) -> list[int]:
+        """Micro-batch sizes to search. Raises UsageError where the profile reaches none."""
+        return self._batch_sizes.micro_batch_sizes
 
     @cached_property
     def stage_counts(self) -> range:
         """Stage counts: 1 to the devices within reach, to what the cuts allow, or to `max_stages`; with
         replicas to `MOST_STAGES`."""
-        most = min(self.reached, self.space.chain.max_stages, self.options.max_stages or self.gpus)
+        most = min(self.usable_gpus, self.space.chain.max_stages, self.options.max_stages or self.gpus)
         if self._replicated:
             most = min(most, MOST_STAGES)
         return range(1, most + 1)
@@ -130,7 +114,7 @@ class Problem:
         return self.runtime is None or self.runtime.replicas != "none"
 
     @property
-    def reached(self) -> int:
+    def usable_gpus(self) -> int:
         """Devices that the runtime can use for a pipeline: one process has those of one node."""
         one_process = self.runtime is not None and self.runtime.one_process
         return min(self.gpus, self.topology.gpus_per_node) if one_process else self.gpus
@@ -191,8 +175,8 @@ class Problem:
     def proposable(self) -> tuple[str, ...]:
         """The schedules in the running; the planner of interleaved pipelines makes them where all is open."""
         left_open = self.options.schedule == "auto" and self.runtime is None
-        named = self.options.planner == INTERLEAVED and left_open
-        return (*self.schedules, INTERLEAVED) if named else self.schedules
+        proposes_interleaved = self.options.planner == INTERLEAVED and left_open
+        return (*self.schedules, INTERLEAVED) if proposes_interleaved else self.schedules
 
     @property
     def unsearched(self) -> tuple[str, ...]:
@@ -213,13 +197,13 @@ class Problem:
         requested, runtime = self.options.recompute, self.runtime
         if runtime is None:
             # That of torchgpipe differs little from always: not worth as much again on many devices.
-            known: Sequence[Mode] = ("by_stage", "except_last") if self.gpus <= EVERY_COUNT else ("by_stage",)
+            modes: Sequence[Mode] = ("by_stage", "except_last") if self.gpus <= EVERY_COUNT else ("by_stage",)
         elif runtime.recompute_by_stage:
-            known = ("by_stage",)
+            modes = ("by_stage",)
         else:
-            known = [mode for mode in MODES if mode in runtime.recompute]
+            modes = [mode for mode in MODES if mode in runtime.recompute]
         if requested == "auto":
-            return tuple(mode for mode in known if mode != "except_last" or schedule == "gpipe")
+            return tuple(mode for mode in modes if mode != "except_last" or schedule == "gpipe")
         allowed = runtime is None or requested in runtime.recompute
         return tuple(mode for mode in MODES if mode == requested and allowed)
 
@@ -241,19 +225,21 @@ class Problem:
         """Orders of the devices: of those within reach as they are ranked, where a runtime numbers them."""
         if self.runtime is None:
             return placements(self.topology)
-        reached = self.topology if self.reached == self.gpus else self.topology.with_gpus(self.reached)
-        return placements(reached)[:1]
+        topology = (
+            self.topology if self.usable_gpus == self.gpus else self.topology.with_gpus(self.usable_gpus)
+        )
+        return placements(topology)[:1]
 
     @cached_property
     def replica_sets(self) -> list[tuple[int, ...]]:
         """The numbers of replicas that stages may have together."""
         if not self._replicated:
             return [(1,)]
-        reached = self.reached
+        usable = self.usable_gpus
         counts = tuple(
             count
-            for count in range(1, reached + 1)
-            if count <= EVERY_COUNT or count & (count - 1) == 0 or _is_three_halves(count) or count == reached
+            for count in range(1, usable + 1)
+            if count <= EVERY_COUNT or count & (count - 1) == 0 or _is_three_halves(count) or count == usable
         )
         if self.runtime is not None and self.runtime.replicas == "equal":
             return [(count,) for count in counts]
@@ -262,9 +248,9 @@ class Problem:
     def replica_choices(self, size: int) -> list[tuple[int, ...]]:
         """The numbers of replicas that the stages of any plan may have together, searched or not, with
         micro-batches of so many samples. On many devices of those with equal shares the fewest."""
-        most = min(self.reached, size) if self._replicated else 1
+        most = min(self.usable_gpus, size) if self._replicated else 1
         fewest = {-(-size // count): count for count in range(most, 0, -1)}
-        counts = range(1, most + 1) if self.reached <= FEW else sorted(fewest.values())
+        counts = range(1, most + 1) if self.usable_gpus <= FEW else sorted(fewest.values())
         usable = tuple(n for n in counts if self.may_share(size, [n]) and self.space.fits_someone(size, n))
         if self.runtime is None or not self._replicated:
             return [usable] if usable else []
@@ -279,7 +265,7 @@ class Problem:
     def any_count(self) -> bool:
         """Whether the bound is to hold for every number of replicas, too many to search: `proposable` plans
         may have any."""
-        own = self.runtime is None and self.reached > MOST_DEVICES
+        own = self.runtime is None and self.usable_gpus > MOST_DEVICES
         return own or (self.runtime is None and self.space.is_long)
 
     def may_share(self, size: int, replicas: Iterable[int]) -> bool:
@@ -290,7 +276,7 @@ class Problem:
     @property
     def every_replica_count(self) -> bool:
         """Whether no number of replicas was left out."""
-        return self.reached <= EVERY_COUNT or self.families[0].replicas == (1,)
+        return self.usable_gpus <= EVERY_COUNT or self.families[0].replicas == (1,)
 
     def allows(self, proposal: Proposal) -> bool:
         """Whether the options and the runtime leave a proposal."""
@@ -300,15 +286,15 @@ class Problem:
         return (
             config.schedule in self.proposable
             and stages <= (self.options.max_stages or stages)
-            and (not self.options.use_all or proposal.used == self.reached)
+            and (not self.options.use_all or proposal.device_count == self.usable_gpus)
             and self.space.limits.allow(proposal.bounds)
             and (runtime is None or runtime.runs_replicas(proposal.replicas))
             and self.may_share(config.micro_batch_size, proposal.replicas)
             and (runtime is None or not chunked or runtime.virtual_stages)
-            and max(map(max, proposal.devices)) < self.reached
+            and max(map(max, proposal.devices)) < self.usable_gpus
         )
 
-    def timed(self) -> Problem:
+    def with_time_limit(self) -> Problem:
         """The same with its time limit running: everything that is done for it shares what is left."""
         return replace(self, budget=SearchBudget.of_seconds(self.options.time_limit))
 
@@ -323,74 +309,19 @@ class Problem:
         )
         return replace(self, options=free)
 
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Micro-batch sizes to search: those that divide the global batch, and of which the profile reaches
-        some replica's share."""
-        batch, measured = self.mini_batch, self.chain.sizes
-        if self.options.micro_batches is not None:
-            return [self._requested_size(self.options.micro_batches)]
-        sizes = self._sizes_of(batch)
-        if not sizes:
-            raise UsageError(
-                f"mini_batch={batch}: no micro-batch size that the profile reaches makes it, in at most "
-                f"{MOST_MICRO_BATCHES} micro-batches (measured sizes: {some(measured)})",
-                f"Use a multiple of {measured[-1]}, or measure more sizes with pplan profile.",
-            )
-        return sizes
-
-    def _sizes_of(self, batch: int) -> list[int]:
-        largest = self.chain.sizes[-1] * (self.gpus if self._replicated else 1)
-        if self.chain.scales_with_samples:
-            largest = batch
-        smallest = -(-batch // MOST_MICRO_BATCHES)
-        return [
-            size
-            for size in divisors(batch)
-            if smallest <= size <= largest
-            and any(
-                self.chain.reaches(-(-size // count))
-                for count in range(1, min(size, self.gpus if self._replicated else 1) + 1)
-            )
-        ]
-
-    def _requested_size(self, micro_batches: int) -> int:
-        batch = self.mini_batch
-        if batch % micro_batches:
-            fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
-            raise UsageError(
-                f"micro_batches={micro_batches}: a global batch of {batch} does not divide into so many",
-                f"Use a divisor of {batch}: {some(fitting)}.",
-            )
-        if len(self.chain.sizes) == 1:
-            self._check_one_size(batch // micro_batches)
-        return batch // micro_batches
-
-    def _check_one_size(self, size: int) -> None:
-        """With one measured size: whether some replica's share is just that."""
-        if not any(self.chain.reaches(share) for share in self._shares(size)):
-            self.chain.at(size)  # says so
-
     def _no_config(self) -> UsageError:
         options, runtime = self.options, self.runtime
-        asked = f"schedule={options.schedule!r}, recompute={options.recompute!r}"
+        request = f"schedule={options.schedule!r}, recompute={options.recompute!r}"
         if runtime is None:
             return UsageError(
-                f"{asked} with 1 micro-batch: there is no such plan",
+                f"{request} with 1 micro-batch: there is no such plan",
                 "except_last needs two micro-batches or more: leave one of the fields at auto.",
             )
         modes = ", ".join(sorted(mode.replace("_", "-") for mode in runtime.recompute))
         return UsageError(
-            f"runtime={runtime.name!r} does not run {asked}",
+            f"runtime={runtime.name!r} does not run {request}",
             f"{runtime.name} runs {', '.join(sorted(runtime.schedules))} with recompute {modes}.",
         )
-
-
-def divisors(number: int) -> list[int]:
-    """Those that go into it at most `MOST_MICRO_BATCHES` times, and maybe others; ascending."""
-    most = min(isqrt(number), MOST_MICRO_BATCHES)
-    small = [count for count in range(1, most + 1) if number % count == 0]
-    return sorted({*small, *(number // count for count in small)})
 
 
 def _is_three_halves(count: int) -> bool:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HANDLER = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
 
 
@@ -14,6 +16,7 @@ def test_a_child_can_be_interrupted() -> None:
     assert done.stdout == "True\n"
 
 
+@pytest.mark.slow
 def test_a_child_of_tests_in_the_background_can_be_interrupted() -> None:
     """The test above, by a pytest that is started as `sh -c 'pytest &'` starts it."""
     own = f"{Path(__file__)}::{test_a_child_can_be_interrupted.__name__}"

@@ -11,7 +11,8 @@ from ...cost_models.layer import Chain
 from ...cost_models.quantities import format_seconds
 from ...cost_models.topology import Topology
 from ..candidate import ScoredPlan
-from ..plan_file import TIE, Plan
+from ..plan_file import Plan
+from ..plan_records import TIE
 from ..plan_stages import PlanSummary, summarize
 from .current_split import CurrentSplit, SplitComparison, compare_split
 from .explain_context import ExplainContext, make_context
@@ -90,11 +91,11 @@ def _faster(other: ScoredPlan | None, present: ScoredPlan) -> ScoredPlan | None:
 
 
 def _notes(question: ExplainContext, plan: Plan) -> list[str]:
-    step, said = question.present.step_seconds, plan.prediction.step_seconds
+    step, predicted = question.present.step_seconds, plan.prediction.step_seconds
     notes = [] if question.fits else ["the plan does not fit into the memory of its devices"]
-    if format_seconds(step) != format_seconds(said):
+    if format_seconds(step) != format_seconds(predicted):
         notes.append(
-            f"the plan takes {format_seconds(step)} a step here, it says {format_seconds(said)}: it was made "
-            f"for {plan.topology or 'another machine'}"
+            f"the plan takes {format_seconds(step)} a step here, it says {format_seconds(predicted)}: "
+            f"it was made for {plan.topology or 'another machine'}"
         )
     return notes

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    pass
+
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -100,14 +104,14 @@ class Instance:
         blocks = self.seconds[np.arange(last), np.arange(1, last + 1)]
         return np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(blocks), blocks, 0.0))])
 
-    def thinned(self, kept: npt.NDArray[np.int64]) -> Instance:
+    def thinned(self, points: npt.NDArray[np.int64]) -> Instance:
         """The same with these cut points alone."""
-        own, among = self.fits, np.ix_(kept, kept)
+        own, among = self.fits, np.ix_(points, points)
         return replace(
             self,
             seconds=self.seconds[among],
             weights=self.weights[among],
-            crossing=self.crossing[kept],
+            crossing=self.crossing[points],
             fits=None if own is None else lambda replicas, behind: own(replicas, behind)[among],
         )
 
@@ -117,3 +121,14 @@ class Bottleneck(NamedTuple):
 
     seconds: float
     parts: tuple[NestedStage, ...]
+
+
+def _published_stage(seconds: Floats, weights: Floats, machines: int, bandwidth: float) -> Floats:
+    return (seconds + 4 * (machines - 1) * weights / (bandwidth * machines)) / machines
+
+
+def _published_cut(crossing: Floats, machines: int, bandwidth: float) -> Floats:
+    return 2 * crossing / (bandwidth * machines)
+
+
+PUBLISHED = Recurrence(_published_stage, _published_cut)

@@ -106,11 +106,12 @@ def _all_frontends(model: nn.Module, granularity: Granularity) -> Iterator[tuple
         yield ELEMENTS, sequential_graph
         return
 
-    from .exporting import export_graph
+    from .exporting import export_around, export_graph
 
     yield "torch.export", export_graph
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         yield "torch.export on its device", partial(export_graph, for_real=True)
+        yield "torch.export around what it cannot trace", export_around
     containers = container_paths(model)
     if containers:
         yield "torch.fx around modules of torch.nn", _with_leaves([*matched, *containers])

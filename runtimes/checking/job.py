@@ -83,7 +83,7 @@ class WeightSum(Record):
     seconds: float
 
     @classmethod
-    def list_of(cls, costs: Costs) -> list[WeightSum]:
+    def from_costs(cls, costs: Costs) -> list[WeightSum]:
         """Those of a plan's machine."""
         return [cls(name=own.name, devices=list(own.stages), seconds=own.seconds) for own in costs.tied]
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import Field
 
-from ...cost_models.document import Document, MadeBy, sha256
+from ...cost_models.document import Document, MadeBy
 from ...cost_models.errors import ExportError, MachineError, UsageError
+from ...cost_models.text_files import sha256
 from ...planner.plan_file import Plan
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ def check_layers(
             "Give an example_input, too, or pplan.sequential(model, example_input).",
         )
     if names is None:
-        known = getattr(model, "layer_names", ())
-        names = known if isinstance(known, tuple) and len(known) == layers else ()
+        own_names = getattr(model, "layer_names", ())
+        names = own_names if isinstance(own_names, tuple) and len(own_names) == layers else ()
     check_names(document, layers, len(model), names, name)
     return model
 

@@ -1,18 +1,24 @@
-"""A user's model as the layers that a plan counts."""
+"""A user's model as the layers that a plan counts, and as torchgpipe and FairScale take them for a plan."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import Any
 
+import torch
 from torch import nn
 
+from ...cost_models.errors import ExportError, MachineError, UsageError
 from ...profiler.chain.layer_sequential import LayerSequential
 from ...profiler.chain.shared_parameters import tensors_used
 from ...profiler.sequential import sequential
 from ...profiler.user_model.loaded_model import ModelInput
-from ..formats.export_document import ExportDocument, check_layers
-from .weight_copies import read_only_buffers, shared_tensor_error
+from ..formats.export_document import ExportDocument, check_layers, stage_bounds
+from ..formats.pipe_export import PipeExport
+from .cut_hooks import guard_cuts
+from .weight_copies import read_only_buffers, shared_tensor_error, split_stage
 
 
 def match_layers(
@@ -32,8 +38,8 @@ def match_layers(
     is_so = isinstance(model, LayerSequential) or (
         isinstance(model, nn.Sequential) and len(model) == count and not _registers_twice(model)
     )
-    made = model if is_so or example is None else sequential(model, example, granularity=granularity)
-    return check_layers(document, count, made, names)
+    layers = model if is_so or example is None else sequential(model, example, granularity=granularity)
+    return check_layers(document, count, layers, names)
 
 
 def _registers_twice(model: nn.Sequential) -> bool:
@@ -56,3 +62,66 @@ def check_sharing(
                 before = holder.setdefault(id(tensor), stage)
                 if before != stage and (devices is None or devices[before] != devices[stage]):
                     raise shared_tensor_error(before, stage, tensor, "parameter or buffer")
+
+
+def prepare_pipe(
+    document: PipeExport,
+    model: nn.Module,
+    example_input: object,
+    devices: Sequence[torch.device | str | int] | None,
+    layer_names: Sequence[str] | None,
+) -> tuple[nn.Sequential, dict[str, Any]]:
+    """The layers, safe at the plan's cuts, and the keyword arguments of the runtime's constructor.
+
+    Raises ExportError, UsageError, MachineError, as the runtimes' `build`.
+    """
+    example = None if example_input is None else ModelInput.of(example_input)
+    _check_input(document, example)
+    parts = stage_bounds(document.balance)
+    layers = match_layers(document, parts[-1], model, example, layer_names, granularity=document.granularity)
+    arguments = document.arguments()
+    if devices is not None:
+        arguments["devices"] = _as_devices(devices, len(document.balance))
+    _check_devices(document, arguments["devices"])
+    check_sharing(layers, parts, [torch.device(device) for device in arguments["devices"]])
+    layers = _with_own_buffers(layers, parts)
+    safe = guard_cuts(layers, parts, example, document.micro_batch_size)
+    names = [name for name, _ in layers.named_children()]
+    return nn.Sequential(OrderedDict(zip(names, safe, strict=True))), arguments
+
+
+def _with_own_buffers(layers: nn.Sequential, parts: Sequence[int]) -> nn.Sequential:
+    """Every stage registers the buffers that it uses, and they move with it."""
+    stages = [split_stage(layers, parts, stage, ()).layers for stage in range(len(parts) - 1)]
+    names = [name for name, _ in layers.named_children()]
+    return nn.Sequential(OrderedDict(zip(names, chain.from_iterable(stages), strict=True)))
+
+
+def _check_input(document: PipeExport, example: ModelInput | None) -> None:
+    for tensor in () if example is None else example.tensors:
+        if tensor.dim() == 0 or len(tensor) != example.batch:  # type: ignore[union-attr]
+            raise ExportError(
+                f"the input has a tensor of shape {tuple(tensor.shape)} that all samples share, "
+                f"{document.kind} cuts every tensor of the input into micro-batches",
+                "Let the model make or hold it. Or pplan export torch, which cuts samples only.",
+            )
+
+
+def _as_devices(devices: Sequence[torch.device | str | int], stages: int) -> list[torch.device]:
+    if isinstance(devices, str) or len(devices) != stages:
+        raise UsageError(
+            f"devices={devices!r}: the plan has {stages} stages", "Give one device for each, in their order."
+        )
+    return [torch.device("cuda", name) if isinstance(name, int) else torch.device(name) for name in devices]
+
+
+def _check_devices(document: PipeExport, devices: Sequence[torch.device | str]) -> None:
+    """Raises MachineError where CUDA devices of the plan are not there."""
+    there = torch.cuda.device_count()
+    for device in map(torch.device, devices):
+        if device.type == "cuda" and (device.index or 0) >= there:
+            raise MachineError(
+                f"the plan has a stage on {device}, this machine has {there} CUDA devices",
+                f"Give build the devices to use, or try it without: "
+                f"pplan.export({document.kind!r}, device='cpu').",
+            )

@@ -6,16 +6,23 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
-from ...cost_models.document import kind_of
+from ...cost_models.document import detect_kind
 from ...cost_models.errors import UsageError
 from ...cost_models.runtime import RUNTIMES
-from ..formats.export_document import hash_names
-from .exports import from_export
+from ..formats.deepspeed_export import DeepspeedExport
+from ..formats.export_document import ExportDocument, hash_names
+from ..formats.huggingface_export import HuggingfaceExport
+from ..formats.megatron_export import LayoutExport, MegatronBridgeExport, MegatronExport
+from ..formats.nemo_export import NemoExport
+from ..formats.pipe_export import FairscaleExport, PipeExport, TorchgpipeExport
+from ..formats.torch_export import TorchExport
+from ..formats.torchtitan_export import TorchtitanExport
 from .megatron_layout import from_layout
 from .module_names import from_device_map, from_modules
-from .partition import Partition, from_bounds, from_counts, partition_error
+from .partition import Partition, check_stages, from_bounds, from_counts, partition_error
 from .trainer_options import Options, parse_options, parse_yaml
 
 _LIST = re.compile(r"[\[(]?\s*\d{1,18}(?:(?:\s*,\s*|\s+)\d{1,18})*\s*(?:,\s*)?[\])]?")
@@ -46,7 +53,7 @@ def read_partition(text: str, names: Sequence[str], where: str) -> Partition:
 
 
 def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where: str) -> Partition:
-    kind = kind_of(text)
+    kind = detect_kind(text)
     if kind in ("plan", "profile", "simulation"):
         hint = "Give it to show, simulate or export." if kind == "plan" else ""
         raise partition_error(where, f"this is a {kind} of pplan, not another tool's partition", hint)
@@ -113,8 +120,8 @@ def _of_text(text: str, names: Sequence[str], where: str) -> Partition:
         )
         if layout:
             return from_layout(layout[0], names, where, options)
-    if found := _BALANCE.search(text):
-        return from_numbers(_numbers(found[1], where), names, where)
+    if match := _BALANCE.search(text):
+        return from_numbers(_numbers(match[1], where), names, where)
     raise partition_error(
         where, "it is in none of the formats that are read" if text.strip() else "it is empty"
     )
@@ -142,8 +149,10 @@ def _of_parts_text(text: str, names: Sequence[str], where: str) -> Partition:
 def _parts(content: list[Any]) -> list[list[str]]:
     """Lists of module names: each a list, or a text with commas; none where it is something else."""
     parts = [item.split(",") if isinstance(item, str) else item for item in content]
-    named = all(isinstance(part, list) and part and all(isinstance(n, str) for n in part) for part in parts)
-    return parts if named else []
+    all_names = all(
+        isinstance(part, list) and part and all(isinstance(n, str) for n in part) for part in parts
+    )
+    return parts if all_names else []
 
 
 def with_virtual_stages(partition: Partition, virtual_stages: int | None, where: str) -> Partition:
@@ -161,3 +170,81 @@ def with_virtual_stages(partition: Partition, virtual_stages: int | None, where:
     looped = virtual_stages > 1 and partition.schedule == "1f1b"
     schedule = "interleaved" if looped else partition.schedule
     return replace(partition, virtual_stages=virtual_stages, schedule=schedule)
+
+
+KINDS: dict[str, type[ExportDocument]] = {
+    kind.kind: kind
+    for kind in (
+        TorchgpipeExport,
+        FairscaleExport,
+        DeepspeedExport,
+        TorchExport,
+        HuggingfaceExport,
+        MegatronExport,
+        MegatronBridgeExport,
+        TorchtitanExport,
+        NemoExport,
+    )
+}
+
+
+def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Partition:
+    """The partition in a file for `runtime`. Raises FileError."""
+    document = KINDS[runtime].parse(text, where)
+    partition = _partition(document, names, where)
+    if partition.ends[-1] != len(names):
+        raise partition_error(
+            where,
+            f"it has {partition.ends[-1]} layers, the profile {len(names)}",
+            "Name the profile of that model: profile=FILE",
+        )
+    replicas = getattr(document, "replicas", 1)
+    return check_stages(
+        replace(
+            partition,
+            format=runtime,
+            runtime=runtime,
+            replicas=replicas,
+            mini_batch=document.mini_batch,
+            samples=document.micro_batch_size // replicas,
+        ),
+        where,
+    )
+
+
+def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
+    """The stages, schedule and recomputation."""
+    if isinstance(document, PipeExport):
+        partition = Partition("", tuple(accumulate(document.balance)), schedule="gpipe")
+        return replace(partition, virtual_stages=1, recompute=document.checkpoint)
+    if isinstance(document, DeepspeedExport):
+        again = document.config.get("pipeline", {}).get("activation_checkpoint_interval", 0) > 0
+        partition = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
+        return replace(partition, recompute="always" if again else "never")
+    if isinstance(document, TorchExport):
+        words = set(document.recompute)
+        return Partition(
+            "",
+            tuple(document.parts[1:]),
+            virtual_stages=len(document.stages[0]),
+            schedule=document.order,
+            recompute=document.recompute[0] if len(words) == 1 else None,
+        )
+    if isinstance(document, HuggingfaceExport):
+        return replace(from_device_map(document.device_map, names, where), virtual_stages=1)
+    return _of_trainer(document, names, where)
+
+
+def _of_trainer(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
+    if isinstance(document, LayoutExport):
+        partition = from_layout(document.layout, names, where, {})
+    elif isinstance(document, TorchtitanExport | NemoExport):
+        partition = from_modules(document.module_fqns_per_model_part, names, where, {})
+    else:
+        raise partition_error(where, f"files for {document.runtime} are not read")
+    return replace(
+        partition,
+        virtual_stages=document.virtual_stages,
+        schedule=document.order,
+        recompute=document.recompute,
+    )

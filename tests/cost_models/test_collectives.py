@@ -109,7 +109,7 @@ def by_ports(topology: Topology, ranks: list[int], size: float) -> float:
         merged: dict[int, list[list[int]]] = defaultdict(list)
         for group in groups:
             key = next(
-                (i for i, other in enumerate(groups) if topology.level_of(other[0], group[0]) <= index), 0
+                (i for i, other in enumerate(groups) if topology.shared_level(other[0], group[0]) <= index), 0
             )
             merged[key].append(group)
         n = len(next(iter(merged.values())))
@@ -188,7 +188,7 @@ CALM = settings(deadline=None)
 
 LINKS = st.builds(Link, st.floats(1e6, 1e12), st.floats(0, 1e-2))
 RANKS = st.sets(st.integers(0, 7), min_size=2).map(sorted)
-SIZES = st.floats(0, 1e10)
+SIZES = st.just(0.0) | st.floats(1, 1e10)
 
 
 @CALM

@@ -11,14 +11,15 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.stage_bytes import stage_bytes
+from pplan.cost_models.memory import stage_bytes
 from pplan.cost_models.tied_weights import TiedWeight
 from pplan.cost_models.topology import Topology
 from pplan.planner.build_plan import build_problem, solve
+from pplan.planner.coverage import describe_search
 from pplan.planner.fixed_partition import FixedPartition, plan_partition
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.space_description import describe_search
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.stage_table import StageTable
 
 MakeChain = Callable[..., Chain]
@@ -46,7 +47,10 @@ def test_tables_are_those_of_each_stage(seed: int, make_chain: MakeChain) -> Non
     chain = replace(chain, cut_after=cut_after)
     table, costs = StageTable.of(chain, 2), chain.at(2)
     for i, j in combinations(range(table.blocks + 1), 2):
-        own, expected = table.bytes_of(i, j), stage_bytes(costs, table.cut_points[i], table.cut_points[j] - 1)
+        own, expected = (
+            table.bytes_between(i, j),
+            stage_bytes(costs, table.cut_points[i], table.cut_points[j] - 1),
+        )
         for name in ("parameters", "trainable", "copies"):
             assert getattr(own, name) == pytest.approx(getattr(expected, name)), name
 

@@ -18,8 +18,9 @@ from pplan.planner.build_plan import bare_plan
 from pplan.planner.candidate import Proposal
 from pplan.planner.joint_search import find
 from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.plan_simulation import simulate_plan
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import ReplicaExchange
@@ -96,8 +97,8 @@ def test_no_plan_is_faster_than_the_one_that_is_found(
     ]
     best = fastest(problem.space, [p for p in everything if problem.allows(p)])
     assert best is not None
-    assert answer.found.bound_seconds <= best.step_seconds * (1 + 1e-9)
-    if answer.found.exact:
+    assert answer.result.bound_seconds <= best.step_seconds * (1 + 1e-9)
+    if answer.result.exact:
         assert answer.best.step_seconds <= best.step_seconds * (1 + 1e-9)
 
 

@@ -104,6 +104,7 @@ def test_the_quick_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(PLAIN)["before searching"] > 0
 
 
+@pytest.mark.slow
 def test_sums_of_tied_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that take these sums for longer than they are."""
     cases = [case_of(seed, "tied") for seed in (12, 36, 38)]
@@ -131,12 +132,14 @@ class TestFrontier:
     def test_as_it_is(self) -> None:
         assert self.result(lambda frontier: frontier) == set()
 
+    @pytest.mark.slow
     def test_the_last_is_missing(self) -> None:
         def fewer(frontier: Frontier) -> Frontier:
             return frontier.model_copy(update={"points": frontier.points[:1]})
 
         assert self.result(fewer) == {"frontier complete"}
 
+    @pytest.mark.slow
     def test_slower_points(self) -> None:
         def slower(frontier: Frontier) -> Frontier:
             points = [

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ....cost_models.errors import MachineError
 from ....profiler.local_machine import device_name
 from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
 from ...formats.pipe_export import PipeExport
@@ -26,7 +27,7 @@ from .deepspeed_adapter import DeepspeedAdapter, join_deepspeed, prepare_deepspe
 from .pipe_adapter import PipeAdapter
 from .pipeline_adapter import PipelineAdapter
 from .process_group import choose_backend, choose_timeout, measure_links, new_talk_group, take_device
-from .rank_journal import RankJournal
+from .rank_journal import RankJournal, describe_failure
 from .torch_adapter import TorchAdapter
 from .training_target import TrainingTarget
 
@@ -47,11 +48,11 @@ def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasur
         build = partial(_build_adapter, group.device, corrections)
         return CaseRun(group, case, build, compared=compared).result()
 
-    tried = [run(case, None, 0) for case in job.calibration]
+    calibration = [run(case, None, 0) for case in job.calibration]
     corrections = job.corrections
-    if tried:
+    if calibration:
         # Every process has the same figures, and so fits the same.
-        corrections = fit_corrections(job.calibration, tried, links)
+        corrections = fit_corrections(job.calibration, calibration, links)
     cases: list[Case | RuntimeCase] = [*job.cases, *job.runtime_cases]
     results = [run(case, corrections, job.compared_steps) for case in cases]
     if dist.is_initialized():
@@ -64,7 +65,7 @@ def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasur
         cases=results,
         links=links,
         corrections=corrections,
-        calibration=tried,
+        calibration=calibration,
     )
 
 
@@ -108,16 +109,46 @@ def main(arguments: Sequence[str]) -> int:
     journal.listen(all_threads=process.world_size == 1)
     job = Job.model_validate_json((folder / "job.json").read_text()).naming(arguments[1:])
     try:
-        found = run_job(job, process, journal)
+        measurements = run_job(job, process, journal)
     except BaseException as error:
-        journal.failed(error)
+        journal.write_failure(error)
         # Taking NCCL or gloo down would wait for the others.
         sys.stderr.flush()
         os._exit(1)
-    if found is not None:
-        journal.write("found.json", json.loads(found.model_dump_json()))
+    if measurements is not None:
+        journal.write("found.json", json.loads(measurements.model_dump_json()))
     return 0
 
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+def run_in_torchrun(job: Job, process: TorchrunEnv) -> CheckMeasurements | None:
+    """What was found, in the first process; None in the others.
+
+    Raises RankFailed in the process that fails on its own account, Lost in those that lose it.
+    """
+    try:
+        return run_job(job, process, RankJournal(None, process.rank))
+    except Exception as error:
+        failure = describe_failure(error)
+        kind = Lost if failure["lost"] else RankFailed
+        raise kind(
+            f"check: rank {process.rank}: {failure['what']}",
+            failure["hint"] or _hint(failure["what"], job),
+        ) from error
+
+
+class RankFailed(MachineError):
+    """This process failed."""
+
+
+class Lost(MachineError):
+    """Another process is gone, or does not answer."""
+
+
+def _hint(what: str, job: Job) -> str:
+    if "EADDRINUSE" in what or "in use" in what:
+        return "Another program has this port: name another with torchrun --master-port."
+    return f"See what the other processes printed; each waits {job.timeout_seconds:g} s (`timeout`)."

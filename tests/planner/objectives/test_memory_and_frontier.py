@@ -15,7 +15,8 @@ from pplan.planner.objectives.least_memory import least_memory
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.objective_result import peak_bytes
 from pplan.planner.objectives.solve_objective import solve_for
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
 
 MakeProblem = Callable[..., Problem]
@@ -42,7 +43,7 @@ def test_least_memory_of_all_plans_that_are_fast_enough(
         assert outcome.aim.value == pytest.approx(least, abs=1.5)
         assert outcome.aim.exact
         assert least - 2.5 <= outcome.aim.lower_bound <= least + 1.5
-        assert outcome.found.bound_seconds <= fastest * (1 + 1e-9)
+        assert outcome.result.bound_seconds <= fastest * (1 + 1e-9)
 
 
 def pareto(every: list[tuple[Proposal, float, float]]) -> list[tuple[float, float]]:

@@ -12,8 +12,7 @@ import pytest
 
 from pplan.cost_models.collectives import all_reduce_seconds
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import ledger, total
-from pplan.cost_models.stage_bytes import stage_bytes
+from pplan.cost_models.memory import ledger, stage_bytes, total
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
@@ -28,9 +27,9 @@ MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 Devices = tuple[tuple[int, ...], ...]
 
-EVERY = BeamLimits(entries=10**7, kept=10**6)
+EVERY = BeamLimits(entries=10**7, plans_per_state=10**6)
 """No plan of a state is dropped."""
-PAPER = BeamLimits(kept=1)
+PAPER = BeamLimits(plans_per_state=1)
 
 
 def paper_latency(forward: list[float], backward: list[float], reduced: list[float], count: int) -> float:
@@ -255,6 +254,6 @@ def test_many_devices_and_layers(make_chain: MakeChain, make_problem: Callable[.
     for proposal in PLANNER.propose(problem):
         assert proposal.ends[-1] == 150
         assert problem.allows(proposal)
-        assert proposal.used > 20
+        assert proposal.device_count > 20
         return
     pytest.fail("no proposal")

@@ -16,9 +16,9 @@ from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal, linear_pipeline
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.scoring import WHOLE_BOUNDS
-from pplan.planner.search.device_ranges import DeviceRanges
 from pplan.planner.search.partial import extend_plans, nothing
 from pplan.planner.search.pipelines import Pipelines, build_pipelines, choose_modes
+from pplan.planner.search.placements import DeviceRanges
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_choices import StageChoices, list_stage_choices
 from pplan.planner.search.subproblem import BOUNDS, Family, expansions, quick_bound
@@ -40,7 +40,7 @@ def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
     for stage, (end, devices) in enumerate(zip(proposal.ends, proposal.devices, strict=True)):
         position, before = ranks.index(devices[0]), len(seen)
         for more in expansions(options, plans, len(proposal.ends) - stage):
-            known = {name: values[more.parent] for name, values in plans.known.items()}
+            known = {name: values[more.parent] for name, values in plans.state.items()}
             own, now = bound.extend(known, more)
             same = (more.end == cut_points.index(end)) & (more.position == position)
             (rows,) = np.nonzero(same & (more.group.replicas == len(devices)))
