@@ -134,7 +134,7 @@ def chain_of(name: str) -> tuple[nn.Module, LayerChain, Any]:
         import timm
 
         with torch.device("meta"):
-            model = timm.create_model(name.removeprefix("timm:"))
+            model: Any = timm.create_model(name.removeprefix("timm:"))
         given = torch.empty(2, *model.default_cfg["input_size"], device="meta")
         model.to("meta")
         return model, build_chain(model, given, name=name), given

@@ -56,7 +56,7 @@ def _call_key(node: fx.Node, module: str) -> str | None:
     return next((key for key, (path, _) in stack.items() if path == module), None)
 
 
-class Blocks:
+class BlockCalls:
     """The modules that are to be layers, of a graph with `single` places where one tensor alone crosses."""
 
     def __init__(self, flow: Flow, single: Sequence[Position]) -> None:
@@ -109,7 +109,7 @@ class Blocks:
             yield from self._stages(own)
 
     def _blocks_inside(self, path: str) -> tuple[str, ...]:
-        """Blocks of which a stage is made, two of a kind at least; none in a block."""
+        """BlockCalls of which a stage is made, two of a kind at least; none in a block."""
         inner = [own for entries in self._lists(path).values() for own in entries]
         return tuple(inner) if len({self._kind(own) for own in inner}) < len(inner) else ()
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from .blocks import Blocks, Call, calls_of
+from .blocks import BlockCalls, Call, calls_of
 from .flow import Flow, Position
 from .granularity import Granularity
 
@@ -39,7 +39,7 @@ def parts(flow: Flow, granularity: Granularity) -> list[Part]:
         calls = list(calls_of(flow, granularity.outermost))
         return _split(flow, _around(flow, calls), calls)
     single = _single(flow, any_number=flow.is_chain)
-    blocks = Blocks(flow, single)
+    blocks = BlockCalls(flow, single)
     calls = blocks.calls(blocks.paths)
     cuts = _beside_blocks(flow, single, calls) if calls else single
     if granularity.kind == "fine":

@@ -13,7 +13,7 @@ from ..torch_internals import CONVERSION
 from .graph import TracedGraph
 from .node_order import fed_by_inputs, operations
 from .size_recovery import TensorSeen, recover_sizes
-from .tables import Tables
+from .tables import GraphTables
 from .trial import Trial
 
 _MOVES = frozenset({
@@ -46,7 +46,7 @@ class Flow:
         self.order = operations(traced.graph, trial.first)
         self.output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
         self._fed = fed_by_inputs(traced.graph, trial.first)
-        self.tables = Tables(traced.graph, trial)
+        self.tables = GraphTables(traced.graph, trial)
 
     def same(self, node: fx.Node) -> fx.Node:
         """The first node whose value is the very tensor that this one's is."""

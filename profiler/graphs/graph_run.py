@@ -67,9 +67,9 @@ def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-class _FlopCounter(TorchDispatchMode):
+class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(

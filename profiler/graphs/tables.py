@@ -21,7 +21,7 @@ _FLOPS_A_BYTE = 64
 """And do so many operations for each of these bytes."""
 
 
-class Tables:
+class GraphTables:
     """Those of a traced graph."""
 
     def __init__(self, graph: fx.Graph, trial: Trial) -> None:

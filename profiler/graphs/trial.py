@@ -149,7 +149,7 @@ def _statistics(model: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+        if getattr(module, "track_running_stats", False) and module.training
         for name, _ in module.named_buffers(recurse=False)
     )
 
