@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
-from .tied_weights import TiedWeight
+from .tied_weights import SharedBuffer, TiedWeight
 
 Vector = npt.NDArray[np.float64]
 
@@ -59,6 +59,7 @@ class LayerCosts:
     uncertainty: float | None = None
     outside: str = ""
     tied: tuple[TiedWeight, ...] = ()
+    shared_buffers: tuple[SharedBuffer, ...] = ()
 
     def mean_backward(self, first_share: float) -> Vector:
         """(layers,): backward seconds, on average over micro-batches of which such a share is the first of a
@@ -106,6 +107,8 @@ class Chain:
     known."""
     tied: tuple[TiedWeight, ...] = ()
     """Weights that several layers use, where cuts between these are allowed."""
+    shared_buffers: tuple[SharedBuffer, ...] = ()
+    """Buffers likewise, which each stage with a user has."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -155,6 +158,7 @@ class Chain:
             uncertainty=self.uncertainty_at(size),
             outside=self._outside(size),
             tied=self.tied,
+            shared_buffers=self.shared_buffers,
             **values,
         )
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import torch
-from torch import nn
 
 from ..cost_models.errors import MachineError
-from .chain.layers import LayerChain, find_tensor_users
+from .chain.layers import LayerChain
 from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
 from .profile_file import (
@@ -17,6 +17,7 @@ from .profile_file import (
     MeasuredLoss,
     Profile,
     ProfiledLayer,
+    ReadOnlyBuffer,
     Tied,
     Unmeasured,
     WholeMeasurement,
@@ -83,7 +84,8 @@ def build_profile(
         edges=[(chain.layers[a].name, chain.layers[b].name) for a, b in chain.edges],
         whole=whole,
         loss=_loss(subject, results),
-        tied=_tied(loaded.module, chain),
+        tied=_tied(chain),
+        shared_buffers=_read_only(chain),
         unmeasured=list(unmeasured),
         notes=[
             *subject.notes,
@@ -182,9 +184,22 @@ def _whole(result: SizeResult) -> WholeMeasurement:
     )
 
 
-def _tied(model: nn.Module, chain: LayerChain) -> list[Tied]:
+def _read_only(chain: LayerChain) -> list[ReadOnlyBuffer]:
+    """Of each name one: constants that tracing made have none of their own."""
+    names = count()
+    return [
+        ReadOnlyBuffer(
+            tensor=shared.name if shared.name != "a tensor" else f"constant {next(names)}",
+            layers=[chain.layers[index].name for index in shared.layers],
+            bytes=shared.tensor.nbytes,
+        )
+        for shared in chain.users
+        if shared.is_read_only
+    ]
+
+
+def _tied(chain: LayerChain) -> list[Tied]:
     """Parameters and buffers that several layers use; the bytes of those of which stages may have copies."""
-    modules = [layer.module for layer in chain.layers]
     return [
         Tied(
             tensor=shared.name,
@@ -193,8 +208,8 @@ def _tied(model: nn.Module, chain: LayerChain) -> list[Tied]:
             trainable=shared.tensor.requires_grad,
             dtype=_dtype_name(shared.tensor.dtype),
         )
-        for shared in find_tensor_users(model, modules, chain.aliases)
-        if len(shared.layers) > 1
+        for shared in chain.users
+        if len(shared.layers) > 1 and not shared.is_read_only
     ]
 
 

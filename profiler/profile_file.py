@@ -14,7 +14,7 @@ from ..cost_models.layer import Chain
 from ..cost_models.memory import workspace_before_loss
 from ..cost_models.ranges import MOST_LAYERS
 from ..cost_models.text_files import sha256
-from ..cost_models.tied_weights import TiedWeight
+from ..cost_models.tied_weights import SharedBuffer, TiedWeight
 
 Spread = Annotated[float, Field(ge=0, le=1e9)]
 ClosingRatio = Annotated[float, Field(gt=0, le=1e9)]
@@ -132,6 +132,15 @@ class Tied(Record):
     dtype: str = ""
 
 
+class ReadOnlyBuffer(Record):
+    """A buffer that several layers read and none writes: every stage with one of these `layers` has a copy of
+    its `bytes`, which the first of them counts as its own."""
+
+    tensor: str
+    layers: Annotated[list[str], Field(min_length=2)]
+    bytes: Bytes
+
+
 class InputTensor(Record):
     """A tensor that the model takes: shape of one sample, without the batch, and dtype."""
 
@@ -183,6 +192,7 @@ class Profile(Document):
     whole: list[WholeMeasurement] = []
     loss: MeasuredLoss | None = None
     tied: list[Tied] = []
+    shared_buffers: list[ReadOnlyBuffer] = []
     unmeasured: list[Unmeasured] = []
     notes: list[str] = []
     """What a reader should know: a closing ratio past 5 %, a size that did not fit, a busy machine."""
@@ -223,6 +233,22 @@ class Profile(Document):
                 raise ValueError(
                     f"tied {own.tensor!r}: its {own.bytes} bytes are more than the parameters of its first "
                     f"layer, {first.name!r} ({first.parameter_bytes})"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_shared_buffers(self) -> Self:
+        order = {layer.name: index for index, layer in enumerate(self.layers)}
+        for own in self.shared_buffers:
+            unknown = [name for name in own.layers if name not in order]
+            if unknown:
+                raise ValueError(f"shared buffer {own.tensor!r}: no layer is named {unknown[0]!r}")
+            users = [order[name] for name in own.layers]
+            first = self.layers[users[0]]
+            if users != sorted(set(users)) or own.bytes > first.buffer_bytes:
+                raise ValueError(
+                    f"shared buffer {own.tensor!r}: give its layers once each, in their order, and no more "
+                    f"bytes than the buffers of the first, {first.name!r}, have ({first.buffer_bytes})"
                 )
         return self
 
@@ -342,6 +368,14 @@ class Profile(Document):
             uncertainty=self._uncertainty(),
             spread=self._spread(),
             tied=self._tied(),
+            shared_buffers=self._shared_buffers(),
+        )
+
+    def _shared_buffers(self) -> tuple[SharedBuffer, ...]:
+        order = {layer.name: index for index, layer in enumerate(self.layers)}
+        return tuple(
+            SharedBuffer(own.tensor, float(own.bytes), tuple(order[name] for name in own.layers))
+            for own in self.shared_buffers
         )
 
     def _tied(self) -> tuple[TiedWeight, ...]:

@@ -34,7 +34,7 @@ LARGEST_SIZE = 2**24
 
 @dataclass(frozen=True)
 class Shared:
-    """A weight that several layers use (their numbers), and that may be on several stages."""
+    """A weight or buffer that several layers use (their numbers), and that may be on several stages."""
 
     name: str
     bytes: float
@@ -65,6 +65,7 @@ class Layers:
     scales: bool
     closing: dict[int, float]
     shared: tuple[Shared, ...] = ()
+    shared_buffers: tuple[Shared, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -161,14 +162,15 @@ def layers_of(table: Table) -> Layers:
             whole.count("micro_batch_size", least=1): whole.number("closing_ratio", most=MOST_SECONDS)
             for whole in table.tables("whole")
         },
-        shared=_shared(table, names),
+        shared=_shared(table, names, "tied"),
+        shared_buffers=_shared(table, names, "shared_buffers"),
     )
 
 
-def _shared(table: Table, names: tuple[str, ...]) -> tuple[Shared, ...]:
+def _shared(table: Table, names: tuple[str, ...], key: str) -> tuple[Shared, ...]:
     """By first user; those without bytes have all their users on one stage."""
     made = []
-    for own in table.tables("tied"):
+    for own in table.tables(key):
         if not own.has("bytes"):
             continue
         users = own.texts("layers")
