@@ -1,9 +1,9 @@
 """Options: what a user may ask for, each declared once, as a field with type, default, unit and help.
 
 The fields of an `Options` are the keyword arguments of the Python API, the options of the command line
-(`pplan.cli.option_parameters` makes them) and, of a plan's, what its file says under `wishes`. They are plain
-frozen dataclasses: the help of the command line imports no pydantic. To add an option, add a field, and use
-it where it matters.
+(`pplan.cli.option_parameters` makes them) and, of a plan's, what its file says under `options`. They are
+plain frozen dataclasses: the help of the command line imports no pydantic. To add an option, add a field, and
+use it where it matters.
 """
 
 from __future__ import annotations

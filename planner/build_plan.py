@@ -129,7 +129,7 @@ def bare_plan(
         stages=stages,
         tied=shared_weights(problem.space, best),
         prediction=_prediction(problem, best, result),
-        wishes=problem.options,
+        options=problem.options,
         searched=describe_search(problem),
         default_mini_batch=choose_mini_batch(problem, try_others=False),
         layer_names=list(problem.chain.names),

@@ -90,7 +90,7 @@ def _bound(plan: Plan) -> tuple[Key, float]:
     """What was proven of all plans of the problem; 0 where there was no search, or one of some of them."""
     default = PlanOptions()
     same: dict[str, Any] = {name: getattr(default, name) for name in _NOT_NARROWING}
-    narrowed = replace(plan.wishes, **same) != default
+    narrowed = replace(plan.options, **same) != default
     nothing = plan.was_given or narrowed or plan.objective is not None
     return _problem(plan), 0.0 if nothing else plan.prediction.lower_bound_seconds
 

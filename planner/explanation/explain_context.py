@@ -74,7 +74,7 @@ def make_context(
 def plan_options(plan: Plan) -> PlanOptions:
     """What was asked for the plan, its global batch settled, for the joint search."""
     return replace(
-        plan.wishes,
+        plan.options,
         mini_batch=plan.mini_batch,
         optimizer=plan.optimizer,
         precision=plan.trained.name,

@@ -52,7 +52,7 @@ def calibrate(result: Check, read: PlanAndProfile, stem: str) -> Calibrated | No
 
 def _solved_again(read: PlanAndProfile, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
     try:
-        plan_options = read.plan.wishes
+        plan_options = read.plan.options
         problem = build_problem(read.profile.chain(), topology, plan_options, read.plan.profile, profiles)
         answer = find(problem)
     except PplanError as error:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ...cost_models.document import Record
+from ...cost_models.field_types import Seconds
+from ...cost_models.ranges import LEAST_RATE, MOST_RATE, MOST_SPEED
 from ...cost_models.simulator.costs import Costs
 from ...cost_models.tied_weights import TiedSum
 from ..formats.deepspeed_export import DeepspeedExport
@@ -43,6 +45,7 @@ class StageSeconds(Record):
     """Seconds of one micro-batch on one replica of a stage.
 
     `backward` is the whole one; `input` and `weight` are its two parts where the schedule runs them apart.
+    `accumulation`: what of it (of `weight`) the first of a step does not take, which adds to no gradients.
     `forward_launch` and `backward_launch`: the host's, where that is not the device itself.
     """
 
@@ -50,6 +53,7 @@ class StageSeconds(Record):
     backward: float
     input: float = 0.0
     weight: float = 0.0
+    accumulation: float = 0.0
     forward_launch: float = 0.0
     backward_launch: float = 0.0
 
@@ -99,11 +103,11 @@ class Corrections(Record):
     splits the backward, which PyTorch runs by another loop. A transfer takes `latency` and its bytes over
     `bandwidth` (None: as without)."""
 
-    overhead: float = 0.0
-    looped_overhead: float = 0.0
-    slowdown: float = 1.0
-    latency: float | None = None
-    bandwidth: float | None = None
+    overhead: Seconds = 0.0
+    looped_overhead: Seconds = 0.0
+    slowdown: Annotated[float, Field(gt=0, le=MOST_SPEED)] = 1.0
+    latency: Seconds | None = None
+    bandwidth: Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)] | None = None
 
 
 class Case(Record):
