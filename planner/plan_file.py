@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..cost_models.document import Document, MadeBy
 from ..cost_models.errors import UsageError
-from ..cost_models.field_types import DeviceCount, LayerCount, MicroBatches, MiniBatch, ZeroStage
+from ..cost_models.field_types import DeviceCount, LayerCount, MemberCount, MicroBatches, MiniBatch, ZeroStage
 from ..cost_models.option_fields import declared
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from .plan_options import PlanOptions
@@ -66,7 +66,7 @@ class Plan(Document):
     runtime: RuntimeName | None = None
     gpus: DeviceCount | None = None
     """Devices that were offered; a plan may use fewer."""
-    gpus_per_node: DeviceCount | None = None
+    gpus_per_node: MemberCount | None = None
     device_kind: Literal["GPU", "CPU"] = "GPU"
     """What it is for: processors where one was profiled and no GPU was named."""
     topology: str = ""

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 CORPUS = Path(__file__).with_name("corpus")
 BOUNDED = settings(
-    max_examples=40,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -60,7 +60,7 @@ def test_random_mutations(kind: str, workspace: Workspace) -> None:
 
 def test_without_debug_there_is_no_traceback(workspace: Workspace) -> None:
     """The others run with --debug, which prints where a refusal comes from."""
-    for seed in range(40):
+    for seed in range(20):
         rng = random.Random(seed)
         case = workspace.random_case(rng, rng.choice(list(KINDS)))
         workspace.write(case)
