@@ -129,13 +129,14 @@ def _tell(check: Check, read: PlanAndProfile, *, save: bool, as_json: bool, cali
 def _write_calibration(check: Check, read: PlanAndProfile, stem: str) -> None:
     """Writes the calibration and the topology beside the plan, and says what solving again finds."""
     from ..api.calibrate import calibrate
+    from ..cost_models.file_kind import file_kind
     from .output import Target
 
     calibration = calibrate(check, read, stem)
     if calibration is None:
         return
     for path, content in calibration.files.items():
-        Target(path, replace=False, own=True).write_text(content)
+        Target(path, replace=False, own=True, kind=file_kind(content)).write_text(content)
     remark(f"Wrote {' and '.join(map(str, calibration.files))}")
     again = calibration.again
     if isinstance(again, str):
@@ -168,7 +169,9 @@ def _check_target(read: PlanAndProfile) -> Target:
     """NAME.check.json beside NAME.plan.json: an earlier one goes that nobody changed."""
     from .output import Target
 
-    return Target(read.plan_file.with_name(f"{_stem(read)}.check.json"), replace=False, own=True)
+    return Target(
+        read.plan_file.with_name(f"{_stem(read)}.check.json"), replace=False, own=True, kind="check"
+    )
 
 
 def _fail(check: Check, fail_above: float | None) -> None:

@@ -60,7 +60,8 @@ def import_plan_command(
         "profile.file": path.name,
         "profile.layers_sha256": profile.layers_sha256,
     }
-    target = chosen_target(output, f"{file_stem(profile.model)}.imported.plan.json", force=force, about=about)
+    name = f"{file_stem(profile.model)}.imported.plan.json"
+    target = chosen_target(output, name, force=force, about=about, kind="plan")
     target.check(path, machine.topology)
     options = {name: getattr(training, name) for name in TrainingKeywords.__annotations__}
     plan = import_plan(

@@ -51,14 +51,19 @@ def profile_command(
         raise UsageError("--resume and --no-cache: there is nothing to resume without a cache", "Give one.")
     settings = dict(options.settings or {})
     settings |= {name: value for name, value in vars(sizes).items() if value is not None}
-    target = chosen_target(output, f"{file_stem(model)}.profile.json", force=force)
+    # An estimate takes no measured profile's place.
+    estimate = options.device.partition(":")[0] if options.device else ""
+    own = {"device": estimate} if estimate in ("analytic", "meta") else {}
+    name = f"{file_stem(model)}.profile.json"
+    target = chosen_target(output, name, force=force, about=own, kind="profile")
     target.check()
 
     def write(profile: Profile) -> None:
         place = target
         if output is None:
             name = f"{file_stem(profile.model)}.profile.json"
-            place = chosen_target(None, name, force=force, about={"model": profile.model})
+            about = {"model": profile.model, **own}
+            place = chosen_target(None, name, force=force, about=about, kind="profile")
         profile = profile.model_copy(update={"made_by": made_by(profile.made_by, command=command_line())})
         place.write(profile, as_json=as_json, show=lambda: _show(profile))
 

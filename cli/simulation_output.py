@@ -11,6 +11,7 @@ from ..api.provenance import made_by
 from ..api.simulation import Simulation
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import FileError, UsageError
+from ..cost_models.file_kind import SVG
 from ..cost_models.text_files import write_whole
 from .invocation import command_line
 from .output import Target
@@ -36,7 +37,7 @@ class Pictures:
             raise UsageError(f"--trace and --svg {self.svg}: the same file", "Name two files.")
         for option, path in self._files:
             with _advising(option):
-                Target(path, self.replace).check(*sources)
+                Target(path, self.replace, kind="trace" if option == "--trace" else SVG).check(*sources)
 
     def write(self, simulation: Simulation) -> Iterator[Path]:
         """Writes them, one after another. Raises FileError."""

@@ -94,7 +94,8 @@ def solve_command(
         "profile.file": path.name,
         "profile.layers_sha256": profile.layers_sha256,
     }
-    target = chosen_target(output, f"{file_stem(profile.model)}.plan.json", force=force, about=about)
+    name = f"{file_stem(profile.model)}.plan.json"
+    target = chosen_target(output, name, force=force, about=about, kind="plan")
     target.check(path, machine.topology)
     beside = _frontier_target(target)
     if frontier:
@@ -144,7 +145,7 @@ def _check_together(sweep: bool, frontier: bool, output: Path | None, aim: str) 
 def _frontier_target(plan: Target) -> Target:
     """NAME.frontier.json beside NAME.plan.json."""
     stem = plan.path.name.removesuffix(".json").removesuffix(".plan")
-    return replace(plan, path=plan.path.with_name(f"{stem}.frontier.json"))
+    return replace(plan, path=plan.path.with_name(f"{stem}.frontier.json"), kind="frontier")
 
 
 def _frontier(profile: Profile, options: FrontierOptions, keywords: Mapping[str, Any]) -> Frontier:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import FileError
+from .file_kind import check_same_kind, file_kind
 
 KEY = "content_sha256"
 _MADE_BY = '\n "made_by": {\n'
@@ -146,6 +147,7 @@ def write_whole(path: Path, text: str, *, force: bool) -> None:
     given, or where the disk refuses.
     """
     check_place(path, force=force)
+    check_same_kind(path, file_kind(text))
     temporary = None
     try:
         target = path.resolve(strict=False) if path.is_symlink() else path

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from .errors import UsageError
 from .hardware import Amount, Device, Group, Level, Link, Port
 from .quantities import format_bytes
+from .ranges import MOST_DEVICES
 
 __all__ = [
     "Amount",
@@ -31,8 +32,6 @@ __all__ = [
 
 FEW_RANKS = 64
 """Up to so many, sets are faster than arrays."""
-MOST_DEVICES = 65_536
-"""Of a topology."""
 NODE = "node"
 """The level of this name is what one process reaches; without one it is the innermost."""
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .errors import UsageError
 
+MOST_DIGITS = 18
+"""Of a whole number: it and its products are what machines count with."""
 _WORDS: dict[str, object] = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -121,6 +123,10 @@ def _whole(text: str, name: str, least: int, context: str = "") -> int:
     if not re.fullmatch(r"[+-]?\d+", text):
         part = f"{text!r} is" if context else "is"
         raise UsageError(f"{what}: {part} not a whole number", f"For example: {name} {max(least, 8)}")
+    if len(text.lstrip("+-")) > MOST_DIGITS:
+        raise UsageError(
+            f"{what}: must have at most {MOST_DIGITS} digits", f"For example: {name} {max(least, 8)}"
+        )
     if int(text) < least:
         raise UsageError(f"{what}: must be at least {least}", f"For example: {name} {max(least, 8)}")
     return int(text)

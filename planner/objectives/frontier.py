@@ -16,12 +16,13 @@ from pydantic import Field
 
 from ...cost_models.document import Document, MadeBy, Record
 from ...cost_models.errors import UsageError
+from ...cost_models.field_types import StepSeconds, TotalBytes
 from ..build_plan import list_warnings
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
 from ..joint_search import BEST, find
 from ..plan_file import Plan
-from ..plan_records import TIE, Bytes, ProfileReference, StepSeconds
+from ..plan_records import TIE, ProfileReference
 from ..problem import Problem
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
@@ -34,7 +35,7 @@ class Point(Record):
     more is faster."""
 
     step_seconds: StepSeconds
-    memory_bytes: Bytes
+    memory_bytes: TotalBytes
     exact: bool
     plan: Plan
 

@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import ExportError
+from ...cost_models.field_types import LayerCount
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
-from .export_document import Count
 from .plan_choice import Choice, choose
 from .trainer_text import TrainerArguments, device_remark, join_remarks, trainer_fields
 from .transformer_blocks import Transformer, check_whole_blocks, find_plan_blocks, is_small
@@ -32,7 +32,7 @@ class LayoutExport(TrainerArguments):
     """A layout and what goes with it; `layout` tells the virtual stages by how many stages it has."""
 
     layout: str
-    num_layers: Count
+    num_layers: LayerCount
     """Transformer blocks."""
 
 

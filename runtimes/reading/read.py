@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from ...cost_models.document import detect_kind
-from ...cost_models.errors import UsageError
+from ...cost_models.errors import UsageError, shown
+from ...cost_models.file_kind import detect_kind
 from ...cost_models.runtime import RUNTIMES
 from ..formats.deepspeed_export import DeepspeedExport
 from ..formats.export_document import ExportDocument, hash_names
@@ -57,15 +57,16 @@ def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where
     if kind in ("plan", "profile", "simulation"):
         hint = "Give it to show, simulate or export." if kind == "plan" else ""
         raise partition_error(where, f"this is a {kind} of pplan, not another tool's partition", hint)
-    if content.get("runtime") not in RUNTIMES:
-        raise partition_error(where, f"runtime is {content.get('runtime')!r}, which is not known")
+    runtime = content.get("runtime")
+    if not isinstance(runtime, str) or runtime not in RUNTIMES:
+        raise partition_error(where, f"runtime is {shown(runtime)}, which is not known")
     if content.get("layers_sha256") not in (None, "", hash_names(names)):
         raise partition_error(
             where,
             f"it was exported for {content.get('model')}, the profile has other layers",
             "Name the profile of that plan: profile=FILE",
         )
-    return from_export(text, content["runtime"], names, where)
+    return from_export(text, runtime, names, where)
 
 
 def _of_json(content: Any, names: Sequence[str], where: str) -> Partition:
@@ -218,7 +219,9 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
         partition = Partition("", tuple(accumulate(document.balance)), schedule="gpipe")
         return replace(partition, virtual_stages=1, recompute=document.checkpoint)
     if isinstance(document, DeepspeedExport):
-        again = document.config.get("pipeline", {}).get("activation_checkpoint_interval", 0) > 0
+        pipeline = document.config.get("pipeline")
+        interval = pipeline.get("activation_checkpoint_interval") if isinstance(pipeline, dict) else None
+        again = isinstance(interval, int) and interval > 0
         partition = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
         return replace(partition, recompute="always" if again else "never")
     if isinstance(document, TorchExport):

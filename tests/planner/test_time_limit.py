@@ -10,7 +10,8 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
-from pplan.cost_models.topology import MOST_DEVICES, Device, Link, Topology, two_level_topology
+from pplan.cost_models.ranges import MOST_DEVICES
+from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.build_plan import build_plan
 from pplan.planner.joint_search import find
 from pplan.planner.objectives.throughput import throughput
