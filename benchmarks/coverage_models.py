@@ -81,13 +81,13 @@ def names(library: str) -> list[str]:
     return [f"hf:{name}" for name in (TEXT if library == "text" else OTHERS).split()]
 
 
-def load(name: str, shape: tuple[int, ...] | None, *, on_meta: bool) -> LoadedModel:
+def load(name: str, shape: tuple[int, ...] | None = None) -> LoadedModel:
     """The model of this name, made small where its sizes are free. Raises PplanError."""
     if name.startswith("timm:"):
         return _timm(name, shape)
     if name.startswith("hf:"):
-        return _transformers(name, on_meta=on_meta)
-    return load_model(name, input_shape=shape or _picture(name), on_meta=on_meta)
+        return _transformers(name)
+    return load_model(name, input_shape=shape or _picture(name))
 
 
 def _picture(name: str) -> tuple[int, ...] | None:
@@ -96,11 +96,11 @@ def _picture(name: str) -> tuple[int, ...] | None:
     return (3, 4, 64, 64) if name.startswith(tuple(_VIDEO.split())) else (3, 96, 96)
 
 
-def _transformers(name: str, *, on_meta: bool) -> LoadedModel:
+def _transformers(name: str) -> LoadedModel:
     settings = SMALL | OWN_SIZES.get(name.removeprefix("hf:"), {})
     while True:
         try:
-            return load_model(name, settings=settings, on_meta=on_meta)
+            return load_model(name, settings=settings)
         except PplanError as error:
             word = error.what.partition("=")[0]
             if word not in settings or (
@@ -114,5 +114,8 @@ def _timm(name: str, shape: tuple[int, ...] | None) -> LoadedModel:
     timm: Any = importlib.import_module("timm")
     torch.manual_seed(0)
     model = timm.create_model(name.removeprefix("timm:"))
-    shape = shape or model.default_cfg["input_size"]
+    own = model.default_cfg
+    if shape is None:
+        fixed = own.get("fixed_input_size")
+        shape = own["input_size"] if fixed else own.get("min_input_size", (3, 128, 128))
     return from_module(model.train(), torch.randn((2, *shape)), name=name)

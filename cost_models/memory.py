@@ -61,10 +61,11 @@ def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
     received = float(costs.output_bytes[first - 1]) if first else 0.0
     copied = [weight for weight in costs.tied if weight.is_copied(first, last + 1)]
     copies = sum(weight.trainable_bytes for weight in copied)
+    buffers = sum(shared.bytes for shared in costs.shared_buffers if shared.is_copied(first, last + 1))
     return StageBytes(
         parameters=float(costs.parameter_bytes[own].sum()) + sum(weight.bytes for weight in copied),
         trainable=float(costs.trainable_bytes[own].sum()) + copies,
-        buffers=float(costs.buffer_bytes[own].sum()),
+        buffers=float(costs.buffer_bytes[own].sum()) + buffers,
         saved=float(costs.saved_bytes[own].sum()),
         saved_input=float(costs.saved_input_bytes[first]),
         input=received if first else costs.input_bytes,

@@ -146,6 +146,7 @@ class Assembly:
             forward=forward,
             backward=backward if weight is None else self.by_place("input"),
             weight=weight,
+            accumulation=self._accumulation("backward" if weight is None else "weight"),
             recompute=shares,
             forward_launch=launch,
             backward_launch=relaunch,
@@ -160,6 +161,10 @@ class Assembly:
             tied=self.tied_sums,
             transfers=transfers_named(self.transfers),
         )
+
+    def _accumulation(self, part: str) -> Floats:
+        """(devices, chunks, 1): what of the backward, or its `weight` part, the first one does not take."""
+        return self.by_place(part) - self.by_place(f"first_{part}")
 
     def _launch_seconds(self, name: str) -> Floats:
         """(devices, chunks, 1): host seconds of the plan's own profile: one host launches for all kinds of

@@ -39,7 +39,7 @@ def _read_options(value: Any) -> Any:
         raise ValueError(error.what) from error
 
 
-GIVEN = "this partition alone"
+FIXED_PARTITION = "this partition alone"
 """What was searched of a plan whose partition was given."""
 
 
@@ -136,7 +136,7 @@ class Plan(Document):
     @property
     def was_given(self) -> bool:
         """Whether its partition is another tool's, and it is compared with no other."""
-        return self.searched == GIVEN
+        return self.searched == FIXED_PARTITION
 
     @property
     def trained(self) -> TrainingPrecision:

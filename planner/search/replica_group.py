@@ -88,8 +88,8 @@ def make_buckets(gradient_bytes: Floats, cut_points: Sequence[int]) -> Buckets:
 class ReplicaGroupCosts:
     """What all stages cost on so many devices of these kinds, so joined. Tables as of `StageTable`.
 
-    Seconds are those of the slowest replica; `exposed_allreduce`: of the all-reduce that follows the last
-    backward.
+    Seconds are those of the slowest replica; `accumulation`: of a backward what the first of a step does not
+    take; `exposed_allreduce`: of the all-reduce that follows the last backward.
     """
 
     table: StageTable
@@ -98,6 +98,7 @@ class ReplicaGroupCosts:
     size: int
     forward: Floats
     backward: Floats
+    accumulation: Floats
     exposed_allreduce: Floats
     limit: float
     optimizer: str
@@ -105,6 +106,13 @@ class ReplicaGroupCosts:
     least_tied: Floats | float = 0.0
     """Of sums of tied weights' gradients, at the least: they follow the all-reduce."""
     _room: dict[str, Floats] = field(default_factory=dict)
+
+    def backward_of(self, micro_batches: int) -> tuple[Floats, Floats]:
+        """Backward seconds of a micro-batch, and what of them the first of several does not take; a single
+        one is the first."""
+        if micro_batches > 1:
+            return self.backward, self.accumulation
+        return self.backward - self.accumulation, np.zeros_like(self.accumulation)
 
     def room(self, recompute: Recompute, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> Floats:
         """(pairs,): `most_in_flight` of some stages alone."""

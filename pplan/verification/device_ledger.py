@@ -46,11 +46,14 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
     kept, parameters = saved.cumsum(), layers.parameters[own]
     copies = [weight for weight in layers.shared if weight.users[0] < first and weight.held_by(first, end)]
     copied = sum(weight.bytes for weight in copies if weight.trains)
+    buffers = sum(
+        own.bytes for own in layers.shared_buffers if own.users[0] < first and own.held_by(first, end)
+    )
     pairs = parameters[1:] + parameters[:-1]
     return PartBytes(
         parameters=float(parameters.sum()) + sum(weight.bytes for weight in copies),
         trainable=float(layers.trainable[own].sum()) + copied,
-        buffers=float(layers.buffers[own].sum()),
+        buffers=float(layers.buffers[own].sum()) + buffers,
         waiting=float(saved.sum() + costs["saved_input_bytes"][first]),
         input=received if first else layers.input_bytes_per_sample * size,
         received=received,

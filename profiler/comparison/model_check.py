@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ..user_model.failures import is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import fixed_seed
 from .batch_dimension import mixing_module
-from .descriptions import describe
+from .descriptions import describe, suspects
 from .differences import not_finite
 from .side_by_side import Bind, LayersDiffer, ModelFails, RoundingHides, SideBySide
 
@@ -44,6 +44,8 @@ class Comparison:
     """Of modules, that forward changes at each call and the layers do not."""
     mixing: str = ""
     """A module that takes the batch second, where samples along dimension 0 change each other's outputs."""
+    written: tuple[str, ...] = field(default=(), compare=False)
+    """Buffers of the model that the passes changed."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -104,7 +106,9 @@ class ModelCheck:
             except LayersDiffer as error:
                 with fixed_seed(side.seed):
                     what, hint = describe(side, error, layer_names)
-                raise NotTheModel(f"{self._name} cannot be traced by {how}: {what}", hint) from None
+                refusal = NotTheModel(f"{self._name} cannot be traced by {how}: {what}", hint)
+                refusal.suspects = tuple(dict.fromkeys(suspects(side, error)))
+                raise refusal from None
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -145,6 +149,7 @@ def _compared(side: SideBySide, smallest: int) -> Comparison:
         side.not_finite,
         tuple(side.changes_of_attributes()),
         mixing_module(side),
+        tuple(side.written_buffers()),
     )
 
 

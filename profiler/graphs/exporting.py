@@ -14,13 +14,14 @@ The mode is baked where no leaf module holds it: `F.dropout(x, p, self.training)
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import io
 import itertools
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ from ..user_model.failures import first_line, is_out_of_memory, user_line
 from ..user_model.flat_output import FlatOutput
 from ..user_model.loaded_model import ModelInput
 from .export_cleaning import ask_devices, drop_checks, drop_unused_sizes, value_kind, write_early
-from .graph import TracedGraph
+from .graph import AROUND, TracedGraph
 from .opaque_calls import OpaqueCalls
 from .regions import as_calls, bodies
 from .remodule import attribute, drop_aliases, leaf_calls_made_whole, path_of, tell_inputs_apart
@@ -47,27 +48,36 @@ _INSTEAD = (
 )
 
 
-def export_around(model: nn.Module, given: ModelInput, name: str) -> TracedGraph:
-    """As `export_graph` on the model's own device; modules that cannot be traced, and all others of their
-    classes, are not gone into: each call is one of the whole module. Raises as `export_graph` does."""
+def export_around(model: nn.Module, given: ModelInput, name: str, whole: Sequence[str] = ()) -> TracedGraph:
+    """As `export_graph` on the model's own device; each call of a module is one, and is not gone into, of the
+    modules `whole`, of those that cannot be traced, and of all others of their classes.
+
+    The graph's tool names them. Raises as `export_graph` does.
+    """
     paths: list[str] = []
+    for path in whole:
+        paths = _with_its_class(model, path, paths)
     while True:
         inside: list[str] = []
         try:
-            return _graph(model, _exported_around(model, given, name, paths, inside), paths)
+            graph = _graph(model, _exported_around(model, given, name, paths, inside), paths)
+            return dataclasses.replace(graph, tool=AROUND + ", ".join(paths))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             failed = next((path for path in reversed(inside) if not _is_within(path, paths)), "")
             if not failed:
                 raise _as_model_error(error, name) from error
-            kind = type(model.get_submodule(failed))
-            paths = [path for path in paths if not path.startswith(f"{failed}.")]
-            paths += [
-                path
-                for path, part in model.named_modules()
-                if type(part) is kind and not _is_within(path, paths)
-            ]
+            paths = _with_its_class(model, failed, paths)
+
+
+def _with_its_class(model: nn.Module, path: str, paths: Sequence[str]) -> list[str]:
+    """`paths` and that of a module, and of all others of its class; outermost ones only."""
+    kind = type(model.get_submodule(path))
+    every = [*paths, *(other for other, part in model.named_modules() if other and type(part) is kind)]
+    return [
+        one for one in dict.fromkeys(every) if not _is_within(one, [each for each in every if each != one])
+    ]
 
 
 def _is_within(path: str, paths: list[str]) -> bool:

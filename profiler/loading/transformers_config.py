@@ -85,6 +85,7 @@ def configure_model(
     if "tie_word_embeddings" in changes.values:
         # T5's class ties whatever it is told (it takes the key for another one).
         config.tie_word_embeddings = changes.values["tie_word_embeddings"]
+    _leave_out_caches(config)
     return ConfiguredModel(config, changes.sequence, tuple(changes.notes))
 
 
@@ -346,6 +347,15 @@ def _value(config: Any, key: str, otherwise: object = None) -> Any:
         return getattr(config, key, otherwise)
     except Exception:
         return otherwise
+
+
+def _leave_out_caches(config: Any) -> None:
+    """Of the configurations inside."""
+    for key in getattr(config, "sub_configs", {}):
+        part = _value(config, key)
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+        _leave_out_caches(part)
 
 
 def _no_cache(config: Any) -> dict[str, Any]:

@@ -156,13 +156,18 @@ def test_the_first_backward_of_a_step_adds_to_no_gradients(clock: Any, rounds: i
     for run in sweep.runs:
         assert run.rounds.whole_medians() == (1, 5)
         assert run.rounds.first_backward() == 2
-    profile = build_profile(subject, sweep.results, [], [])
+    assert sweep.accumulation() == [0]  # of this clock, which only the model moves
+    profile = build_profile(subject, sweep.results, [], [], [1.0])
+    assert [layer.accumulation_seconds for layer in profile.layers] == [1]
     assert [(each.backward_seconds, each.first_backward_seconds) for each in profile.whole] == [
         (5, 2),
         (5, 2),
     ]
     (note,) = [note for note in profile.notes if "first backward" in note]
-    assert "takes another time: -60% at size 1, -60% at size 2" in note
+    assert "than predicted from the others: -40% at size 1, -40% at size 2" in note
+    assert not [
+        note for note in build_profile(subject, sweep.results, [], [], [3.0]).notes if "first" in note
+    ]
     without = swept(subject, [1], rounds=1)
     assert without.runs[0].rounds.first_backward() is None
 
