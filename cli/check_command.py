@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..api.options import CheckOptions
-from .compare_command import TOLD, share
+from .compare_command import DIFFERENCE, share
 from .streams import console, is_watched, remark, result
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ FailAbove = Annotated[
     typer.Option(
         "--fail-above",
         metavar="15%",
-        help=f"End with status {TOLD} where the predicted step is off by more, or the losses differ.",
+        help=f"End with status {DIFFERENCE} where the predicted step is off by more, or the losses differ.",
         parser=share,
     ),
 ]
@@ -184,7 +184,7 @@ def _fail(check: Check, fail_above: float | None) -> None:
     own = check.of_plan
     if own.same_losses is False:
         remark("the losses are not the plain model's")
-        raise typer.Exit(TOLD)
+        raise typer.Exit(DIFFERENCE)
     if abs(own.error) > fail_above:
         remark(f"the predicted step is off by {signed(own.error)}, more than {percent(fail_above)}")
-        raise typer.Exit(TOLD)
+        raise typer.Exit(DIFFERENCE)

@@ -51,7 +51,7 @@ class DeviceLedger:
         return sum(self.terms.values())
 
 
-class Held(NamedTuple):
+class ActionBytes(NamedTuple):
     """Bytes during each action of a device's list, each of shape (actions,): what comes and goes."""
 
     activations: Floats
@@ -66,14 +66,14 @@ class Held(NamedTuple):
 
 def held_by_action(
     program: Program, device: int, chunk_bytes: Sequence[StageBytes], recompute: str = "never"
-) -> Held:
+) -> ActionBytes:
     """What a device holds during each action, besides what it has all the time. Arguments and errors as of
     `device_ledger`."""
     _check(program, device, chunk_bytes, recompute)
     own, stays = program.actions[device], _stays(program, device, recompute)
     sizes = [_sizes(chunk) for chunk in chunk_bytes]
     workspace = np.array([float(chunk_bytes[action.chunk].workspace) for action in own])
-    return Held(*_over_time(len(own), stays, sizes), workspace)
+    return ActionBytes(*_over_time(len(own), stays, sizes), workspace)
 
 
 def device_ledger(

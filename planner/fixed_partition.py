@@ -13,7 +13,7 @@ from .assembly import Assembly
 from .build_plan import bare_plan, list_warnings
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import PipelineConfig
-from .plan_file import GIVEN, Plan
+from .plan_file import FIXED_PARTITION, Plan
 from .plan_records import ProfileReference
 from .problem import Problem
 from .scoring import assemble, fastest, possible
@@ -86,7 +86,7 @@ def plan_partition(
     assembly = assemble(problem.space, best.proposal, best.recompute)
     texts = dict.fromkeys([*lacking, *warnings, *list_warnings(problem), *assembly.outside()])
     all_notes = list(dict.fromkeys(notes))
-    return plan.model_copy(update={"searched": GIVEN, "warnings": list(texts), "notes": all_notes})
+    return plan.model_copy(update={"searched": FIXED_PARTITION, "warnings": list(texts), "notes": all_notes})
 
 
 def _check_cuts(problem: Problem, partition: FixedPartition) -> None:

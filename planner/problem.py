@@ -279,7 +279,7 @@ class Problem:
     @property
     def every_replica_count(self) -> bool:
         """Whether no number of replicas was left out."""
-        return self.usable_gpus <= EVERY_COUNT or self.families[0].replicas == (1,)
+        return self.usable_gpus <= EVERY_COUNT or all(own.replicas == (1,) for own in self.families[:1])
 
     def allows(self, proposal: Proposal) -> bool:
         """Whether the options and the runtime leave a proposal."""

@@ -66,8 +66,8 @@ def make_draws(layers: int, samples: int = SAMPLES, seed: int = SEED) -> Draws:
     return Draws(common=random.standard_normal(samples), layers=random.standard_normal((samples, layers)))
 
 
-KEPT = 16
-"""Tables of stages of which the drawn seconds are kept."""
+MOST_TABLES = 16
+"""Of stages whose drawn seconds are remembered."""
 ENTRIES = 20_000_000
 """Actions times draws that are simulated side by side."""
 
@@ -145,7 +145,7 @@ class StepSampler:
     def _running(self, table: StageTable, name: str) -> Floats:
         """(layers + 1, samples): seconds of the layers before each."""
         if (table, name) not in self._seconds:
-            while len(self._seconds) >= KEPT:
+            while len(self._seconds) >= MOST_TABLES:
                 del self._seconds[next(iter(self._seconds))]
             seconds = self.draws.factors(table.costs) * layer_seconds(table.costs, name)
             before = np.zeros((seconds.shape[1] + 1, len(seconds)))

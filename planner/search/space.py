@@ -32,7 +32,7 @@ MOST_BLOCKS = 220
 """Between allowed cuts: of so many, tables of all stages are made."""
 
 
-_KEPT = ("buckets", "usable", "routes", "ports")
+_CACHES = ("buckets", "usable", "routes", "ports")
 """What is made of a space once, whatever its budget."""
 
 
@@ -74,7 +74,7 @@ class Space:
         space = replace(self, budget=budget)
         for name in ("_tables", "_group_costs", "_joined"):
             object.__setattr__(space, name, getattr(self, name))
-        vars(space).update({name: own for name, own in vars(self).items() if name in _KEPT})
+        vars(space).update({name: own for name, own in vars(self).items() if name in _CACHES})
         return space
 
     def table(self, size: float) -> StageTable:

@@ -104,4 +104,10 @@ def read_plan(path: Path, profile_file: Path | None) -> PlanAndProfile:
             f"the plan says {plan.profile.sha256[:12]}…)",
             f"Name the right one as `profile`, or plan again: pplan solve {where}",
         )
-    return PlanAndProfile(plan, Profile.parse(as_text(content, where, "profile"), str(where)), path, where)
+    profile = Profile.parse(as_text(content, where, "profile"), str(where))
+    if sum(plan.balance) != len(profile.layers):
+        raise FileError(
+            f"{path}: has {sum(plan.balance)} layers, its profile {where} {len(profile.layers)}",
+            f"Name the right one as `profile`, or plan again: pplan solve {where}",
+        )
+    return PlanAndProfile(plan, profile, path, where)

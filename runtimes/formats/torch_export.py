@@ -14,7 +14,14 @@ from pydantic import Field, model_validator
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import ExportError
-from ...cost_models.field_types import DeviceCount, DeviceIndex, LayerBound, LayerIndex, MicroBatches
+from ...cost_models.field_types import (
+    DeviceCount,
+    DeviceIndex,
+    LayerBound,
+    LayerIndex,
+    MemberCount,
+    MicroBatches,
+)
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
 from ...planner.plan_records import ScheduleName
@@ -45,7 +52,7 @@ class TorchExport(ExportDocument):
     """1: the replicas of a stage spread the optimizer's states, by FSDP2."""
     devices: list[DeviceIndex]
     """By rank, as the plan numbers them."""
-    gpus_per_node: DeviceCount | None = None
+    gpus_per_node: MemberCount | None = None
     recompute: list[Literal["never", "always"]]
     granularity: str = "block"
     """How the model is cut into layers."""
