@@ -66,7 +66,7 @@ def predicted(name: str, size: int, optimizer: str) -> float:
     profile = profile_model(built(name), options, rounds=1, parts=False)
     table = StageTable.of(profile.chain(), size)
     terms = ledger(
-        table.bytes_of(0, table.blocks),
+        table.bytes_between(0, table.blocks),
         in_flight=1,
         recompute="never",
         optimizer=optimizer,
@@ -94,8 +94,9 @@ def train(name: str, size: int, optimizer: str) -> int:
         for _ in range(MICRO_BATCHES):
             output = model(given)
             scores = output.flatten(0, -2)
-            F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long)).backward()
-            del output, scores
+            loss = F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long))
+            torch.autograd.backward(loss)
+            del output, scores, loss
         stepping.step()
     after = _status()
     code = after["RssFile"] - before["RssFile"]
