@@ -260,10 +260,21 @@ def _dominating_note(chain: LayerChain, layers: Sequence[ProfiledLayer]) -> list
         if any(seconds)
         else "is the whole model"
     )
-    return [
-        f"layer {layers[heaviest].name} {takes}; "
-        "granularity='fine' cuts inside it, where several tensors cross"
-    ]
+    return [f"layer {layers[heaviest].name} {takes}; " + _remedy(chain.layers[heaviest].module)]
+
+
+def _remedy(layer: nn.Module) -> str:
+    """Modules inside that stand in a list are the better cuts."""
+    lists = (
+        name
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+    )
+    inner = next((name for name in lists if name), None)
+    fine = "granularity='fine' cuts inside it, where several tensors cross"
+    return (
+        fine if inner is None else f"granularity='module:{inner}.*' makes the modules in there layers; {fine}"
+    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
