@@ -69,7 +69,7 @@ def build_problem(
                 f"the topology says that {kind.name} has a profile of its own, {kind.profile}: it is missing",
                 "Give that profile, or the device's speed relative to the profiled one.",
             )
-    return Problem(chain, topology, options, profile.dtype, own, amp=profile.amp)
+    return Problem(chain, topology, options, profile.dtype, own, amp=profile.amp, device=profile.device)
 
 
 def build_plan(
