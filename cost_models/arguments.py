@@ -145,12 +145,12 @@ def instance(name: str, value: Any, kind: type, hint: str) -> None:
 def _as_float(name: str, value: Any) -> float:
     """It as a float. Raises UsageError for what is no number, or too large for one."""
     try:
-        found = float(value)
+        converted = float(value)
     except OverflowError:
         raise UsageError(f"{name}: the number is too large", f"For example: {name}=60.") from None
-    if math.isnan(found):
+    if math.isnan(converted):
         raise UsageError(f"{name}=nan: is not a number", f"For example: {name}=60.")
-    return found
+    return converted
 
 
 def _short_number(number: int) -> str:
