@@ -20,7 +20,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import yaml
 from fuzzing.running import run
 from fuzzing.seeds import PLAIN, profile
 
@@ -93,6 +92,7 @@ EVERYWHERE = (
     ),
 )
 """Those that are tried as every text of a profile."""
+yaml = pytest.importorskip("yaml")
 TRANSFORMER = tuple(layer["name"].removeprefix("transformer.") for layer in profile()["layers"])
 MACHINE = ("--gpus", "4", "--gpu", "a100-40gb", "--mini-batch", "16")
 FORMULA = "=+-@\t\r"
