@@ -36,8 +36,10 @@ def build_profile(
     results: Sequence[SizeResult],
     unmeasured: Sequence[Unmeasured],
     notes: Sequence[str],
+    accumulation: Sequence[float] | None = None,
 ) -> Profile:
-    """The profile. Raises MachineError where the clock saw no time pass."""
+    """The profile; `accumulation`: seconds by layer, where they are known. Raises MachineError where the
+    clock saw no time pass."""
     loaded, chain, device, modes = subject.loaded, subject.chain, subject.device, subject.modes
     costs = [_costs(result, len(chain)) for result in results]
     whole = [_whole(result) for result in results if result.rounds.whole]
@@ -48,10 +50,12 @@ def build_profile(
             kind=layer.kind,
             parameter_bytes=layer.parameter_bytes,
             trainable_bytes=layer.trainable_bytes,
+            largest_parameter_bytes=layer.largest_parameter_bytes,
             buffer_bytes=layer.buffer_bytes,
             cut_after=layer.cut_reason is None,
             cut_reason=layer.cut_reason,
             crossing=layer.crossing,
+            accumulation_seconds=None if accumulation is None else accumulation[index],
             costs=[of_size[index] for of_size in costs],
         )
         for index, layer in enumerate(chain.layers)
@@ -89,7 +93,7 @@ def build_profile(
             *notes,
             *_evaluation_note(subject),
             *(note for each in whole for note in closing_warning(each)),
-            *_first_backward_note(whole),
+            *_first_backward_note(whole, accumulation),
             *_dominating_note(chain, layers),
             *_checkpoint_note(chain),
             *_unused_note(chain),
@@ -215,10 +219,13 @@ def _evaluation_note(subject: MeasurementTarget) -> list[str]:
     return [] if subject.loaded.module.training else [measured]
 
 
-def _first_backward_note(whole: Sequence[WholeMeasurement]) -> list[str]:
-    """That plans with several micro-batches a step are charged too much, and those with one the most."""
+def _first_backward_note(
+    whole: Sequence[WholeMeasurement], accumulation: Sequence[float] | None
+) -> list[str]:
+    """That the first backward of a step takes other than the others without what they add."""
+    adding = sum(accumulation or ())
     shares = {
-        each.micro_batch_size: each.first_backward_seconds / each.backward_seconds - 1
+        each.micro_batch_size: (each.first_backward_seconds + adding) / each.backward_seconds - 1
         for each in whole
         if each.first_backward_seconds is not None and each.backward_seconds
     }
@@ -226,8 +233,8 @@ def _first_backward_note(whole: Sequence[WholeMeasurement]) -> list[str]:
         return []
     told = ", ".join(f"{share:+.0%} at size {size}" for size, share in shares.items())
     return [
-        f"the first backward of a step, which adds to no gradients, takes another time: {told}; "
-        "steps are predicted with that of the others"
+        "the first backward of a step, which adds to no gradients, takes another time than predicted from "
+        f"the others: {told} of a backward"
     ]
 
 

@@ -63,16 +63,23 @@ class LayerMeasurement(Record):
 
 
 class ProfiledLayer(Record):
-    """A layer of the chain; `cut_after` says whether a stage may end with it, `cut_reason` why not."""
+    """A layer of the chain; `cut_after` says whether a stage may end with it, `cut_reason` why not.
+
+    `accumulation_seconds`: of every backward at any size but the first of a step, to add the gradients to
+    those that are there. None: not known, the first is taken to be like the others.
+    """
 
     name: Annotated[str, Field(min_length=1)]
     kind: str = ""
     parameter_bytes: Bytes
     trainable_bytes: Bytes | None = None
     """Of the parameters, those that need a gradient; None: all."""
+    largest_parameter_bytes: Bytes | None = None
+    """Of the trainable parameters the largest; None: not known."""
     buffer_bytes: Bytes = 0
     cut_after: bool = True
     cut_reason: str | None = None
+    accumulation_seconds: Seconds | None = None
     crossing: Annotated[int, Field(ge=0)] | None = None
     """How many tensors cross the cut after it."""
     costs: Annotated[list[LayerMeasurement], Field(min_length=1)]
@@ -358,10 +365,12 @@ class Profile(Document):
             backward_host_seconds=table("backward_host_seconds"),
             backward_input_seconds=table("backward_input_seconds") if self.has_parts else None,
             backward_weight_seconds=table("backward_weight_seconds") if self.has_parts else None,
+            accumulation_seconds=np.array([layer.accumulation_seconds or 0.0 for layer in self.layers]),
             scales_with_samples=self.scales_with_samples,
             uncertainty=self._uncertainty(),
             spread=self._spread(),
             tied=self._tied(),
+            largest_parameters=self._largest_parameters(),
             shared_buffers=self._shared_buffers(),
         )
 
@@ -371,6 +380,11 @@ class Profile(Document):
             SharedBuffer(own.tensor, float(own.bytes), tuple(order[name] for name in own.layers))
             for own in self.shared_buffers
         )
+
+    def _largest_parameters(self) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
+        """None where one is not known."""
+        largest = [layer.largest_parameter_bytes for layer in self.layers]
+        return None if None in largest else np.array(largest, dtype=np.float64)
 
     def _tied(self) -> tuple[TiedWeight, ...]:
         """In the order of their first users."""

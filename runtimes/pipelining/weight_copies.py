@@ -127,7 +127,7 @@ def split_stage(
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _TiedCopy:
     """A tied weight as this process has it: names of its copies in its stages, and who holds it besides."""
 
     copies: tuple[tuple[nn.Module, str], ...]
@@ -142,7 +142,7 @@ class _Held:
 class TiedGradients:
     """Keeps the copies of this process equal to those of all others."""
 
-    def __init__(self, copies: Sequence[_Held]) -> None:
+    def __init__(self, copies: Sequence[_TiedCopy]) -> None:
         self._copies = copies
 
     def __len__(self) -> int:
@@ -199,7 +199,7 @@ def tie_stages(
         if copies and weight.parameter.requires_grad:
             stage_names = tuple((stages[stage], _name(stages[stage], own)) for stage, own in copies.items())
             replicas = 1 if sharded else len(coordinates.ranks[0])
-            copies_here.append(_Held(stage_names, groups.likes if sharded else groups.every, replicas))
+            copies_here.append(_TiedCopy(stage_names, groups.likes if sharded else groups.every, replicas))
     return TiedGradients(copies_here)
 
 
