@@ -28,8 +28,9 @@ from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.build_plan import bare_plan, build_problem
 from pplan.planner.joint_search import find
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_records import ProfileReference
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.job import (
     Case,

@@ -28,8 +28,7 @@ import torch
 from measured_models import MODELS, built
 from training_rows import TRAINED, print_training
 
-from pplan.cost_models.memory import ledger, total
-from pplan.cost_models.stage_bytes import StageBytes, stage_workspace
+from pplan.cost_models.memory import StageBytes, ledger, stage_workspace, total
 from pplan.profiler.chain.layers import LayerChain, build_chain
 from pplan.profiler.measure import profile_model
 from pplan.profiler.memory.live_bytes import build_meter

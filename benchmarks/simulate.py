@@ -18,9 +18,9 @@ from typing import Literal
 import numpy as np
 
 from pplan.cost_models.schedules import schedule_named
-from pplan.cost_models.simulator.accelerated import available
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.simulator.dependencies import resolve_order
+from pplan.cost_models.simulator.loops import available
 from pplan.cost_models.timeline import simulate, step_seconds
 
 REPEATS = 9

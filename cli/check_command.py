@@ -53,7 +53,7 @@ def check_command(
     Several nodes: torchrun --nnodes 2 ... --no-python pplan check PLAN
     """
     from ..api.load import read_plan
-    from .command_files import named_or_newest
+    from .output import named_or_newest
 
     read = read_plan(named_or_newest(plan_file, ("plan",)), profile_file)
     if save:
@@ -89,7 +89,8 @@ def _run(read: PlanAndProfile, options: CheckOptions) -> Check | None:
         raise
     if found is None:
         return None
-    from ..cost_models.document import MadeBy, sha256
+    from ..cost_models.document import MadeBy
+    from ..cost_models.text_files import sha256
 
     origin = made_by(MadeBy(), command=command_line(), measured=read.profile.made_by)
     return found.model_copy(update={"made_by": origin, "plan_sha256": sha256(read.plan_file.read_bytes())})

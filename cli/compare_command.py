@@ -70,7 +70,7 @@ def compare_command(
 ) -> None:
     """Compare plans side by side: step, samples/s, bubble, memory, devices and gap."""
     from ..api.explain import compare
-    from .command_files import named_or_newest
+    from .output import named_or_newest
     from .streams import console, result
 
     paths = plan_files or [named_or_newest(None, ("plan",))]

@@ -40,7 +40,7 @@ def explain_command(
 
     from ..api.explain import explain
     from ..api.load import read_plan
-    from .command_files import named_or_newest
+    from .output import named_or_newest
     from .streams import console, result
 
     read = read_plan(named_or_newest(plan_file, ("plan",)), profile_file)

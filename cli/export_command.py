@@ -12,7 +12,7 @@ import typer
 from ..cost_models import arguments
 from ..cost_models.option_fields import Options, option, settings_option
 from ..cost_models.runtime import RUNTIMES
-from .command_files import AsJson, Force, Output
+from .output import AsJson, Force, Output
 from .streams import printable, remark, result
 
 if TYPE_CHECKING:
@@ -91,14 +91,14 @@ def export_command(
 ) -> None:
     """Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."""
     from ..api.provenance import made_by
-    from ..cost_models.document import MadeBy, write_whole
+    from ..cost_models.document import MadeBy
     from ..cost_models.runtime import runtime_named
+    from ..cost_models.text_files import write_whole
     from ..planner.plan_file import Plan
     from ..runtimes.formats.export_document import default_device, hash_layers
     from ..runtimes.formats.exporters import SUFFIXES, export
-    from .command_files import named_or_newest
     from .invocation import command_line
-    from .output import chosen_target, file_stem
+    from .output import chosen_target, file_stem, named_or_newest
 
     name = runtime_named(runtime).name
     source = named_or_newest(plan_file, ("plan",))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..api.options import ProfileImportOptions
-from .command_files import AsJson, Force, Output
+from .output import AsJson, Force, Output
 from .streams import console
 
 if TYPE_CHECKING:

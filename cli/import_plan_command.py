@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..api.options import MachineOptions, PartitionOptions, PlanOptions, TrainingKeywords
-from .command_files import AsJson, Force, Output
 from .option_parameters import Only
+from .output import AsJson, Force, Output
 from .streams import console
 
 if TYPE_CHECKING:
@@ -47,11 +47,10 @@ def import_plan_command(
     torchtitan's module names, a device_map, or what pplan export wrote."""
     from ..api.import_plan import import_plan
     from ..api.provenance import made_by
-    from ..cost_models.document import as_text, read_bytes, sha256
+    from ..cost_models.text_files import as_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
-    from .command_files import named_or_newest
     from .invocation import command_line
-    from .output import chosen_target, file_stem
+    from .output import chosen_target, file_stem, named_or_newest
 
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")

@@ -1,17 +1,22 @@
-"""Where a verb's result goes: the default name or `-o`, checked before the work, written after it."""
+"""The files of a command: which it reads where none is named, and where its result goes."""
 
 from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from ..cost_models.document import Document, check_place, write_whole
+import typer
+
 from ..cost_models.errors import FileError
-from ..cost_models.seal import is_about, is_unchanged, sealed_lines
+from ..cost_models.text_files import check_place, is_about, is_unchanged, sealed_lines, write_whole
 from .streams import remark, result
+
+if TYPE_CHECKING:
+    from ..cost_models.document import Document
 
 _OTHERWISE = "Give --force to replace it, or another name with -o."
 
@@ -111,3 +116,37 @@ def chosen_target(
 def file_stem(model: str) -> str:
     """A model's name as the first part of a file name: `my.zoo:make` as `my.zoo_make`."""
     return re.sub(r"[^\w.+-]+", "_", model).strip("._").lstrip("-") or "model"
+
+
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="Where to write; default: named after the model, as MODEL.plan.json.",
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file, whatever it is.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the file's JSON instead of tables.")]
+
+MAKES = {"profile": "pplan profile vgg19", "plan": "pplan solve --gpus 8"}
+
+
+def named_or_newest(named: Path | None, kinds: Sequence[str]) -> Path:
+    """`named`, or the newest `*.KIND.json` of the working directory, which is said on standard error.
+
+    Raises FileError where there is none, with the command that makes one.
+    """
+    if named is not None:
+        return named
+    found = [path for kind in kinds for path in Path().glob(f"*.{kind}.json") if path.is_file()]
+    if not found:
+        files = " or ".join(f"*.{kind}.json" for kind in kinds)
+        raise FileError(
+            f"no {' or '.join(kinds)} named, and no {files} in this directory",
+            f"Name one, or make one first, as in: {MAKES[kinds[0]]}",
+        )
+    newest = max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+    remark(f"Using {newest} (newest {' or '.join(kinds)} in this directory)")
+    return newest

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ..cost_models.quantities import counted, format_seconds
 from ..cost_models.runtime import runtime_named
 from ..planner.pipeline_config import SEARCHED
-from ..planner.plan_file import TIE, Aim, Alternative, Baseline, DefaultMiniBatch, OtherMiniBatch, Plan
+from ..planner.plan_file import Plan
+from ..planner.plan_records import TIE, Aim, Alternative, Baseline, DefaultMiniBatch, OtherMiniBatch
 from .number_format import three_digits
 from .plan_summary import objective_value
 

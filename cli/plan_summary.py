@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..cost_models.optimizers import optimizer_named
 from ..cost_models.quantities import counted, format_bytes, format_seconds
-from ..planner.plan_file import Aim, Plan, Prediction
+from ..planner.plan_file import Plan
+from ..planner.plan_records import Aim, Prediction
 from .number_format import percent, three_digits
 
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from rich.console import Console
 
 from ..cost_models.quantities import format_bytes, format_seconds
-from ..planner.plan_file import Alternative, Baseline, Plan, PlannedStage, SharedWeight
+from ..planner.plan_file import Plan
+from ..planner.plan_records import Alternative, Baseline, PlannedStage, SharedWeight
 from .number_format import compared, ranges, whole_percent
 from .plan_answer import answer_lines
 from .plan_summary import short_summary, summary_lines

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..api.options import ProfileOptions, TransformerSizes
-from .command_files import AsJson, Force, Output
+from .output import AsJson, Force, Output
 from .streams import console, printable, remark, watched
 
 if TYPE_CHECKING:

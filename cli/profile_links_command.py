@@ -11,8 +11,8 @@ import typer
 
 from ..api.options import LinkOptions
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
-from .command_files import Force
 from .number_format import percent
+from .output import Force
 from .streams import console, remark, result
 
 if TYPE_CHECKING:

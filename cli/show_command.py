@@ -22,10 +22,9 @@ def show_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the file's JSON.")] = False,
 ) -> None:
     """Show a profile or a plan in tables."""
-    from ..cost_models.document import read_text
-    from ..cost_models.seal import escaped
+    from ..cost_models.text_files import escaped, read_text
     from ..profiler.profile_file import Profile
-    from .command_files import named_or_newest
+    from .output import named_or_newest
     from .streams import console, result
 
     path = named_or_newest(file, ("profile", "plan"))

@@ -82,7 +82,7 @@ def simulate_command(
 
 def _plan_file(named: Path | None) -> Path:
     """The plan that is named, or the newest. Raises FileError where there is none."""
-    from .command_files import named_or_newest
+    from .output import named_or_newest
 
     try:
         return named_or_newest(named, ("plan",))

@@ -9,7 +9,7 @@ from rich.console import Console
 from ..api.simulation import Simulation
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.simulator.result import StageTime
-from ..planner.plan_file import TIE
+from ..planner.plan_records import TIE
 from .number_format import compared, percent, ranges, three_digits
 from .plan_tables import StageMemory, print_ledger
 from .table import Column, number, print_head, print_notes, print_table, text

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ..api.provenance import made_by
 from ..api.simulation import Simulation
-from ..cost_models.document import MadeBy, write_whole
+from ..cost_models.document import MadeBy
 from ..cost_models.errors import FileError, UsageError
+from ..cost_models.text_files import write_whole
 from .invocation import command_line
 from .output import Target
 from .streams import console, remark, result
@@ -84,7 +85,7 @@ def show(found: Simulation, pictures: Pictures, *, as_json: bool, actions: bool)
 
 def _print(found: Simulation, *, as_json: bool, actions: bool) -> None:
     if as_json:
-        from ..api.simulation_file import simulation_file
+        from ..api.simulation import simulation_file
 
         origin = made_by(MadeBy(), command=command_line())
         result(simulation_file(found, origin, actions=actions).to_json())

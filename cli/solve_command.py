@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..api.options import FrontierOptions, MachineOptions, ObjectiveOptions, PlanOptions, SweepOptions
-from .command_files import AsJson, Force, Output
 from .field_names import FIELDS
 from .invocation import typed_text
+from .output import AsJson, Force, Output
 from .streams import console
 from .sweep_options import GridOptions
 
@@ -62,11 +62,10 @@ def solve_command(
     """Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."""
     from ..api.provenance import made_by
     from ..api.solve import solve
-    from ..cost_models.document import as_text, read_bytes, sha256
+    from ..cost_models.text_files import as_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
-    from .command_files import named_or_newest
     from .invocation import command_line
-    from .output import chosen_target, file_stem
+    from .output import chosen_target, file_stem, named_or_newest
     from .sweep_command import run_sweep
 
     _check_owners(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..api.options import SweepOptions
 from ..api.provenance import made_by
-from ..cost_models.document import write_whole
 from ..cost_models.errors import InfeasibleError
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
+from ..cost_models.text_files import write_whole
 from ..planner.problem_grid import SweepResult, SweepRow
 from .frontier_table import shape
 from .invocation import command_line

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
+from ..cost_models.communication import SIZES, AllReduceTime, all_reduces, transfers
 from ..cost_models.hardware import Device, Level
 from ..cost_models.machines.catalogue import MACHINES, Machine
 from ..cost_models.machines.presets import PRESETS, PresetLink
-from ..cost_models.machines.transfer_times import SIZES, AllReduceTime, all_reduces, transfers
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..cost_models.topology import Topology
 from .number_format import ranges

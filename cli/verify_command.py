@@ -32,7 +32,7 @@ def verify_command(
 ) -> None:
     """Verify a plan: everything in it worked out again, by code that shares nothing with the planner."""
     from ..verification.verify_files import verify_files
-    from .command_files import named_or_newest
+    from .output import named_or_newest
     from .streams import console, remark, result
 
     report = verify_files(named_or_newest(plan_file, ("plan",)), profile_file)

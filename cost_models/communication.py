@@ -1,13 +1,17 @@
-"""Seconds of transfers, and of gradients that are reduced bucket by bucket during the backward pass."""
+"""Seconds of transfers, and of gradients that are reduced bucket by bucket during the backward pass.
+
+`transfers` and `all_reduces` are tables to judge a topology by: what typical ones take.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from .collectives import Algorithm, all_reduce_seconds
+from .collectives import Algorithm, all_reduce_seconds, best_algorithm, is_even
 from .hardware import Amount, Link
 from .topology import Topology
 
@@ -124,3 +128,57 @@ def _completed(gradients: npt.NDArray[np.float64]) -> tuple[list[int], list[floa
     # A bucket is complete with its last gradient; layers without parameters add nothing to wait for.
     last = [int(start + np.flatnonzero(gradients[start:stop])[-1]) for start, stop in buckets]
     return last, [float(gradients[start:stop].sum()) for start, stop in buckets]
+
+
+SIZES = (10**6, 10**9)
+"""Bytes: one that latency decides, and one that bandwidth decides."""
+
+
+@dataclass(frozen=True)
+class TransferTime:
+    """One transfer between two devices that only `level` joins."""
+
+    level: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AllReduceTime:
+    """An all-reduce over the first `gpus` devices by every algorithm that can, and the `best` of them."""
+
+    over: str
+    gpus: int
+    bytes: int
+    best: Algorithm
+    seconds: dict[str, float]
+
+
+def transfers(topology: Topology) -> list[TransferTime]:
+    """Of both sizes, at every level from the inside, also where the devices do not reach it."""
+    return [
+        TransferTime(level.name, size, float(level.link.seconds(float(size))))
+        for level in topology.levels
+        for size in SIZES
+    ]
+
+
+def all_reduces(topology: Topology) -> list[AllReduceTime]:
+    """Of both sizes, over a node and over all devices where these are more; none for one device."""
+    node = min(topology.gpus_per_node, topology.gpus)
+    groups = {f"a node ({node} GPUs)": node, f"all {topology.gpus} GPUs": topology.gpus}
+    if node == topology.gpus:
+        groups = {f"all {topology.gpus} GPUs": topology.gpus}
+    return [
+        _all_reduce(topology, over, gpus, size) for over, gpus in groups.items() if gpus > 1 for size in SIZES
+    ]
+
+
+def _all_reduce(topology: Topology, over: str, gpus: int, size: int) -> AllReduceTime:
+    ways: list[Algorithm] = ["ring", "tree"]
+    if is_even(topology, range(gpus)):
+        ways.append("hierarchical")
+    seconds: dict[str, float] = {
+        way: float(all_reduce_seconds(topology, range(gpus), float(size), way)) for way in ways
+    }
+    return AllReduceTime(over, gpus, size, best_algorithm(topology, range(gpus), float(size)), seconds)

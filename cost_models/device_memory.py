@@ -22,10 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
-from .memory import RECOMPUTES, with_reserve
+from .memory import RECOMPUTES, Amount, StageBytes, Training, with_reserve
 from .schedules.action import Action, Program
-from .stage_bytes import Amount, StageBytes
-from .training import Training
 
 Floats = npt.NDArray[np.float64]
 

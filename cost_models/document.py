@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -14,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import FileError
 from .runtime import RUNTIMES
-from .seal import sealed
+from .text_files import read_text, sealed, write_whole
 
 
 class Record(BaseModel):
@@ -82,84 +79,6 @@ class Document(Record):
             write_whole(file, text, force=force)
 
 
-def read_bytes(path: Path, kind: str) -> bytes:
-    """The content of a file. Raises FileError, with `kind` in the message."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise FileError(f"{path}: no such {kind} file", f"Name an existing {kind} file.") from None
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise FileError(f"{path}: cannot be read: {why}", "Check the path and its rights.") from error
-
-
-def as_text(content: bytes, path: Path, kind: str) -> str:
-    """The text of a file's content, in UTF-8 with or without a byte order mark. Raises FileError."""
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise FileError(
-            f"{path}: not a text file, so not a {kind} file", f"Name an existing {kind} file."
-        ) from None
-
-
-def read_text(path: Path, kind: str) -> str:
-    """The text of a file. Raises FileError, with `kind` in the message."""
-    return as_text(read_bytes(path, kind), path, kind)
-
-
-def check_place(path: Path, *, force: bool) -> None:
-    """Raises FileError where a file may not be put at `path`.
-
-    A link counts as existing also where it leads nowhere; what is no file (a folder, a device) is never
-    replaced.
-    """
-    try:
-        found, folder, file = os.path.lexists(path), path.is_dir(), path.is_file() or not path.exists()
-    except OSError as error:  # a name that is too long, say
-        raise FileError(f"{path}: cannot be written: {error.strerror}", "Name a file.") from error
-    if folder:
-        raise FileError(f"{path}: is a folder", "Name a file.")
-    if not file:
-        raise FileError(f"{path}: is no file that could be replaced", "Name a file.")
-    if found and not force:
-        raise FileError(f"{path} exists already", "Give `force` to replace it, or another name.")
-
-
-def write_whole(path: Path, text: str, *, force: bool) -> None:
-    """Writes `text` to a temporary file beside `path` and renames it: the file is whole or untouched.
-
-    A link stays, and the file it leads to is written. Raises FileError where `path` exists and `force` is not
-    given, or where the disk refuses.
-    """
-    check_place(path, force=force)
-    temporary = None
-    try:
-        target = path.resolve(strict=False) if path.is_symlink() else path
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(target)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to themselves, before 3.13
-        raise FileError(
-            f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}",
-            "Nothing was changed. Free some space, or name another place with -o.",
-        ) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-
-
-def sha256(content: str | bytes) -> str:
-    """Hexadecimal SHA-256 of a file's content; of a text in UTF-8."""
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
-
-
 def kind_of(text: str) -> str | None:
     """Which of pplan's files this is, by the keys that only one kind has; None where they do not tell."""
     try:
@@ -191,12 +110,6 @@ SHOWN = 80
 
 def _kinds(content: dict[str, Any]) -> list[str]:
     return [name for name, key in KINDS.items() if key in content]
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _named(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""The memory ledger of a stage: every term in bytes, of one of its devices.
+"""The memory ledger of a stage: the bytes of its layers, of its weights' training, and every term.
 
 All functions take floats or numpy arrays that broadcast together, so that one formula serves a single stage
 and the table of all stages that a chain can have. Devices with several chunks, and schedules other than the
@@ -7,12 +7,179 @@ straight ones, are counted action by action in `device_memory`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal, TypedDict
 
+import numpy as np
+import numpy.typing as npt
+
 from .errors import UsageError
-from .optimizers import FLOAT32, OPTIMIZERS, Precision
-from .stage_bytes import Amount, StageBytes, stage_workspace
-from .training import Training
+from .layer import LayerCosts
+from .optimizers import FLOAT32, OPTIMIZERS, Optimizer, Precision, optimizer_named
+from .precision import ZERO_STAGES
+
+Amount = float | npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What the ledger is made from: bytes of a stage's layers, at the micro-batch size of one replica.
+
+    `trainable` are those of the parameters that get gradients. `saved` is what backward needs of the stage's
+    own layers, `saved_input` the part of its input that it saves besides; `input` its whole input; `received`
+    and `sent` the tensors that cross its two cuts (0 where it has none); `workspace` what it needs at its
+    peak besides all it saves (`stage_workspace`). `gathered`: the parameters of two neighbouring layers at
+    most, which ZeRO has whole at a time (None: all of the stage). `copies`: of the trainable bytes those of
+    tied weights that an earlier stage has, too: replicas do not add up their gradients among themselves (see
+    `tied_weights`).
+    """
+
+    parameters: Amount
+    trainable: Amount
+    buffers: Amount
+    saved: Amount
+    saved_input: Amount
+    input: Amount
+    received: Amount
+    sent: Amount
+    workspace: Amount
+    gathered: Amount | None = None
+    copies: Amount = 0.0
+
+
+def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
+    """The bytes of the layers `first` to `last` (0-based, inclusive), or of a chunk of a device. Raises
+    UsageError where the layers cannot be."""
+    layers = len(costs.saved_bytes)
+    if not 0 <= first <= last < layers:
+        raise UsageError(
+            f"layers {first} to {last} of {layers}: no stage", f"Give layers of 0 to {layers - 1}, in order."
+        )
+    own = slice(first, last + 1)
+    received = float(costs.output_bytes[first - 1]) if first else 0.0
+    copied = [weight for weight in costs.tied if weight.is_copied(first, last + 1)]
+    copies = sum(weight.trainable_bytes for weight in copied)
+    return StageBytes(
+        parameters=float(costs.parameter_bytes[own].sum()) + sum(weight.bytes for weight in copied),
+        trainable=float(costs.trainable_bytes[own].sum()) + copies,
+        buffers=float(costs.buffer_bytes[own].sum()),
+        saved=float(costs.saved_bytes[own].sum()),
+        saved_input=float(costs.saved_input_bytes[first]),
+        input=received if first else costs.input_bytes,
+        received=received,
+        sent=float(costs.output_bytes[last]) if last < layers - 1 else 0.0,
+        workspace=stage_workspace(costs.saved_bytes[own].tolist(), costs.workspace_bytes[own].tolist()),
+        gathered=neighbours(costs.parameter_bytes[own].tolist()),
+        copies=copies,
+    )
+
+
+def stage_workspace(saved: Sequence[float], workspace: Sequence[float]) -> float:
+    """Bytes a stage needs at its peak besides all that its layers save; both given by layer, in their order.
+
+    While layer i of the stage runs, forward or backward, the micro-batch at work holds what layers 0 to i
+    save and the workspace of layer i. The peak is the largest of these sums: less than all saved bytes plus
+    the largest workspace, where that belongs to an early layer.
+    """
+    peak = max(kept + own for kept, own in zip(accumulate(saved), workspace, strict=True))
+    return max(peak - sum(saved), 0.0)
+
+
+def neighbours(parameters: Sequence[float]) -> float:
+    """The parameters of two layers in a row at most, given by layer: of the one at work and of the one that
+    is fetched meanwhile."""
+    return max((a + b for a, b in pairwise(parameters)), default=parameters[0])
+
+
+def workspace_before_loss(own: Amount, loss_saved: Amount, loss_workspace: Amount) -> Amount:
+    """Workspace of the last layer with the loss behind it, whose saved bytes count as the layer's own.
+
+    `own`: the layer's, counted without the loss. Nothing of the loss is held while the layer itself runs, so
+    the layer needs no more than what exceeds the loss' saved bytes, or what the loss needs above them.
+    """
+    return np.maximum(np.maximum(own - loss_saved, loss_workspace), 0)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the weights of a stage are trained. `replicas`: devices that add up their gradients.
+
+    `zero` spreads over them: in stage 1 the optimizer's state (with the master weights), in stage 2 the
+    gradients too, in stage 3 the parameters too; buffers stay whole. Rajbhandari et al., "ZeRO", SC 2020,
+    section 5 and figure 1. Raises UsageError for what cannot be.
+    """
+
+    optimizer: str = "sgd"
+    precision: Precision = FLOAT32
+    replicas: int = 1
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        optimizer_named(self.optimizer)
+        if self.zero not in ZERO_STAGES:
+            raise UsageError(
+                f"zero {self.zero}: there is no such stage", "Use 0 (nothing is spread), 1, 2 or 3."
+            )
+        if self.replicas < 1:
+            raise UsageError(
+                f"replicas {self.replicas}: must be at least 1", "Give the devices that hold the stage."
+            )
+
+    def states(self, stage: StageBytes) -> dict[str, Amount]:
+        """Bytes of the weights (with buffers), the gradients, the master weights, where there are some, and
+        the optimizer's state on one replica."""
+        precision = self.precision
+        state = self._optimizer.bytes_per_parameter(precision) - precision.master
+        made: dict[str, Amount] = {
+            "weights": self._spread(stage.parameters, 3) + stage.buffers,
+            "gradients": self._spread(self._gradients(stage.trainable), 2),
+        }
+        if precision.master:
+            made["master_weights"] = self._spread(stage.trainable * (precision.master / precision.weight), 1)
+        return made | {"optimizer": self._spread(stage.trainable * (state / precision.weight), 1)}
+
+    def versions(self, stage: StageBytes, number: float) -> Amount:
+        """Bytes of the weight versions besides the newest; a fraction is an average over layers."""
+        if not number >= 1:
+            raise UsageError(
+                f"weight versions {number:g}: must be at least 1", "Give 1 for the weights alone."
+            )
+        return self._spread(stage.parameters, 3) * (number - 1)
+
+    def exchanged(self, stage: StageBytes) -> Amount:
+        """Bytes of what the replicas exchange, on one of them.
+
+        DistributedDataParallel's buckets hold the gradients once more, but for those of copies of tied
+        weights. With ZeRO stage 1 gradients are reduced where they lie, after the last backward: what a
+        reduction needs besides comes when the activations are gone. From stage 2 on the gradients of two
+        neighbouring layers are whole at a time, with stage 3 the parameters too: of the layer at work and of
+        the next one.
+        """
+        if self.replicas == 1:
+            return 0.0
+        if self.zero == 0:
+            return self._gradients(stage.trainable - stage.copies)
+        if self.zero == 1:
+            return stage.trainable * 0
+        whole = stage.parameters if stage.gathered is None else stage.gathered
+        return self._gradients(whole) + (whole if self.zero == 3 else 0.0)
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return optimizer_named(self.optimizer)
+
+    def _gradients(self, weights: Amount) -> Amount:
+        """Bytes of the gradients of so many bytes of weights; tables of stages are not copied in vain."""
+        precision = self.precision
+        if precision.gradient == precision.weight:
+            return weights
+        return weights * (precision.gradient / precision.weight)
+
+    def _spread(self, amount: Amount, from_stage: int) -> Amount:
+        return amount / self.replicas if self.zero >= from_stage else amount
+
 
 __all__ = [
     "FRAGMENTATION_RESERVE",

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from .errors import UsageError
-from .schedules import Action
+from .schedules import Action, cached_program
 from .schedules.action import Program, linear_program
 from .simulator.action_costs import ActionCosts, lower_costs, statically_served
-from .simulator.costs import Array, Costs, PipelineCosts, uniform_costs
+from .simulator.costs import Array, Costs
 from .simulator.dependencies import resolve_order
 from .simulator.engine import Engine, Run, run, run_many
-from .simulator.program_cache import cached_program
+from .simulator.pipeline_costs import PipelineCosts, uniform_costs
 from .simulator.reductions import Reduction, reductions
 from .simulator.result import PeakMemory, Span, StageTime, Timeline, Transfer
 from .tied_weights import ends_after_sums

@@ -10,7 +10,7 @@ from ..cost_models.runtime import RUNTIMES, Runtime
 from .candidate import ScoredPlan
 from .joint_search import JointSearchResult, is_small, run_search
 from .pipeline_config import SEARCHED
-from .plan_file import Alternative
+from .plan_records import Alternative
 from .plan_stages import plan_recompute, plan_stages, shared_weights
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest

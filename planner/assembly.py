@@ -15,17 +15,16 @@ from ..cost_models.communication import exposed_all_reduce_seconds
 from ..cost_models.device_memory import device_ledger
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain, LayerCosts
+from ..cost_models.memory import StageBytes, Training
 from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced
 from ..cost_models.precision import training_precision
 from ..cost_models.quantities import format_seconds
 from ..cost_models.schedules import Program, Schedule, StageSlot
 from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
-from ..cost_models.stage_bytes import StageBytes
 from ..cost_models.tied_weights import TiedSum, reduction_seconds, tied_sums
 from ..cost_models.timeline import Timeline
 from ..cost_models.topology import Device, Topology
-from ..cost_models.training import Training
 from .replica_exchange import (
     ReplicaExchange,
     bytes_at_end,

@@ -18,7 +18,7 @@ from ..cost_models.schedules import schedule_named
 from ..cost_models.simulator.steady import steady_state
 from .assembly import Assembly
 from .candidate import Proposal, ScoredPlan
-from .plan_file import PlannedStage
+from .plan_records import PlannedStage
 from .plan_stages import make_stages
 from .scoring import assemble
 from .search.space import Space

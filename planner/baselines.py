@@ -8,7 +8,7 @@ from ..cost_models.errors import UsageError
 from ..cost_models.quantities import counted
 from .candidate import ScoredPlan
 from .joint_search import OUT_OF_TIME, JointSearchResult, plan_with
-from .plan_file import Baseline
+from .plan_records import Baseline
 from .plan_stages import run_in_words
 from .planners import planner_named
 from .problem import Problem

@@ -8,19 +8,20 @@ from typing import Literal
 
 from ..cost_models.errors import DefectError, UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.machines.presets import is_gpu
+from ..cost_models.machines.preset_lookup import is_gpu
 from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.quantities import counted
 from ..cost_models.topology import Topology
 from .alternatives import find_alternatives
 from .baselines import score_baselines
 from .candidate import ScoredPlan
-from .coverage import covered
+from .coverage import covered, describe_search
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find
 from .mini_batch import choose_mini_batch
-from .plan_file import TIE, Plan, Prediction, ProfileReference
+from .plan_file import Plan
 from .plan_options import PlanOptions
+from .plan_records import TIE, Prediction, ProfileReference
 from .plan_simulation import of_same_layers
 from .plan_stages import bubble, plan_recompute, plan_stages, shared_weights
 from .problem import Problem
@@ -28,7 +29,6 @@ from .robust.interval import estimate_interval
 from .scoring import assemble
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
-from .space_description import describe_search
 
 
 def solve(

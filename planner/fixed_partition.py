@@ -13,7 +13,8 @@ from .assembly import Assembly
 from .build_plan import bare_plan, list_warnings
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import PipelineConfig
-from .plan_file import GIVEN, Plan, ProfileReference
+from .plan_file import GIVEN, Plan
+from .plan_records import ProfileReference
 from .problem import Problem
 from .scoring import assemble, fastest, possible
 from .search.branch_and_bound import SearchResult

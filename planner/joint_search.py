@@ -17,7 +17,7 @@ from .coverage import as_searched, is_searched
 from .other_placements import along_other_orders, reassign
 from .other_schedules import transplant
 from .pipeline_config import SEARCHED
-from .plan_file import TIE
+from .plan_records import TIE
 from .planners import PLANNERS, planner_named
 from .planners.base import Planner, refusal
 from .problem import INTERLEAVED, Problem

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..cost_models.errors import UsageError
 from .candidate import ScoredPlan
 from .joint_search import BEST, COSTLY, is_small, joint_search, plan_with
-from .plan_file import DefaultMiniBatch, OtherMiniBatch
+from .plan_records import DefaultMiniBatch, OtherMiniBatch
 from .planners import PLANNERS, planner_named
 from .problem import Problem
 

@@ -5,182 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from ..cost_models.document import Document, MadeBy, Record
+from ..cost_models.document import Document, MadeBy
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import declared
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
-from ..cost_models.runtime import RUNTIMES
-from ..cost_models.schedules import SCHEDULES
 from .plan_options import PlanOptions
+from .plan_records import (
+    Aim,
+    Alternative,
+    Baseline,
+    Count,
+    DefaultMiniBatch,
+    PlannedStage,
+    Prediction,
+    ProfileReference,
+    Recompute,
+    RuntimeName,
+    ScheduleName,
+    SharedWeight,
+    ZeroStage,
+)
 
-TIE = 1e-9
-"""Share of a step below which two are equal; a bound closer than this to a step excludes anything faster."""
-
-
-def _known_schedule(name: str) -> str:
-    if name not in SCHEDULES:
-        raise ValueError(f"must be one of {', '.join(SCHEDULES)}")
-    return name
-
-
-def _known_runtime(name: str) -> str:
-    if name not in RUNTIMES:
-        raise ValueError(f"must be one of {', '.join(RUNTIMES)}")
-    return name
-
-
-def _as_tuples(value: Any) -> Any:
-    """Arrays of a JSON file, which are lists by the time that strict validation sees them."""
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-Recompute = Literal["never", "always", "except_last", "selective"]
 MOST_MICRO_BATCHES = 2**20
 """Of a step: orders of actions are written out."""
-Count = Annotated[int, Field(ge=1, le=2**40)]
-ZeroStage = Annotated[int, Field(ge=0, le=3)]
-Index = Annotated[int, Field(ge=0)]
-Bytes = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0)]
-StepSeconds = Annotated[float, Field(gt=0)]
-Rate = Annotated[float, Field(ge=0)]
-ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
-RuntimeName = Annotated[str, AfterValidator(_known_runtime)]
-
-
-class PlannedStage(Record):
-    """Layers `first_layer` to `last_layer` (0-based, inclusive) on `replicas` devices.
-
-    Seconds are those of one micro-batch on one replica, backward with what it recomputes.
-    """
-
-    first_layer: Index
-    last_layer: Index
-    replicas: Count = 1
-    devices: list[Index]
-    forward_seconds: Seconds
-    backward_seconds: Seconds
-    memory_bytes: Bytes
-    memory_limit_bytes: Bytes | None = None
-    memory: dict[str, Bytes] = {}
-    """The ledger: bytes by term."""
-    recompute: Recompute | None = None
-    """The stage's own, where the plan's is `selective`; else as the plan's."""
-
-    @property
-    def layers(self) -> int:
-        """How many it holds."""
-        return self.last_layer - self.first_layer + 1
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.last_layer < self.first_layer:
-            raise ValueError(f"last_layer {self.last_layer} is before first_layer {self.first_layer}")
-        if len(self.devices) != self.replicas:
-            raise ValueError(f"replicas is {self.replicas}, the devices are {self.devices}")
-        return self
-
-
-class SharedWeight(Record):
-    """A weight that layers of several `stages` use: each of these has a copy of its `bytes`, which the ledger
-    counts. After the last backward its gradients are added up over all devices of these stages, which takes
-    `sum_seconds` (0 of a frozen weight, and where one device has all)."""
-
-    tensor: str
-    bytes: Bytes
-    stages: Annotated[list[Index], Field(min_length=2)]
-    sum_seconds: Seconds = 0.0
-
-
-class Prediction(Record):
-    """What the simulator says of the plan, and what was proven of all plans of the searched space.
-
-    `gap` is step_seconds / lower_bound_seconds - 1. `bound_covers` says in words which plans the bound holds
-    for. `exact`: each of them was scored or excluded by the bound. `root_bound_seconds` is the bound before
-    anything was searched. `uncertainty` is the share by which step_seconds may be off because the profile's
-    layers do not add up to the whole model.
-
-    In 8 of 10 cases the step lies from `low_seconds` to `high_seconds`, as far as the layers' seconds spread
-    and miss the whole model (see planner/robust); None where their spread is not known. Both may lie above
-    step_seconds, which is that of the layers' medians: of many stages some one is always late.
-    """
-
-    step_seconds: StepSeconds
-    samples_per_second: Rate
-    bubble: float
-    lower_bound_seconds: Seconds
-    gap: float
-    exact: bool
-    bound_covers: str = ""
-    root_bound_seconds: Seconds | None = None
-    uncertainty: Rate | None = None
-    low_seconds: StepSeconds | None = None
-    high_seconds: StepSeconds | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        low, high = self.low_seconds, self.high_seconds
-        if (low is None) != (high is None):
-            raise ValueError(f"low_seconds is {low} and high_seconds {high}: there are both or neither")
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"low_seconds {low} is above high_seconds {high}")
-        if self.lower_bound_seconds > self.step_seconds * (1 + TIE):
-            raise ValueError(
-                f"lower_bound_seconds {self.lower_bound_seconds} is above step_seconds {self.step_seconds}"
-            )
-        return self
-
-
-class Baseline(Record):
-    """A plan that a simpler tool would make, under the same costs and limits."""
-
-    name: str
-    step_seconds: StepSeconds | None
-    reason: str | None = None
-    """Why it has no step: it does not fit, or cannot be made."""
-    detail: str = ""
-    """The micro-batches, schedule and recomputation that were best for it."""
-
-
-class Alternative(Record):
-    """The best plan for the runtimes that run it: `replicas` of every stage, on the devices from rank 0 on.
-
-    In a file, micro-batches and recomputation may be left out where they are the plan's own.
-    """
-
-    runtimes: list[RuntimeName]
-    balance: Annotated[list[Count], Field(min_length=1)]
-    replicas: Count = 1
-    schedule: ScheduleName
-    virtual_stages: Count = 1
-    """Of each device; the balance is then by part."""
-    micro_batches: Count
-    micro_batch_size: Count
-    recompute: Recompute
-    stage_recompute: list[Recompute] = []
-    """By stage, where `recompute` is `selective`."""
-    step_seconds: StepSeconds
-    samples_per_second: Rate = 0.0
-    memory_bytes: list[Bytes] = []
-    """By stage."""
-    exact: bool = False
-    reason: str = ""
-    """Why it stands here, where that is not its runtimes: the fastest on all devices, say."""
-
-
-class Aim(Record):
-    """What the plan is the best of, where that is not its step. `lower_bound`: no plan has less of those
-    that `covers` names (0: nothing is proven)."""
-
-    name: str
-    value: float
-    unit: str
-    lower_bound: Annotated[float, Field(ge=0)]
-    exact: bool
-    detail: str = ""
-    covers: str = ""
 
 
 def _read_options(value: Any) -> Any:
@@ -191,40 +40,6 @@ def _read_options(value: Any) -> Any:
         return PlanOptions(**{name: value[name] for name in declared(PlanOptions) if name in value})
     except UsageError as error:
         raise ValueError(error.what) from error
-
-
-class OtherMiniBatch(Record):
-    """What another global batch would give: the best that a short search found; None where no plan was."""
-
-    mini_batch: Count
-    step_seconds: StepSeconds | None = None
-    samples_per_second: Rate | None = None
-
-
-class DefaultMiniBatch(Record):
-    """The global batch that none was given for: so many samples a device, before it was rounded to what the
-    micro-batches make. `others`: half and twice of it, where there was time to try them."""
-
-    samples_per_device: Count
-    others: list[OtherMiniBatch] = []
-
-
-class ProfileReference(Record):
-    """The profile a plan was made from. `layers_sha256` is the hash of the layer names, one a line;
-    `granularity` how the model was cut into them."""
-
-    file: str
-    sha256: str
-    layers_sha256: str = ""
-    dtype: str = "float32"
-    amp: str | None = None
-    """The 16-bit dtype of autocast, under which it was measured."""
-    device_name: str = ""
-    granularity: str = "block"
-    estimated: bool = False
-    """Whether its seconds, and so the plan's, are an estimate and not measured."""
-    device: str = ""
-    """cpu, cuda, analytic or unknown, as in the profile; empty where the plan does not tell."""
 
 
 GIVEN = "this partition alone"

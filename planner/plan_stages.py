@@ -8,7 +8,7 @@ from ..cost_models.document import Record
 from ..cost_models.timeline import simulate
 from .assembly import Assembly
 from .candidate import ScoredPlan
-from .plan_file import PlannedStage, Recompute, SharedWeight
+from .plan_records import PlannedStage, Recompute, SharedWeight
 from .scoring import assemble
 from .search.space import Space
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isqrt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
@@ -14,9 +13,10 @@ from ..cost_models.quantities import counted
 from ..cost_models.runtime import Runtime, runtime_named
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
+from .batch_sizes import SAMPLES_PER_DEVICE, BatchSizes
 from .candidate import Proposal
 from .cut_limits import limit_cuts
-from .pipeline_config import MODES, MOST_MICRO_BATCHES, SEARCHED, Mode, PipelineConfig, pipeline_configs, some
+from .pipeline_config import MODES, SEARCHED, Mode, PipelineConfig, pipeline_configs
 from .plan_options import PlanOptions
 from .search.budget import SearchBudget
 from .search.placements import MOST_DEVICES, Placement, placements
@@ -25,10 +25,6 @@ from .search.subproblem import Family
 
 EVERY_COUNT = 16
 """Up to so many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
-SAMPLES_PER_DEVICE = 32
-"""Of a global batch that is not requested: the same whatever sizes the profiling machine reached."""
-MOST_DEFAULTS = 512
-"""Global batches around that which are tried."""
 MOST_STAGES = 32
 """That are searched where stages may have replicas."""
 INTERLEAVED = "interleaved"
@@ -83,37 +79,25 @@ class Problem:
         )
 
     @cached_property
-    def mini_batch(self) -> int:
-        """Samples of a step: the option, or what comes nearest to `samples_per_device` on every device of all
-        that micro-batches within the profile's reach make."""
-        if self.options.mini_batch is not None:
-            return self.options.mini_batch
-        requested, unit = self.samples_per_device * self.gpus, self._mini_batch_unit
-        counts = range(1, 2 * requested // unit + 2)
-        nearest = sorted(counts, key=lambda count: (abs(count * unit - requested), count))
-        batches = (count * unit for count in nearest[:MOST_DEFAULTS])
-        return next((batch for batch in batches if self._reaches(batch)), requested)
-
-    @property
-    def _mini_batch_unit(self) -> int:
-        """What divides a global batch that is not requested: the micro-batches that are; with one measured
-        size what all devices share; else the devices."""
-        shared = self.gpus if self._replicated else 1
-        alone = len(self.chain.sizes) == 1 and not self.chain.scales_with_samples
-        return self.options.micro_batches or (self.chain.sizes[0] * shared if alone else self.gpus)
-
-    def _reaches(self, batch: int) -> bool:
-        """Whether the profile reaches micro-batches that make it."""
-        requested = self.options.micro_batches
-        if requested is None:
-            return bool(self._sizes_of(batch))
-        return len(self.chain.sizes) > 1 or any(
-            self.chain.reaches(share) for share in self._shares(batch // requested)
+    def _batch_sizes(self) -> BatchSizes:
+        return BatchSizes(
+            self.chain,
+            self.gpus,
+            self.gpus if self._replicated else 1,
+            self.options.mini_batch,
+            self.options.micro_batches,
+            self.samples_per_device,
         )
 
-    def _shares(self, size: int) -> set[int]:
-        """A replica's samples of such a micro-batch, by the numbers of replicas."""
-        return {-(-size // count) for count in range(1, min(size, self.gpus) + 1)}
+    @property
+    def mini_batch(self) -> int:
+        """Samples of a step."""
+        return self._batch_sizes.global_batch
+
+    @property
+    def sizes(self) -> list[int]:
+        """Micro-batch sizes to search. Raises UsageError where the profile reaches none."""
+        return self._batch_sizes.micro_batch_sizes
 
     @cached_property
     def stage_counts(self) -> range:
@@ -323,54 +307,6 @@ class Problem:
         )
         return replace(self, options=free)
 
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Micro-batch sizes to search: those that divide the global batch, and of which the profile reaches
-        some replica's share."""
-        batch, measured = self.mini_batch, self.chain.sizes
-        if self.options.micro_batches is not None:
-            return [self._requested_size(self.options.micro_batches)]
-        sizes = self._sizes_of(batch)
-        if not sizes:
-            raise UsageError(
-                f"mini_batch={batch}: no micro-batch size that the profile reaches makes it, in at most "
-                f"{MOST_MICRO_BATCHES} micro-batches (measured sizes: {some(measured)})",
-                f"Use a multiple of {measured[-1]}, or measure more sizes with pplan profile.",
-            )
-        return sizes
-
-    def _sizes_of(self, batch: int) -> list[int]:
-        largest = self.chain.sizes[-1] * (self.gpus if self._replicated else 1)
-        if self.chain.scales_with_samples:
-            largest = batch
-        smallest = -(-batch // MOST_MICRO_BATCHES)
-        return [
-            size
-            for size in divisors(batch)
-            if smallest <= size <= largest
-            and any(
-                self.chain.reaches(-(-size // count))
-                for count in range(1, min(size, self.gpus if self._replicated else 1) + 1)
-            )
-        ]
-
-    def _requested_size(self, micro_batches: int) -> int:
-        batch = self.mini_batch
-        if batch % micro_batches:
-            fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
-            raise UsageError(
-                f"micro_batches={micro_batches}: a global batch of {batch} does not divide into so many",
-                f"Use a divisor of {batch}: {some(fitting)}.",
-            )
-        if len(self.chain.sizes) == 1:
-            self._check_one_size(batch // micro_batches)
-        return batch // micro_batches
-
-    def _check_one_size(self, size: int) -> None:
-        """With one measured size: whether some replica's share is just that."""
-        if not any(self.chain.reaches(share) for share in self._shares(size)):
-            self.chain.at(size)  # says so
-
     def _no_config(self) -> UsageError:
         options, runtime = self.options, self.runtime
         asked = f"schedule={options.schedule!r}, recompute={options.recompute!r}"
@@ -384,13 +320,6 @@ class Problem:
             f"runtime={runtime.name!r} does not run {asked}",
             f"{runtime.name} runs {', '.join(sorted(runtime.schedules))} with recompute {modes}.",
         )
-
-
-def divisors(number: int) -> list[int]:
-    """Those that go into it at most `MOST_MICRO_BATCHES` times, and maybe others; ascending."""
-    most = min(isqrt(number), MOST_MICRO_BATCHES)
-    small = [count for count in range(1, most + 1) if number % count == 0]
-    return sorted({*small, *(number // count for count in small)})
 
 
 def _is_three_halves(count: int) -> bool:

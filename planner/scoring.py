@@ -13,8 +13,7 @@ import numpy as np
 
 from ..cost_models.errors import UsageError
 from ..cost_models.memory import Recompute
-from ..cost_models.schedules import Program, schedule_named
-from ..cost_models.simulator.program_cache import cached_program
+from ..cost_models.schedules import Program, cached_program, schedule_named
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
 from .candidate import Proposal, ScoredPlan

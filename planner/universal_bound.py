@@ -32,7 +32,7 @@ import numpy as np
 from ..cost_models.hardware import Device
 from ..cost_models.layer import LayerCosts
 from .assembly import part_seconds
-from .plan_file import TIE
+from .plan_records import TIE
 from .search.space import Space, divide_batch
 from .stage_table import Floats
 

@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.presets import match_device
-from ..cost_models.machines.roofline_file import load_roofline
-from ..cost_models.machines.rooflines import ROOFLINES, Roofline, find_roofline
+from ..cost_models.machines.preset_lookup import match_device
+from ..cost_models.machines.rooflines import ROOFLINES, Roofline, find_roofline, load_roofline
 from .build_profile import build_profile
 from .counting_operations import LayerOperations, Operation, count_operations
 from .efficiency import Curves, Efficiency, OperationWork, Vector, fit_efficiency

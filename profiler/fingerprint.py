@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..cost_models.document import sha256
+from ..cost_models.text_files import sha256
 from .chain.layers import Layer, LayerChain
 from .chain.shared_parameters import modules_used, tensors_used
 from .local_machine import device_memory_bytes, device_name, versions

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from ..cost_models.document import Record, read_text, write_whole
+from ..cost_models.document import Record
 from ..cost_models.errors import FileError
+from ..cost_models.text_files import read_text, write_whole
 from .fingerprint import fingerprint
 from .journal import Journal
 from .measurement_target import MeasurementTarget

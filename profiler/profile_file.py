@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from ..cost_models.document import Document, MadeBy, Record, sha256
+from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.stage_bytes import workspace_before_loss
+from ..cost_models.memory import workspace_before_loss
+from ..cost_models.text_files import sha256
 from ..cost_models.tied_weights import TiedWeight
 
 Seconds = Annotated[float, Field(ge=0, le=1e9)]

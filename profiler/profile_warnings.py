@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..cost_models.machines.presets import is_gpu, same_device
+from ..cost_models.machines.preset_lookup import is_gpu, same_device
 from ..cost_models.machines.processor_seconds import gpus_with_the_seconds
 from ..cost_models.machines.topology_options import ProfiledDevice
 from ..cost_models.topology import Topology

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
-from ..cost_models.document import sha256
+from ..cost_models.text_files import sha256
 
 _HERE = Path(__file__).resolve().parents[1]
 _INSTALLED = frozenset(("site-packages", "dist-packages"))

@@ -46,7 +46,7 @@ def build(
     devices share parameters, or the plan is not for fairscale; ModelError as `pplan.sequential` does;
     MachineError without FairScale or the devices.
     """
-    from .pipelining.one_process import prepare_pipe
+    from .pipelining.plan_layers import prepare_pipe
 
     document = resolve_document(source, FairscaleExport, export_fairscale)
     layers, arguments = prepare_pipe(document, model, example_input, devices, layer_names)

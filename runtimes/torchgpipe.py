@@ -44,7 +44,7 @@ def build(
     devices share parameters, or the plan is not for torchgpipe; ModelError as `pplan.sequential` does;
     MachineError without torchgpipe or the devices.
     """
-    from .pipelining.one_process import prepare_pipe
+    from .pipelining.plan_layers import prepare_pipe
 
     document = resolve_document(source, TorchgpipeExport, export_torchgpipe)
     layers, arguments = prepare_pipe(document, model, example_input, devices, layer_names)

@@ -14,8 +14,8 @@ import numpy as np
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS, busiest_seconds
 from pplan.planner.search import subproblem
-from pplan.planner.search.device_ranges import DeviceRanges
 from pplan.planner.search.pipelines import build_pipelines
+from pplan.planner.search.placements import DeviceRanges
 from pplan.planner.search.relaxed_bound import RelaxedBound
 from pplan.planner.search.stage_choices import list_stage_choices
 from pplan.planner.search.subproblem import BOUNDS, Family

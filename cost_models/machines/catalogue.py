@@ -11,6 +11,7 @@ import difflib
 from dataclasses import dataclass
 
 from ..errors import UsageError
+from .preset_lookup import name_key
 from .presets import (
     DGX_A100,
     DGX_H100,
@@ -27,7 +28,6 @@ from .presets import (
     Figure,
     PresetLink,
     gigabits,
-    name_key,
 )
 
 

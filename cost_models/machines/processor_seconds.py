@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..errors import UsageError
 from ..hardware import Device
 from ..topology import Topology
-from .presets import is_gpu, preset_of
+from .preset_lookup import is_gpu, preset_of
 from .topology_options import ProfiledDevice
 
 PROCESSOR = "cpu"

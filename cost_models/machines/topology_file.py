@@ -42,12 +42,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..document import read_text
 from ..errors import FileError, UsageError
 from ..hardware import Device, Group, Level, Link
 from ..quantities import parse_bytes, parse_rate, parse_seconds
+from ..text_files import read_text
 from ..topology import Topology, check_devices
-from .presets import find_preset
+from .preset_lookup import find_preset
 
 Count = Annotated[int, Field(ge=1)]
 PerLevel = Annotated[list[str], Field(min_length=1, max_length=2)]

@@ -12,7 +12,8 @@ from ..errors import UsageError
 from ..hardware import Device, Group, Level, Link
 from ..topology import NODE, Topology, check_devices
 from .catalogue import Machine, find_machine, unknown_machine
-from .presets import PRESETS, Preset, PresetLink, find_preset, match_device
+from .preset_lookup import find_preset, match_device
+from .presets import PRESETS, Preset, PresetLink
 from .topology_file import Kind, TopologyFile, load_topology
 
 

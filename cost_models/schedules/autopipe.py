@@ -17,8 +17,7 @@ Needs of the runtime: micro-batches of different size. Weight versions: 1. Stale
 
 from __future__ import annotations
 
-from .action import Action, Program, Schedule, StageSlot
-from .checks import at_least, exactly
+from .action import Action, Program, Schedule, StageSlot, at_least, exactly
 from .one_f_one_b import in_flight, lists
 
 

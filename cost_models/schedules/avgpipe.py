@@ -16,8 +16,7 @@ Staleness: 0 within a pipeline, whose weights drift from the others' between ave
 
 from __future__ import annotations
 
-from .action import Action, Program, Schedule, StageSlot
-from .checks import at_least, exactly, multiple
+from .action import Action, Program, Schedule, StageSlot, at_least, exactly, multiple
 from .one_f_one_b import alternating
 
 PIPELINES = 2

@@ -19,8 +19,7 @@ p - 1 - d; transfers both ways at once. Weight versions: 1 (two copies). Stalene
 from __future__ import annotations
 
 from ..errors import UsageError
-from .action import Action, Program, Schedule, StageSlot
-from .checks import exactly, multiple
+from .action import Action, Program, Schedule, StageSlot, exactly, multiple
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .action import Program, Schedule, linear_program
-from .checks import exactly
+from .action import Program, Schedule, exactly, linear_program
 from .one_f_one_b import alternating
 
 Policy = Literal["PA", "PB"]

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .action import Action, Program, Schedule, linear_program
-from .checks import exactly
+from .action import Action, Program, Schedule, exactly, linear_program
 
 Backwards = Literal["last_to_first", "first_to_last"]
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .action import Action, Program, Schedule, StageSlot
-from .checks import at_least, multiple
+from .action import Action, Program, Schedule, StageSlot, at_least, multiple
 
 Turn = tuple[int, int]
 """A micro-batch and a chunk."""

@@ -12,8 +12,7 @@ Needs of the runtime: a process or a queue for each stage. Weight versions: 1. S
 
 from __future__ import annotations
 
-from .action import Action, Program, Schedule, linear_program
-from .checks import exactly
+from .action import Action, Program, Schedule, exactly, linear_program
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:

@@ -14,8 +14,7 @@ p - 1 - i.
 
 from __future__ import annotations
 
-from .action import Program, Schedule, linear_program
-from .checks import exactly
+from .action import Program, Schedule, exactly, linear_program
 from .one_f_one_b import in_flight, lists
 
 

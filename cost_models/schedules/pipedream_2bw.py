@@ -17,8 +17,7 @@ Staleness: 1, on all stages.
 
 from __future__ import annotations
 
-from .action import Program, Schedule, everywhere, linear_program
-from .checks import at_least, exactly
+from .action import Program, Schedule, at_least, everywhere, exactly, linear_program
 from .one_f_one_b import in_flight, lists
 
 

@@ -19,8 +19,7 @@ average. Staleness: 1 in the first chunk, 0 in the second.
 
 from __future__ import annotations
 
-from .action import Program, Schedule, everywhere
-from .checks import at_least, exactly, multiple
+from .action import Program, Schedule, at_least, everywhere, exactly, multiple
 from .interleaved import in_turn, looped, rounds
 
 

@@ -16,8 +16,7 @@ for.
 
 from __future__ import annotations
 
-from .action import Program, Schedule, linear_program
-from .checks import at_least, exactly
+from .action import Program, Schedule, at_least, exactly, linear_program
 from .one_f_one_b import in_flight, lists
 
 

@@ -14,8 +14,7 @@ stage (checked and rolled back afterwards, section 4). Weight versions: 1. Stale
 
 from __future__ import annotations
 
-from .action import Program, Schedule, linear_program
-from .checks import exactly
+from .action import Program, Schedule, exactly, linear_program
 from .zb_h1 import split
 
 

@@ -16,8 +16,7 @@ Staleness: 0.
 
 from __future__ import annotations
 
-from .action import Program, Schedule
-from .checks import exactly
+from .action import Program, Schedule, exactly
 from .v_shape import B0, B1, F0, F1, W0, W1, Turn, number_actions, v_pipe
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import UsageError
-from . import accelerated, loops
+from . import loops
 from .action_costs import FREE, ActionCosts, statically_served
 from .costs import Array
 from .dependencies import NONE, Indices, Order
@@ -59,7 +59,7 @@ def chosen(engine: Engine, seconds: float) -> Literal["python", "numba"]:
 
     Raises UsageError for another word, MachineError where numba is asked for and not installed."""
     if engine == "auto":
-        return "numba" if accelerated.worth_starting(seconds) else "python"
+        return "numba" if loops.worth_starting(seconds) else "python"
     if engine not in ("python", "numba"):
         raise UsageError(f"engine {engine!r}: not known", "Use one of: auto, python, numba.")
     return engine
@@ -112,7 +112,7 @@ def _in_order(values: ActionCosts, fast: bool) -> Run:
     free, start, end, begin, arrival = (
         _blank(n, fast) for n in (order.program.devices, count, count, count, count)
     )
-    loop: Callable[..., Any] = accelerated.compiled().run_in_order if fast else loops.run_in_order
+    loop: Callable[..., Any] = loops.compiled_loops().run_in_order if fast else loops.run_in_order
     loop(
         order.device if fast else order.lists["device"],
         order.source if fast else order.lists["source"],
@@ -141,7 +141,7 @@ def _by_events(values: ActionCosts, fast: bool) -> Run:
     action_waits, transfer_waits = _waits(order, sender_waits, receiver_waits)
     ready, start, end, begin, arrival = (_blank(count, fast) for _ in range(5))
     free = _blank(order.program.devices, fast)
-    loop: Callable[..., Any] = accelerated.compiled().run_by_events if fast else loops.run_by_events
+    loop: Callable[..., Any] = loops.compiled_loops().run_by_events if fast else loops.run_by_events
     left, in_transfer = _plain(action_waits, fast), _plain(transfer_waits, fast)
     columns = (order.device, order.source, order.target, following, values.link)
     seconds = (values.duration, values.cut, values.occupancy, values.latency)
@@ -241,7 +241,7 @@ def _side_by_side(values: ActionCosts) -> Array:
 def _many_compiled(values: ActionCosts) -> Array:
     order, candidates = values.order, values.duration.shape[1]
     free = np.zeros((order.program.devices, candidates))
-    accelerated.compiled().run_many_in_order(
+    loops.compiled_loops().run_many_in_order(
         order.device,
         order.source,
         values.link,

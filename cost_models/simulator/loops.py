@@ -1,11 +1,16 @@
 """The engine's two loops over the actions of a program. Plain Python over lists, and compiled by numba over
-arrays (accelerated.py): the same code, of additions and comparisons alone, so the results are the same bits.
+arrays: the same code, of additions and comparisons alone, so the results are the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from heapq import heappop, heappush
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from ..errors import MachineError
 
 
 def run_in_order(
@@ -191,3 +196,46 @@ def run_many_in_order(
             arrival[i, c] = ends + occupancy[row, c] + latency[row, c]
             if waits:
                 free[own, c] = arrival[i, c]
+
+
+class CompiledLoops(NamedTuple):
+    """The loops as numba compiled them."""
+
+    run_in_order: Callable[..., Any]
+    run_by_events: Callable[..., Any]
+    run_many_in_order: Callable[..., Any]
+
+
+def available() -> bool:
+    """Whether numba is installed."""
+    return find_spec("numba") is not None
+
+
+@lru_cache(maxsize=1)
+def compiled_loops() -> CompiledLoops:
+    """The compiled loops; the first call of each takes a second or so. Raises MachineError without numba."""
+    if not available():
+        raise MachineError("numba is not installed", "pip install pplan[numba], or use the engine python.")
+    import numba
+
+    return CompiledLoops(
+        numba.njit(run_in_order),
+        numba.njit(run_by_events),
+        numba.njit(run_many_in_order),
+    )
+
+
+STARTING_SECONDS = 3.0
+"""About what numba takes to be imported and to compile."""
+_spent = 0.0
+
+
+def worth_starting(seconds: float) -> bool:
+    """Whether to take numba for what plain Python does in about so many seconds: where it was started before,
+    or where plain Python has been given more, in this process, than numba takes to start. Counted from the
+    sizes of problems, not timed."""
+    global _spent
+    if compiled_loops.cache_info().currsize:
+        return True
+    _spent += seconds
+    return _spent > STARTING_SECONDS and available()

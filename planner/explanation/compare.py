@@ -11,8 +11,9 @@ from ...cost_models.document import Document, Record
 from ..candidate import ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find
 from ..pipeline_config import SEARCHED
-from ..plan_file import TIE, Plan
+from ..plan_file import Plan
 from ..plan_options import PlanOptions
+from ..plan_records import TIE
 from ..plan_stages import bubble, plan_stages
 from .explain_context import ExplainContext
 

@@ -15,7 +15,7 @@ from ..build_plan import list_warnings
 from ..candidate import ScoredPlan
 from ..fixed_partition import FixedPartition, plan_partition
 from ..pipeline_config import SEARCHED
-from ..plan_file import PlannedStage, ProfileReference
+from ..plan_records import PlannedStage, ProfileReference
 from ..plan_stages import PlanSummary, bubble, plan_stages, summarize
 from ..problem import Problem
 from ..scoring import fastest

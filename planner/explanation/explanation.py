@@ -11,7 +11,8 @@ from ...cost_models.layer import Chain
 from ...cost_models.quantities import format_seconds
 from ...cost_models.topology import Topology
 from ..candidate import ScoredPlan
-from ..plan_file import TIE, Plan
+from ..plan_file import Plan
+from ..plan_records import TIE
 from ..plan_stages import PlanSummary, summarize
 from .current_split import CurrentSplit, SplitComparison, compare_split
 from .explain_context import ExplainContext, make_context

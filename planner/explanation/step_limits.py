@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...cost_models.document import Record
 from ...cost_models.simulator.result import Timeline
 from ..candidate import ScoredPlan
-from ..plan_file import TIE
+from ..plan_records import TIE
 from ..plan_stages import PlanSummary, summarize
 from .critical_path import KINDS, Segment, critical_path
 from .explain_context import ExplainContext

@@ -20,7 +20,8 @@ from ..build_plan import list_warnings
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
 from ..joint_search import BEST, find
-from ..plan_file import TIE, Bytes, Plan, ProfileReference, StepSeconds
+from ..plan_file import Plan
+from ..plan_records import TIE, Bytes, ProfileReference, StepSeconds
 from ..problem import Problem
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult

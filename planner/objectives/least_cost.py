@@ -14,7 +14,7 @@ from ...cost_models.topology import Group, Topology
 from ..candidate import Proposal, ScoredPlan
 from ..coverage import covered
 from ..joint_search import JointSearchResult, find
-from ..plan_file import TIE, Aim
+from ..plan_records import TIE, Aim
 from ..problem import EVERY_COUNT, Problem
 from ..scoring import fastest, least_in_parts
 from ..search.space import Space

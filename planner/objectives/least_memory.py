@@ -14,7 +14,7 @@ from ...cost_models.quantities import format_bytes, format_seconds
 from ..candidate import ScoredPlan
 from ..coverage import as_searched, covered, is_searched
 from ..joint_search import find
-from ..plan_file import TIE, Aim
+from ..plan_records import TIE, Aim
 from ..problem import Problem
 from .objective_result import ObjectiveResult, of_fastest, peak_bytes, search_again, within
 

@@ -9,15 +9,16 @@ from ...cost_models.quantities import counted, format_seconds
 from ..asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
 from ..build_plan import bare_plan, build_plan, list_warnings
 from ..candidate import ScoredPlan
+from ..coverage import describe_order, describe_search
 from ..infeasible import no_plan_fits
 from ..joint_search import find
 from ..mini_batch import choose_mini_batch, smaller_defaults
-from ..plan_file import Aim, Plan, ProfileReference
+from ..plan_file import Plan
+from ..plan_records import Aim, ProfileReference
 from ..problem import Problem
 from ..robust.choice import RobustPlan, check_known, most_robust
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
-from ..space_description import describe_order, describe_search
 from .least_cost import least_cost
 from .least_memory import least_memory
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective

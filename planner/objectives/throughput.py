@@ -17,7 +17,7 @@ from ..asynchronous import ASYNCHRONOUS, PIPEDREAM, TWO_VERSIONS, asynchronous_n
 from ..candidate import Proposal, ScoredPlan
 from ..joint_search import BEST, find
 from ..pipeline_config import Mode, PipelineConfig
-from ..plan_file import TIE
+from ..plan_records import TIE
 from ..planners.pipedream_planner import plan_asynchronous
 from ..planners.replica_groups import thin
 from ..problem import Problem

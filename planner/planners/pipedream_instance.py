@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    pass
+
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -117,3 +121,14 @@ class Bottleneck(NamedTuple):
 
     seconds: float
     parts: tuple[NestedStage, ...]
+
+
+def _published_stage(seconds: Floats, weights: Floats, machines: int, bandwidth: float) -> Floats:
+    return (seconds + 4 * (machines - 1) * weights / (bandwidth * machines)) / machines
+
+
+def _published_cut(crossing: Floats, machines: int, bandwidth: float) -> Floats:
+    return 2 * crossing / (bandwidth * machines)
+
+
+PUBLISHED = Recurrence(_published_stage, _published_cut)

@@ -34,7 +34,7 @@ from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
 from ..search.space import Space, divide_batch
 from ..stage_table import StageTable, ledger_options
-from .pipedream_instance import PAPER, Bools, Floats, Instance, Recurrence, Tier
+from .pipedream_instance import PAPER, PUBLISHED, Bools, Floats, Instance, Recurrence, Tier
 from .pipedream_search import WORK, Solution, fastest, list_tiers, place_parts
 from .replica_groups import thin
 
@@ -339,13 +339,4 @@ class _Stages:
 PLANNER = PipeDream("pipedream", PAPER)
 
 
-def _published_stage(seconds: Floats, weights: Floats, machines: int, bandwidth: float) -> Floats:
-    return (seconds + 4 * (machines - 1) * weights / (bandwidth * machines)) / machines
-
-
-def _published_cut(crossing: Floats, machines: int, bandwidth: float) -> Floats:
-    return 2 * crossing / (bandwidth * machines)
-
-
-PUBLISHED = Recurrence(_published_stage, _published_cut)
 PUBLISHED_PLANNER = PipeDream("pipedream-published", PUBLISHED)

@@ -16,7 +16,7 @@ from ..candidate import Proposal, ScoredPlan, replicated_pipeline
 from ..infeasible import no_plan_fits
 from ..joint_search import JointSearchResult, is_small
 from ..pipeline_config import PipelineConfig
-from ..plan_file import TIE
+from ..plan_records import TIE
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.branch_and_bound import search

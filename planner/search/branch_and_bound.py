@@ -22,10 +22,9 @@ from heapq import heappop, heappush
 import numpy as np
 
 from ..candidate import ScoredPlan
-from ..plan_file import TIE
+from ..plan_records import TIE
 from .budget import OutOfTime, SearchBudget
-from .device_ranges import DeviceRanges
-from .placements import Placement
+from .placements import DeviceRanges, Placement
 from .space import Space
 from .subproblem import Chunk, Family, Subproblem
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..candidate import Proposal, ScoredPlan
-from ..plan_file import TIE
+from ..plan_records import TIE
 from .branch_and_bound import WORK, SearchResult, search
 from .budget import OutOfTime, SearchBudget
 from .pipelines import build_pipelines, choose_modes

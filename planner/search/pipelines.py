@@ -12,9 +12,9 @@ import numpy.typing as npt
 from ...cost_models.memory import Recompute
 from ...cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced, ends_reduced
 from ...cost_models.routes import Ranks
-from ...cost_models.schedules import Program, schedule_named
-from ...cost_models.simulator.costs import Costs, PipelineCosts, transfers_named
-from ...cost_models.simulator.program_cache import cached_program
+from ...cost_models.schedules import Program, cached_program, schedule_named
+from ...cost_models.simulator.costs import Costs, transfers_named
+from ...cost_models.simulator.pipeline_costs import PipelineCosts
 from ...cost_models.tied_weights import TiedSum, ends_after_sums, tied_sums
 from ...cost_models.timeline import device_ends, step_seconds
 from ..candidate import Proposal

@@ -25,9 +25,8 @@ from ...cost_models.topology import Topology
 from ..plan_options import CutLimits
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
 from ..stage_table import Floats, StageTable, ledger_options
-from .allreduce_overlap import Buckets, make_buckets
 from .budget import SearchBudget
-from .replica_group import ReplicaGroupCosts
+from .replica_group import Buckets, ReplicaGroupCosts, make_buckets
 
 MOST_BLOCKS = 220
 """Between allowed cuts: of so many, tables of all stages are made."""

@@ -20,8 +20,8 @@ from ...cost_models.memory import Recompute
 from ...cost_models.schedules import schedule_named
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
-from .device_ranges import DeviceRanges
 from .pipelines import stage_modes
+from .placements import DeviceRanges
 from .replica_group import ReplicaGroupCosts
 from .space import Space, divide_batch
 

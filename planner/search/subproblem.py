@@ -11,15 +11,14 @@ import numpy as np
 from ...cost_models.memory import Recompute
 from ..candidate import Proposal, ScoredPlan
 from ..pipeline_config import PipelineConfig
-from ..plan_file import TIE
+from ..plan_records import TIE
 from ..stage_table import Floats
 from .bounds_1f1b import RoundTripBound
 from .bounds_gpipe import GPipeBound
 from .budget import SearchBudget
-from .device_ranges import DeviceRanges
 from .partial import Expansion, Known, Partial, extend_plans, join, nothing
 from .pipelines import Pipelines, find_routes
-from .placements import Placement
+from .placements import DeviceRanges, Placement
 from .space import Space, divide_batch
 from .stage_choices import GroupChoices, Indices, StageChoices, list_stage_choices
 

@@ -16,9 +16,8 @@ from ..profiler.profile_file import Profile
 from ..profiler.torchrun_env import is_launched, read_torchrun_env
 from ..runtimes.checking.calibration import Calibration, vary_case
 from ..runtimes.checking.check_report import PLAN, Check
-from ..runtimes.checking.devices import cores, gpus
 from ..runtimes.checking.job import Case, CheckMeasurements, Corrections, Device, Job, ModelSpec, RuntimeCase
-from ..runtimes.checking.launching import ProgressCallbacks, run_in_processes
+from ..runtimes.checking.launching import ProgressCallbacks, cores, gpus, run_in_processes
 from .check_cases import EVEN, CheckCase, even_plan, prepare_case
 from .check_runtimes import TORCH, Placed, check_runtime, for_runtime, serial_note
 from .load import as_plan, check_layers, profile_and_reference
@@ -252,6 +251,6 @@ def run_here(job: Job, told: ProgressCallbacks | None = None) -> CheckMeasuremen
             f"check: world size {process.world_size} for a plan of {counted(job.processes, 'device')}",
             f"Start {job.processes}: torchrun --no-python --nproc-per-node {job.processes} pplan check",
         )
-    from ..runtimes.checking.processes.torchrun_entry import run_in_torchrun
+    from ..runtimes.checking.processes.worker import run_in_torchrun
 
     return run_in_torchrun(job, process)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Unpack
 
 from ..cost_models import arguments
-from ..cost_models.document import read_text
 from ..cost_models.errors import UsageError
+from ..cost_models.text_files import read_text
 from ..planner.fixed_partition import FixedPartition, plan_partition
-from ..planner.plan_file import Plan, ProfileReference
+from ..planner.plan_file import Plan
+from ..planner.plan_records import ProfileReference
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings
 from ..runtimes.reading.partition import Partition

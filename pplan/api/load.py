@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cost_models import arguments
-from ..cost_models.document import as_text, read_bytes, sha256
 from ..cost_models.errors import FileError, UsageError
-from ..planner.plan_file import Plan, ProfileReference
+from ..cost_models.text_files import as_text, read_bytes, sha256
+from ..planner.plan_file import Plan
+from ..planner.plan_records import ProfileReference
 from ..profiler.profile_file import Profile
 
 

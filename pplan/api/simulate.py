@@ -17,7 +17,8 @@ from ..cost_models.timeline import Timeline
 from ..cost_models.timeline import simulate as simulate_program
 from ..cost_models.topology import Topology
 from ..planner.layout import devices_needed, read_machine
-from ..planner.plan_file import TIE, Plan
+from ..planner.plan_file import Plan
+from ..planner.plan_records import TIE
 from ..planner.plan_simulation import simulate_plan
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import profiled_device

@@ -1,10 +1,12 @@
-"""What `pplan simulate` found, as its tables, pictures and files take it."""
+"""What `pplan simulate` found, as its tables and pictures take it, and its JSON."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
+from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.quantities import counted
 from ..cost_models.schedules import Schedule
 from ..cost_models.simulator.steady import SteadyState, steady_state
@@ -90,3 +92,144 @@ class Simulation:
             # A plan's global batch is what an update is made from.
             program = replace(program, update_every=max(self.micro_batches, self.stages))
         return steady_state(program, self.timeline.costs)
+
+
+class SimulatedStage(Record):
+    """Where the step goes on one stage: the seconds sum to the step. `layers`: first and last (0-based) of
+    each chunk. `memory`: the ledger as the stage holds most, bytes by term; `memory_over_time`: the second of
+    every change, and the bytes from then on."""
+
+    stage: int
+    compute_seconds: float
+    transfer_seconds: float
+    fill_seconds: float
+    imbalance_seconds: float
+    drain_seconds: float
+    update_seconds: float
+    peak_in_flight: int | float
+    layers: list[tuple[int, int]] | None = None
+    memory: dict[str, int] | None = None
+    memory_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    memory_over_time: list[tuple[float, float]] | None = None
+
+
+class SimulatedAction(Record):
+    """When an action ran."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+    chunk: int
+    start_seconds: float
+    end_seconds: float
+
+
+class SimulatedTransfer(Record):
+    """The result of an action on its way: on its link from `start_seconds`, there at `end_seconds`."""
+
+    stage: int
+    to_stage: int
+    kind: str
+    micro_batch: int
+    chunk: int
+    start_seconds: float
+    end_seconds: float
+
+
+class SimulationFile(Document):
+    """A simulated step. Lists by stage; `bubble` is over the step, `bubble_rate_span` over the longest span
+    of a stage; `steady_seconds` of a micro-batch, for asynchronous schedules."""
+
+    kind: ClassVar[str] = "simulation"
+
+    schedule: str
+    micro_batches: int
+    virtual_stages: int
+    step_seconds: float
+    samples_per_second: float | None = None
+    steady_seconds: float | None = None
+    bubble: float
+    bubble_rate_span: float
+    peak_in_flight: list[int | float]
+    weight_versions: list[int | float]
+    staleness: list[int]
+    stages: list[SimulatedStage]
+    actions: list[SimulatedAction] | None = None
+    transfers: list[SimulatedTransfer] | None = None
+    plan: str | None = None
+    plan_step_seconds: float | None = None
+    notes: list[str] = []
+    made_by: MadeBy = MadeBy()
+
+
+def simulation_file(found: Simulation, origin: MadeBy, *, actions: bool = False) -> SimulationFile:
+    """What was found, as JSON; with every action and transfer, and the memory of a plan's stages over time,
+    where `actions` are asked for."""
+    timeline = found.timeline
+    return SimulationFile(
+        schedule=found.schedule.name,
+        micro_batches=found.micro_batches,
+        virtual_stages=found.virtual_stages,
+        step_seconds=timeline.step_seconds,
+        samples_per_second=found.samples_per_second,
+        steady_seconds=found.steady.seconds_per_micro_batch if found.steady else None,
+        bubble=timeline.bubble,
+        bubble_rate_span=timeline.bubble_rate_span,
+        peak_in_flight=list(timeline.peak_in_flight),
+        weight_versions=found.weight_versions,
+        staleness=found.staleness,
+        stages=[_stage(found, stage, over_time=actions) for stage in range(found.stages)],
+        actions=_actions(found) if actions else None,
+        transfers=_transfers(found) if actions else None,
+        plan=found.plan or None,
+        plan_step_seconds=found.plan_seconds,
+        notes=list(found.notes),
+        made_by=origin,
+    )
+
+
+def _stage(found: Simulation, stage: int, *, over_time: bool) -> SimulatedStage:
+    times = found.timeline.stage_times[stage]
+    memory = None if found.memory is None else found.memory[stage]
+    return SimulatedStage(
+        stage=stage,
+        **{f"{name}_seconds": seconds for name, seconds in times._asdict().items()},
+        peak_in_flight=found.timeline.peak_in_flight[stage],
+        layers=None if found.layers is None else list(found.layers[stage]),
+        memory=None if memory is None else memory.terms,
+        memory_bytes=None if memory is None else memory.bytes,
+        memory_limit_bytes=None if memory is None else memory.limit_bytes,
+        memory_over_time=memory.over_time(found.timeline, stage)
+        if memory is not None and over_time
+        else None,
+    )
+
+
+def _actions(found: Simulation) -> list[SimulatedAction]:
+    return [
+        SimulatedAction(
+            stage=span.stage,
+            kind=span.action.kind,
+            micro_batch=span.action.micro_batch,
+            chunk=span.action.chunk,
+            start_seconds=span.start,
+            end_seconds=span.end,
+        )
+        for span in found.timeline.spans
+    ]
+
+
+def _transfers(found: Simulation) -> list[SimulatedTransfer]:
+    return [
+        SimulatedTransfer(
+            stage=sent.stage,
+            to_stage=sent.to_stage,
+            kind=sent.action.kind,
+            micro_batch=sent.action.micro_batch,
+            chunk=sent.action.chunk,
+            start_seconds=sent.start,
+            end_seconds=sent.end,
+        )
+        for sent in found.timeline.transfers
+    ]

@@ -17,7 +17,8 @@ from ..planner.build_plan import build_problem
 from ..planner.joint_search import BEST
 from ..planner.objectives.frontier import Frontier, build_frontier
 from ..planner.objectives.solve_objective import solve_for
-from ..planner.plan_file import Plan, ProfileReference
+from ..planner.plan_file import Plan
+from ..planner.plan_records import ProfileReference
 from ..planner.planners import planner_named
 from ..planner.problem import Problem
 from ..planner.problem_grid import SweepResult, list_points, solve_points

@@ -89,7 +89,8 @@ class StageCosts:
 
         Raises UsageError for wrong counts, and where a split backward is given whole.
         """
-        from ..cost_models.simulator.costs import stage_costs, transfers_named
+        from ..cost_models.simulator.costs import transfers_named
+        from ..cost_models.simulator.pipeline_costs import stage_costs
 
         self._check(program)
         made = stage_costs(program, self.forward, self.backward, self.weight)

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from ...cost_models.errors import MachineError, ModelError
-from ...cost_models.memory import FRAGMENTATION_RESERVE
+from ...cost_models.memory import FRAGMENTATION_RESERVE, workspace_before_loss
 from ...cost_models.quantities import format_bytes
-from ...cost_models.stage_bytes import workspace_before_loss
 from ..chain.layers import Layer
 from ..chain.shared_parameters import tensors_used
 from ..memory.live_bytes import Meter, build_meter, storages

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import Field
 
-from ...cost_models.document import Document, MadeBy, sha256
+from ...cost_models.document import Document, MadeBy
 from ...cost_models.errors import ExportError, MachineError, UsageError
+from ...cost_models.text_files import sha256
 from ...planner.plan_file import Plan
 
 if TYPE_CHECKING:

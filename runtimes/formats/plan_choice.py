@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ...cost_models.errors import ExportError
 from ...cost_models.runtime import Runtime, runtime_named
-from ...planner.plan_file import Alternative, Plan, Recompute
+from ...planner.plan_file import Plan
+from ...planner.plan_records import Alternative, Recompute
 
 LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
 """Schedules of one stage a device that run one global batch before the next: they differ in order only."""

@@ -15,7 +15,8 @@ from pydantic import Field, model_validator
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import ExportError
 from ...cost_models.runtime import runtime_named
-from ...planner.plan_file import Plan, ScheduleName
+from ...planner.plan_file import Plan
+from ...planner.plan_records import ScheduleName
 from .export_document import Count, ExportDocument, hash_layers
 from .plan_choice import Choice, choose
 from .torch_actions import action_rows, are_bounds, build_program, device_stages, schedule_class

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from ...cost_models.document import MadeBy
 from ...cost_models.quantities import format_seconds
-from ...planner.plan_file import Plan, ScheduleName
+from ...planner.plan_file import Plan
+from ...planner.plan_records import ScheduleName
 from .export_document import Count, ExportDocument, hash_layers
 from .plan_choice import Choice
 

@@ -1,17 +1,23 @@
-"""A user's model as the layers that a plan counts."""
+"""A user's model as the layers that a plan counts, and as torchgpipe and FairScale take them for a plan."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
+import torch
 from torch import nn
 
+from ...cost_models.errors import ExportError, MachineError, UsageError
 from ...profiler.chain.layer_sequential import LayerSequential
 from ...profiler.chain.shared_parameters import tensors_used
 from ...profiler.sequential import sequential
 from ...profiler.user_model.loaded_model import ModelInput
-from ..formats.export_document import ExportDocument, check_layers
+from ..formats.export_document import ExportDocument, check_layers, stage_bounds
+from ..formats.pipe_export import PipeExport
+from .cut_hooks import guard_cuts
 from .weight_copies import shared_tensor_error
 
 
@@ -53,3 +59,58 @@ def check_sharing(
                 before = holder.setdefault(id(tensor), stage)
                 if before != stage and (devices is None or devices[before] != devices[stage]):
                     raise shared_tensor_error(before, stage, tensor, "parameter or buffer")
+
+
+def prepare_pipe(
+    document: PipeExport,
+    model: nn.Module,
+    example_input: object,
+    devices: Sequence[torch.device | str | int] | None,
+    layer_names: Sequence[str] | None,
+) -> tuple[nn.Sequential, dict[str, Any]]:
+    """The layers, safe at the plan's cuts, and the keyword arguments of the runtime's constructor.
+
+    Raises ExportError, UsageError, MachineError, as the runtimes' `build`.
+    """
+    example = None if example_input is None else ModelInput.of(example_input)
+    _check_input(document, example)
+    parts = stage_bounds(document.balance)
+    layers = match_layers(document, parts[-1], model, example, layer_names, granularity=document.granularity)
+    arguments = document.arguments()
+    if devices is not None:
+        arguments["devices"] = _given(devices, len(document.balance))
+    _check_devices(document, arguments["devices"])
+    check_sharing(layers, parts, [torch.device(device) for device in arguments["devices"]])
+    safe = guard_cuts(layers, parts, example, document.micro_batch_size)
+    names = [name for name, _ in layers.named_children()]
+    return nn.Sequential(OrderedDict(zip(names, safe, strict=True))), arguments
+
+
+def _check_input(document: PipeExport, example: ModelInput | None) -> None:
+    for tensor in () if example is None else example.tensors:
+        if tensor.dim() == 0 or len(tensor) != example.batch:  # type: ignore[union-attr]
+            raise ExportError(
+                f"the input has a tensor of shape {tuple(tensor.shape)} that all samples share, "
+                f"{document.kind} cuts every tensor of the input into micro-batches",
+                "Let the model make or hold it. Or pplan export torch, which cuts samples only.",
+            )
+
+
+def _given(devices: Sequence[torch.device | str | int], stages: int) -> list[torch.device]:
+    if isinstance(devices, str) or len(devices) != stages:
+        raise UsageError(
+            f"devices={devices!r}: the plan has {stages} stages", "Give one device for each, in their order."
+        )
+    return [torch.device("cuda", name) if isinstance(name, int) else torch.device(name) for name in devices]
+
+
+def _check_devices(document: PipeExport, devices: Sequence[torch.device | str]) -> None:
+    """Raises MachineError where CUDA devices of the plan are not there."""
+    there = torch.cuda.device_count()
+    for device in map(torch.device, devices):
+        if device.type == "cuda" and (device.index or 0) >= there:
+            raise MachineError(
+                f"the plan has a stage on {device}, this machine has {there} CUDA devices",
+                f"Give build the devices to use, or try it without: "
+                f"pplan.export({document.kind!r}, device='cpu').",
+            )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import TypeVar
 
-from ...planner.plan_file import Recompute
+from ...planner.plan_records import Recompute
 from ..formats.module_lists import EMBEDDINGS
 from ..formats.transformer_blocks import NotBlocksError, Transformer, find_blocks
 from .partition import Partition, check_stages, partition_error

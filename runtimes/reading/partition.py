@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from ...cost_models.errors import FileError
-from ...planner.plan_file import Recompute
+from ...planner.plan_records import Recompute
 from ..formats.transformer_blocks import NotBlocksError, find_blocks
 
 FORMATS = (

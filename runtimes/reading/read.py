@@ -6,16 +6,23 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from ...cost_models.document import kind_of
 from ...cost_models.errors import UsageError
 from ...cost_models.runtime import RUNTIMES
-from ..formats.export_document import hash_names
-from .exports import from_export
+from ..formats.deepspeed_export import DeepspeedExport
+from ..formats.export_document import ExportDocument, hash_names
+from ..formats.huggingface_export import HuggingfaceExport
+from ..formats.megatron_export import LayoutExport, MegatronBridgeExport, MegatronExport
+from ..formats.nemo_export import NemoExport
+from ..formats.pipe_export import FairscaleExport, PipeExport, TorchgpipeExport
+from ..formats.torch_export import TorchExport
+from ..formats.torchtitan_export import TorchtitanExport
 from .megatron_layout import from_layout
 from .module_names import from_device_map, from_modules
-from .partition import Partition, from_bounds, from_counts, partition_error
+from .partition import Partition, check_stages, from_bounds, from_counts, partition_error
 from .trainer_options import Options, parse_options, parse_yaml
 
 _LIST = re.compile(r"[\[(]?\s*\d{1,18}(?:(?:\s*,\s*|\s+)\d{1,18})*\s*(?:,\s*)?[\])]?")
@@ -161,3 +168,81 @@ def with_virtual_stages(partition: Partition, virtual_stages: int | None, where:
     looped = virtual_stages > 1 and partition.schedule == "1f1b"
     schedule = "interleaved" if looped else partition.schedule
     return replace(partition, virtual_stages=virtual_stages, schedule=schedule)
+
+
+KINDS: dict[str, type[ExportDocument]] = {
+    kind.kind: kind
+    for kind in (
+        TorchgpipeExport,
+        FairscaleExport,
+        DeepspeedExport,
+        TorchExport,
+        HuggingfaceExport,
+        MegatronExport,
+        MegatronBridgeExport,
+        TorchtitanExport,
+        NemoExport,
+    )
+}
+
+
+def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Partition:
+    """The partition in a file for `runtime`. Raises FileError."""
+    document = KINDS[runtime].parse(text, where)
+    made = _partition(document, names, where)
+    if made.ends[-1] != len(names):
+        raise partition_error(
+            where,
+            f"it has {made.ends[-1]} layers, the profile {len(names)}",
+            "Name the profile of that model: profile=FILE",
+        )
+    replicas = getattr(document, "replicas", 1)
+    return check_stages(
+        replace(
+            made,
+            format=runtime,
+            runtime=runtime,
+            replicas=replicas,
+            mini_batch=document.mini_batch,
+            samples=document.micro_batch_size // replicas,
+        ),
+        where,
+    )
+
+
+def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
+    """The stages, schedule and recomputation."""
+    if isinstance(document, PipeExport):
+        made = Partition("", tuple(accumulate(document.balance)), schedule="gpipe")
+        return replace(made, virtual_stages=1, recompute=document.checkpoint)
+    if isinstance(document, DeepspeedExport):
+        again = document.config.get("pipeline", {}).get("activation_checkpoint_interval", 0) > 0
+        made = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
+        return replace(made, recompute="always" if again else "never")
+    if isinstance(document, TorchExport):
+        words = set(document.recompute)
+        return Partition(
+            "",
+            tuple(document.parts[1:]),
+            virtual_stages=len(document.stages[0]),
+            schedule=document.order,
+            recompute=document.recompute[0] if len(words) == 1 else None,
+        )
+    if isinstance(document, HuggingfaceExport):
+        return replace(from_device_map(document.device_map, names, where), virtual_stages=1)
+    return _of_trainer(document, names, where)
+
+
+def _of_trainer(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
+    if isinstance(document, LayoutExport):
+        made = from_layout(document.layout, names, where, {})
+    elif isinstance(document, TorchtitanExport | NemoExport):
+        made = from_modules(document.module_fqns_per_model_part, names, where, {})
+    else:
+        raise partition_error(where, f"files for {document.runtime} are not read")
+    return replace(
+        made,
+        virtual_stages=document.virtual_stages,
+        schedule=document.order,
+        recompute=document.recompute,
+    )

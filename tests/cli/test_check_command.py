@@ -19,7 +19,8 @@ import pplan
 from pplan.api.check import model_spec
 from pplan.api.check_options import CheckOptions
 from pplan.cost_models.errors import MachineError
-from pplan.planner.plan_file import Alternative, Plan
+from pplan.planner.plan_file import Plan
+from pplan.planner.plan_records import Alternative
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.calibration import Calibration
 from pplan.runtimes.checking.check_report import Check

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pplan.cost_models.document import sha256
+from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import InputTensor, Profile
 

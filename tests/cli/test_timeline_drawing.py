@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pplan.cli.timeline_drawing import IDLE, KINDS, Cell, block, cells, column_count, drawn, print_drawing
 from pplan.cost_models.schedules import Action, schedule_named
-from pplan.cost_models.simulator.costs import stage_costs
+from pplan.cost_models.simulator.pipeline_costs import stage_costs
 from pplan.cost_models.simulator.result import Span, Timeline
 from pplan.cost_models.timeline import simulate
 

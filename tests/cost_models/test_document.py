@@ -11,9 +11,10 @@ from typing import Annotated, Any, ClassVar, Self
 import pytest
 from pydantic import Field, model_validator
 
-from pplan.cost_models.document import Document, Record, as_text, kind_of, read_text, sha256, write_whole
+from pplan.cost_models.document import Document, Record, kind_of
 from pplan.cost_models.errors import FileError
 from pplan.cost_models.machines.topology_file import load_topology
+from pplan.cost_models.text_files import as_text, read_text, sha256, write_whole
 
 
 class Part(Record):

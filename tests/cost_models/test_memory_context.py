@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pplan.cost_models.machines.presets import MIB, PRESETS, Preset, context_of
+from pplan.cost_models.machines.preset_lookup import context_of
+from pplan.cost_models.machines.presets import MIB, PRESETS, Preset
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)

@@ -9,11 +9,10 @@ import pytest
 
 from pplan.cost_models.device_memory import DeviceLedger, device_ledger, held_by_action
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.memory import StageBytes, ledger
+from pplan.cost_models.memory import StageBytes, Training, ledger
 from pplan.cost_models.optimizers import MIXED
 from pplan.cost_models.schedules import SCHEDULES, gpipe, schedule_named
 from pplan.cost_models.schedules.action import Action, Program
-from pplan.cost_models.training import Training
 
 MODES = ["never", "always", "except_last"]
 SIZES = [(2, 4), (4, 8), (4, 12)]

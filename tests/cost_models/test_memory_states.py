@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.memory import StageBytes, ledger
+from pplan.cost_models.memory import StageBytes, Training, ledger
 from pplan.cost_models.optimizers import (
     FLOAT32,
     MIXED,
@@ -14,7 +14,6 @@ from pplan.cost_models.optimizers import (
     Precision,
     precision_of,
 )
-from pplan.cost_models.training import Training
 
 GB = 1e9
 BILLION = 1e9

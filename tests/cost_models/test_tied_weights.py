@@ -11,10 +11,11 @@ import pytest
 from pplan.cost_models.collectives import all_reduce_seconds
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import LayerCosts
+from pplan.cost_models.memory import Training, stage_bytes
 from pplan.cost_models.optimizers import FLOAT32, MIXED_FLOAT32_GRADIENTS
-from pplan.cost_models.simulator.costs import Costs, stage_costs
-from pplan.cost_models.simulator.program_cache import cached_program
-from pplan.cost_models.stage_bytes import stage_bytes
+from pplan.cost_models.schedules import cached_program
+from pplan.cost_models.simulator.costs import Costs
+from pplan.cost_models.simulator.pipeline_costs import stage_costs
 from pplan.cost_models.tied_weights import (
     TiedSum,
     TiedWeight,
@@ -25,7 +26,6 @@ from pplan.cost_models.tied_weights import (
 )
 from pplan.cost_models.timeline import simulate, step_seconds
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
-from pplan.cost_models.training import Training
 
 EMBEDDING = TiedWeight("embedding", 1000.0, 1000.0, (0, 5))
 FROZEN = TiedWeight("frozen", 100.0, 0.0, (1, 2, 4))

@@ -19,8 +19,9 @@ from pplan.planner.build_plan import solve
 from pplan.planner.candidate import ScoredPlan, linear_pipeline
 from pplan.planner.joint_search import JointSearchResult, plan_with
 from pplan.planner.pipeline_config import SEARCHED
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest

@@ -23,8 +23,9 @@ from pplan.planner.joint_search import find, joint_search, plan_with, run_search
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solve_objective import solve_for
 from pplan.planner.pipeline_config import SEARCHED
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest

@@ -13,8 +13,9 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.build_plan import solve
 from pplan.planner.fixed_partition import FixedPartition, plan_partition
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.plan_simulation import simulate_plan
 from pplan.planner.problem import Problem
 

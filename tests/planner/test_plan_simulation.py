@@ -16,8 +16,9 @@ from pplan.planner.balance import balance
 from pplan.planner.build_plan import solve
 from pplan.planner.layout import devices_needed
 from pplan.planner.overrides import Overrides
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.plan_simulation import simulate_plan
 
 MakeChain = Callable[..., Chain]

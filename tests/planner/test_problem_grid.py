@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import InfeasibleError, MachineError, UsageError
-from pplan.planner.plan_file import Plan, PlannedStage, Prediction, ProfileReference
+from pplan.planner.plan_file import Plan
+from pplan.planner.plan_records import PlannedStage, Prediction, ProfileReference
 from pplan.planner.problem_grid import list_points, make_row, solve_points
 
 

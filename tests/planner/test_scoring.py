@@ -15,8 +15,9 @@ from pplan.planner.build_plan import bare_plan
 from pplan.planner.candidate import Proposal, ScoredPlan, replicated_pipeline
 from pplan.planner.joint_search import find
 from pplan.planner.pipeline_config import SEARCHED, PipelineConfig
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import ASYNCHRONOUS, PlanOptions
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.plan_simulation import simulate_plan
 from pplan.planner.plan_stages import plan_stages
 from pplan.planner.problem import Problem

@@ -11,14 +11,15 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.stage_bytes import stage_bytes
+from pplan.cost_models.memory import stage_bytes
 from pplan.cost_models.tied_weights import TiedWeight
 from pplan.cost_models.topology import Topology
 from pplan.planner.build_plan import build_problem, solve
+from pplan.planner.coverage import describe_search
 from pplan.planner.fixed_partition import FixedPartition, plan_partition
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.space_description import describe_search
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.stage_table import StageTable
 
 MakeChain = Callable[..., Chain]

@@ -14,8 +14,8 @@ from pplan.cost_models.topology import MOST_DEVICES, Device, Link, Topology, two
 from pplan.planner.build_plan import build_plan
 from pplan.planner.joint_search import find
 from pplan.planner.objectives.throughput import throughput
-from pplan.planner.plan_file import ProfileReference
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
 from pplan.planner.search.budget import SearchBudget
 

@@ -18,8 +18,9 @@ from pplan.planner.build_plan import bare_plan
 from pplan.planner.candidate import Proposal
 from pplan.planner.joint_search import find
 from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.plan_simulation import simulate_plan
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import ReplicaExchange

@@ -12,8 +12,8 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
-from pplan.cost_models.document import sha256
 from pplan.cost_models.errors import ExportError, FileError, MachineError, UsageError
+from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.user_model.loaded_model import ModelInput

@@ -22,8 +22,8 @@ import typer
 
 import pplan
 from pplan.cli.verbs import app
-from pplan.cost_models.document import sha256
 from pplan.cost_models.errors import ModelError
+from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
 from pplan.profiler.models import load_model
 from pplan.profiler.profile_file import Profile

@@ -8,7 +8,8 @@ import pytest
 
 from pplan.cost_models.collectives import all_reduce_seconds as modelled
 from pplan.cost_models.communication import exposed_all_reduce_seconds
-from pplan.cost_models.machines.presets import PRESETS, context_of
+from pplan.cost_models.machines.preset_lookup import context_of
+from pplan.cost_models.machines.presets import PRESETS
 from pplan.cost_models.machines.topology_text import to_toml
 from pplan.cost_models.routes import Routes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology

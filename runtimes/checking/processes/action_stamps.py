@@ -1,4 +1,10 @@
-"""When each action of a process starts and ends."""
+"""When each action of a process starts and ends: by stamps around it, or by hooks on a partition.
+
+torchgpipe and FairScale run their partitions themselves. The forward of a stage is then what its module
+takes. Its backward lies between the gradients of its output and of its input: both pass an identity of ours.
+Where the input wants no gradient, as the first stage's, the last gradient of a parameter ends it. A forward
+while the backward is under way is one that runs again.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ....profiler.passes.clocks import Clock, CpuClock, CudaClock
 from ..job import StageSeconds
@@ -64,3 +71,94 @@ class ActionStamps:
     def _median(self, stage: int, kind: str) -> float:
         seconds = self._seconds.get((stage, kind))
         return median(seconds) if seconds else 0.0
+
+
+class PartitionStamps(ActionStamps):
+    """The seconds of one stage on its device. `backward_runs`: set while the step goes backward."""
+
+    def __init__(self, partition: nn.Module, device: torch.device) -> None:
+        super().__init__(clock_for(device))
+        self.backward_runs = False
+        self._forward: Any = None
+        self._backward: list[Any] = []
+        self._handles = [
+            partition.register_forward_pre_hook(self._enter, prepend=True),
+            partition.register_forward_hook(self._leave),
+        ]
+        self._parameters = [own for own in partition.parameters() if own.requires_grad]
+        self._watched = False
+
+    def settle(self) -> None:
+        """Reads the stamps of a step that is over."""
+        self._close()
+        super().settle()
+
+    def remove(self) -> None:
+        """No more stamps."""
+        for handle in self._handles:
+            handle.remove()
+
+    def stage(self) -> StageSeconds:
+        """Medians over all micro-batches of all steps; the backward with what it recomputes."""
+        backward = self._median(0, "backward") + self._median(0, "again")
+        return StageSeconds(forward=self._median(0, "forward"), backward=backward)
+
+    def _enter(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG002
+        tensors = given[0] if isinstance(given[0], tuple) else (given[0],)
+        if not any(tensor.requires_grad for tensor in tensors):
+            self._watch_parameters()
+        marked = _marked(given[0], self._end_backward)
+        self._forward = self._clock.stamp()
+        return (marked,)
+
+    def _leave(self, module: nn.Module, given: Any, output: Any) -> Any:  # noqa: ARG002
+        kind = "again" if self.backward_runs else "forward"
+        self._pending.append((0, kind, self._forward, self._clock.stamp()))
+        return _marked(output, self._begin_backward)
+
+    def _watch_parameters(self) -> None:
+        if not self._watched:
+            self._watched = True
+            self._handles += [
+                own.register_post_accumulate_grad_hook(lambda _: self._end_backward())  # type: ignore[no-untyped-call]
+                for own in self._parameters
+            ]
+
+    def _begin_backward(self) -> None:
+        self._close()
+        self._backward = [self._clock.stamp()]
+
+    def _end_backward(self) -> None:
+        if self._backward:
+            self._backward[1:] = [self._clock.stamp()]
+
+    def _close(self) -> None:
+        """The backward that is over: until the last of the gradients."""
+        if len(self._backward) == 2:
+            self._pending.append((0, "backward", *self._backward))
+        self._backward = []
+
+
+def _marked(made: Any, reached: Callable[[], None]) -> Any:
+    """The same tensors; `reached` is called when their gradients are known."""
+    tensors = made if isinstance(made, tuple) else (made,)
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return made
+    wanting = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
+    passed = iter(_Mark.apply(reached, *(tensors[number] for number in wanting)))
+    own = tuple(next(passed) if number in wanting else tensor for number, tensor in enumerate(tensors))
+    return own if isinstance(made, tuple) else own[0]
+
+
+class _Mark(torch.autograd.Function):
+    """The identity."""
+
+    @staticmethod
+    def forward(ctx: Any, reached: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.reached = reached
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        ctx.reached()
+        return (None, *gradients)

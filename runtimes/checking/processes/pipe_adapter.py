@@ -15,9 +15,8 @@ from ... import fairscale, torchgpipe
 from ...formats.pipe_export import FairscaleExport, TorchgpipeExport
 from ..job import CasePrediction, RuntimeCase, StageSeconds
 from ..prediction import count_recomputed, predict_seconds
-from .action_stamps import ActionStamps
+from .action_stamps import ActionStamps, PartitionStamps
 from .isolated_stage import measure_isolated
-from .partition_stamps import PartitionStamps
 from .pipeline_adapter import PipelineAdapter, TensorsApart
 from .training_target import TrainingTarget
 

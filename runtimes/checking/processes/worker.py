@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ....cost_models.errors import MachineError
 from ....profiler.local_machine import device_name
 from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
 from ...formats.pipe_export import PipeExport
@@ -26,7 +27,7 @@ from .deepspeed_adapter import DeepspeedAdapter, join_deepspeed, prepare_deepspe
 from .pipe_adapter import PipeAdapter
 from .pipeline_adapter import PipelineAdapter
 from .process_group import choose_backend, choose_timeout, measure_links, new_talk_group, take_device
-from .rank_journal import RankJournal
+from .rank_journal import RankJournal, describe_failure
 from .torch_adapter import TorchAdapter
 from .training_target import TrainingTarget
 
@@ -121,3 +122,33 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+def run_in_torchrun(job: Job, process: TorchrunEnv) -> CheckMeasurements | None:
+    """What was found, in the first process; None in the others.
+
+    Raises RankFailed in the process that fails on its own account, Lost in those that lose it.
+    """
+    try:
+        return run_job(job, process, RankJournal(None, process.rank))
+    except Exception as error:
+        failure = describe_failure(error)
+        kind = Lost if failure["lost"] else RankFailed
+        raise kind(
+            f"check: rank {process.rank}: {failure['what']}",
+            failure["hint"] or _hint(failure["what"], job),
+        ) from error
+
+
+class RankFailed(MachineError):
+    """This process failed."""
+
+
+class Lost(MachineError):
+    """Another process is gone, or does not answer."""
+
+
+def _hint(what: str, job: Job) -> str:
+    if "EADDRINUSE" in what or "in use" in what:
+        return "Another program has this port: name another with torchrun --master-port."
+    return f"See what the other processes printed; each waits {job.timeout_seconds:g} s (`timeout`)."

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pplan.cost_models.errors import FileError, UsageError
-from pplan.cost_models.machines.presets import PRESETS, match_device
-from pplan.cost_models.machines.roofline_file import load_roofline
-from pplan.cost_models.machines.rooflines import ROOFLINES, find_roofline
+from pplan.cost_models.machines.preset_lookup import match_device
+from pplan.cost_models.machines.presets import PRESETS
+from pplan.cost_models.machines.rooflines import ROOFLINES, find_roofline, load_roofline
 
 GOOD = 'name = "NVIDIA L4"\nmemory = "20GiB"\nbandwidth = "300GB/s"\nfloat32 = 30e12\nbfloat16 = 121e12\n'
 

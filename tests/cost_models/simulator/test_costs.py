@@ -11,7 +11,8 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.schedules import schedule_named
 from pplan.cost_models.schedules.action import Action, linear_program
-from pplan.cost_models.simulator.costs import Costs, recompute_shares, stage_costs
+from pplan.cost_models.simulator.costs import Costs, recompute_shares
+from pplan.cost_models.simulator.pipeline_costs import stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
 
 PROGRAM = schedule_named("1f1b").program(3, 4)

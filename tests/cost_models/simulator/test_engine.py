@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pplan.cost_models.errors import MachineError, UsageError
 from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
-from pplan.cost_models.simulator import accelerated
+from pplan.cost_models.simulator import loops
 from pplan.cost_models.simulator.costs import TRANSFERS, Costs, Transfers
 from pplan.cost_models.simulator.dependencies import resolve_order
 from pplan.cost_models.timeline import Timeline, simulate, step_seconds
@@ -453,8 +453,8 @@ def test_numba_changes_no_bit(transfers: Transfers, launches: bool, links: int) 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     program = linear_program([[Action("F", 0), Action("B", 0)]])
     costs = Costs(forward=np.ones((1, 1, 1)), backward=np.ones((1, 1, 1)))
-    accelerated.compiled.cache_clear()
-    monkeypatch.setattr(accelerated, "available", lambda: False)
+    loops.compiled_loops.cache_clear()
+    monkeypatch.setattr(loops, "available", lambda: False)
     assert simulate(program, costs, "auto").step_seconds == 2
     with pytest.raises(MachineError, match="numba is not installed"):
         simulate(program, costs, "numba")
@@ -482,9 +482,9 @@ def test_memory_is_linear_in_the_actions(run: Callable[..., Any]) -> None:
 
 
 def test_auto_starts_numba_once_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerated.compiled.cache_clear()
-    monkeypatch.setattr(accelerated, "_spent", 0.0)
-    monkeypatch.setattr(accelerated, "available", lambda: True)
-    assert [accelerated.worth_starting(seconds) for seconds in (1.0, 1.5, 0.4, 0.2)] == [False] * 3 + [True]
-    monkeypatch.setattr(accelerated, "available", lambda: False)
-    assert not accelerated.worth_starting(1000.0)
+    loops.compiled_loops.cache_clear()
+    monkeypatch.setattr(loops, "_spent", 0.0)
+    monkeypatch.setattr(loops, "available", lambda: True)
+    assert [loops.worth_starting(seconds) for seconds in (1.0, 1.5, 0.4, 0.2)] == [False] * 3 + [True]
+    monkeypatch.setattr(loops, "available", lambda: False)
+    assert not loops.worth_starting(1000.0)

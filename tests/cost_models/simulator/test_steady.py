@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import schedule_named
-from pplan.cost_models.simulator.costs import stage_costs
-from pplan.cost_models.simulator.replicas import round_robin_1f1b
+from pplan.cost_models.schedules import Action, Program, StageSlot, schedule_named
+from pplan.cost_models.simulator.pipeline_costs import stage_costs
 from pplan.cost_models.simulator.steady import steady_state
 
 PROGRAM = schedule_named("pipedream").program(3, 60)
@@ -52,10 +51,26 @@ def test_the_network_sets_the_pace_where_it_is_slower(every: int, seconds: float
     assert state.seconds_per_micro_batch == pytest.approx(seconds)
 
 
+def alternate(micro_batches: range, ahead: int) -> tuple[Action, ...]:
+    """Forwards `ahead`, then a backward and a forward in turn."""
+    order = [Action("F", number) for number in micro_batches[:ahead]]
+    for done, number in zip(micro_batches, micro_batches[ahead:], strict=False):
+        order += [Action("B", done), Action("F", number)]
+    return (*order, *(Action("B", number) for number in micro_batches[-ahead:]))
+
+
+def three_to_one(micro_batches: int) -> Program:
+    """PipeDream's 1F1B of three replicas, which take micro-batches in turn, and one device behind them."""
+    replicas = [alternate(range(k, micro_batches, 3), 2) for k in range(3)]
+    pipes = tuple((StageSlot(k), StageSlot(3)) for k in range(3))
+    pipe_of = tuple(number % 3 for number in range(micro_batches))
+    return Program((*replicas, alternate(range(micro_batches), 1)), pipes, pipe_of, update_every=1)
+
+
 @pytest.mark.parametrize(("seconds", "pace"), [((9.0, 2.0), 3.0), ((9.0, 4.0), 4.0), ((1.5, 1.5), 1.5)])
 def test_replicas_share_the_pace(seconds: tuple[float, float], pace: float) -> None:
     """PipeDream's 3-1: max(seconds / replicas)."""
-    program = round_robin_1f1b([3, 1], 120)
+    program = three_to_one(120)
     first, last = seconds
     costs = stage_costs(program, [first / 3, last / 3], [2 * first / 3, 2 * last / 3])
     state = steady_state(program, costs)

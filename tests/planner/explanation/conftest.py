@@ -13,8 +13,9 @@ from pplan.planner.build_plan import bare_plan
 from pplan.planner.explanation.explain_context import ExplainContext, make_context
 from pplan.planner.explanation.explanation import Explanation, explain
 from pplan.planner.joint_search import find
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
 
 

@@ -15,7 +15,8 @@ from pplan.planner.objectives.least_memory import least_memory
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.objective_result import peak_bytes
 from pplan.planner.objectives.solve_objective import solve_for
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
 
 MakeProblem = Callable[..., Problem]

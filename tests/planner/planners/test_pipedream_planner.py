@@ -11,9 +11,8 @@ import pytest
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain, list_cut_points
-from pplan.cost_models.memory import ledger, total
+from pplan.cost_models.memory import ledger, stage_bytes, total
 from pplan.cost_models.runtime import runtime_named
-from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.planners import pipedream_planner

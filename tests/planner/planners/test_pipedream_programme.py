@@ -11,6 +11,7 @@ import pytest
 
 from pplan.planner.planners.pipedream_instance import (
     PAPER,
+    PUBLISHED,
     Bools,
     Floats,
     Instance,
@@ -18,7 +19,6 @@ from pplan.planner.planners.pipedream_instance import (
     Recurrence,
     Tier,
 )
-from pplan.planner.planners.pipedream_planner import PUBLISHED
 from pplan.planner.planners.pipedream_search import Solution, fastest
 
 Parts = tuple[NestedStage, ...]

@@ -15,8 +15,9 @@ from pplan.planner.joint_search import find
 from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solve_objective import solve_for
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
 from pplan.planner.robust.choice import RobustPlan, most_robust, variations
 from pplan.planner.robust.interval import estimate_interval, percentiles

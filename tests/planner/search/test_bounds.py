@@ -16,9 +16,9 @@ from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal, linear_pipeline
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.scoring import WHOLE_BOUNDS
-from pplan.planner.search.device_ranges import DeviceRanges
 from pplan.planner.search.partial import extend_plans, nothing
 from pplan.planner.search.pipelines import Pipelines, build_pipelines, choose_modes
+from pplan.planner.search.placements import DeviceRanges
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_choices import StageChoices, list_stage_choices
 from pplan.planner.search.subproblem import BOUNDS, Family, expansions, quick_bound

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from pplan.cost_models.document import MadeBy, sha256
+from pplan.cost_models.document import MadeBy
 from pplan.cost_models.errors import ExportError, FileError, UsageError
 from pplan.cost_models.runtime import RUNTIMES, runtime_named
+from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
 from pplan.runtimes.formats.export_document import ExportDocument
 from pplan.runtimes.formats.exporters import EXPORTERS, export
 from pplan.runtimes.formats.pipe_export import FairscaleExport, PipeExport, TorchgpipeExport
-from pplan.runtimes.reading.exports import KINDS
+from pplan.runtimes.reading.read import KINDS
 from pplan.verification.runtime_rules import RULES
 
 MakePlan = Callable[..., Plan]

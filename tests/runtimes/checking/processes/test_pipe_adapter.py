@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.checking.job import Job, ModelSpec, RuntimeCase
-from pplan.runtimes.checking.processes import partition_stamps
+from pplan.runtimes.checking.processes import action_stamps
+from pplan.runtimes.checking.processes.action_stamps import PartitionStamps
 from pplan.runtimes.checking.processes.case_run import CaseRun, CheckGroup
-from pplan.runtimes.checking.processes.partition_stamps import PartitionStamps
 from pplan.runtimes.checking.processes.pipe_adapter import PipeAdapter
 from pplan.runtimes.checking.processes.rank_journal import RankJournal
 from pplan.runtimes.checking.processes.training_target import TrainingTarget
@@ -150,7 +150,7 @@ def test_each_stage_has_its_own_seconds(
 ) -> None:
     """The backward with what is recomputed; also of the first stage, whose input has no gradient."""
     clock = Told()
-    monkeypatch.setattr(partition_stamps, "clock_for", lambda _: clock)
+    monkeypatch.setattr(action_stamps, "clock_for", lambda _: clock)
     work = [(1.0, 2.0), (4.0, 8.0), (16.0, 32.0), (64.0, 128.0)]
     layers = nn.Sequential(*(Work(clock, *own) for own in work))
     fields: dict[str, Any] = {

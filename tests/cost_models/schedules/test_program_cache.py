@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pplan.cost_models.simulator.program_cache import ProgramCache
+from pplan.cost_models.schedules import ProgramCache
 
 
 def test_the_last_used_stay() -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from pplan.cost_models.document import Document, MadeBy
-from pplan.cost_models.seal import escaped, is_about, is_unchanged, sealed, sealed_lines
+from pplan.cost_models.text_files import escaped, is_about, is_unchanged, sealed, sealed_lines
 
 
 class Note(Document):

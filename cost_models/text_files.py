@@ -1,0 +1,179 @@
+"""Files as pplan reads and writes them: whole, in UTF-8, and with the SHA-256 of what it wrote in them.
+
+By the hash it is known whether a file is still as pplan wrote it. In a JSON document it is `content_sha256`
+of `made_by`, over all other keys and values (so not over spaces and the order of keys); in a text with
+comments of `#` it is the last line, over the lines above.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import unicodedata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import FileError
+
+KEY = "content_sha256"
+_MADE_BY = '\n "made_by": {\n'
+"""As a document's text begins that object: no text in JSON holds the end of a line."""
+_LAST = "# As pplan wrote it, by the SHA-256 of the lines above: "
+_STEERS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def sealed(text: str) -> str:
+    """A document's JSON, indented by 1, with the hash of its content where it says what made it.
+
+    Characters that a terminal would obey are escaped.
+    """
+    text = escaped(text)
+    if _MADE_BY not in text:
+        return text
+    found = _hash(json.loads(text))
+    return text.replace(_MADE_BY, f'{_MADE_BY}  "{KEY}": "{found}",\n', 1)
+
+
+def escaped(text: str) -> str:
+    """A JSON text in which no character stands as it is that a terminal would obey."""
+    text = text.replace("\r", "")
+    return text if text.isascii() and text.replace("\n", "").isprintable() else "".join(map(_escaped, text))
+
+
+def sealed_lines(text: str) -> str:
+    """A text in lines, with a comment of its hash behind it."""
+    return f"{text}{_LAST}{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def is_unchanged(text: str) -> bool:
+    """Whether the text holds its own hash: nobody edited it."""
+    above, mark, last = text.rpartition(_LAST)
+    if mark:
+        return last.strip() == hashlib.sha256(above.encode(errors="surrogatepass")).hexdigest()
+    content = _content(text)
+    made_by = None if content is None else content.get("made_by")
+    try:
+        return isinstance(made_by, dict) and KEY in made_by and made_by[KEY] == _hash(content)
+    except RecursionError:
+        return False
+
+
+def is_about(text: str, about: Mapping[str, str]) -> bool:
+    """Whether a document says this of what it is made for, as far as it says anything: `profile.file` is the
+    key `file` of `profile`. A text that is no document says nothing."""
+    for path, expected in about.items():
+        value: Any = _content(text)
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if value not in (None, "", expected):
+            return False
+    return True
+
+
+def _content(text: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _hash(content: Any) -> str:
+    """Over the content but its hash, in one order and without spaces."""
+    made_by = {key: value for key, value in content["made_by"].items() if key != KEY}
+    canonical = json.dumps(content | {"made_by": made_by}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _escaped(character: str) -> str:
+    """As JSON may write it in a text. Ends of lines and tabs stay: they can only lie between its parts."""
+    if character in "\n\t" or unicodedata.category(character) not in _STEERS:
+        return character
+    return json.dumps(character)[1:-1]
+
+
+def read_bytes(path: Path, kind: str) -> bytes:
+    """The content of a file. Raises FileError, with `kind` in the message."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such {kind} file", f"Name an existing {kind} file.") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise FileError(f"{path}: cannot be read: {why}", "Check the path and its rights.") from error
+
+
+def as_text(content: bytes, path: Path, kind: str) -> str:
+    """The text of a file's content, in UTF-8 with or without a byte order mark. Raises FileError."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise FileError(
+            f"{path}: not a text file, so not a {kind} file", f"Name an existing {kind} file."
+        ) from None
+
+
+def read_text(path: Path, kind: str) -> str:
+    """The text of a file. Raises FileError, with `kind` in the message."""
+    return as_text(read_bytes(path, kind), path, kind)
+
+
+def check_place(path: Path, *, force: bool) -> None:
+    """Raises FileError where a file may not be put at `path`.
+
+    A link counts as existing also where it leads nowhere; what is no file (a folder, a device) is never
+    replaced.
+    """
+    try:
+        found, folder, file = os.path.lexists(path), path.is_dir(), path.is_file() or not path.exists()
+    except OSError as error:  # a name that is too long, say
+        raise FileError(f"{path}: cannot be written: {error.strerror}", "Name a file.") from error
+    if folder:
+        raise FileError(f"{path}: is a folder", "Name a file.")
+    if not file:
+        raise FileError(f"{path}: is no file that could be replaced", "Name a file.")
+    if found and not force:
+        raise FileError(f"{path} exists already", "Give `force` to replace it, or another name.")
+
+
+def write_whole(path: Path, text: str, *, force: bool) -> None:
+    """Writes `text` to a temporary file beside `path` and renames it: the file is whole or untouched.
+
+    A link stays, and the file it leads to is written. Raises FileError where `path` exists and `force` is not
+    given, or where the disk refuses.
+    """
+    check_place(path, force=force)
+    temporary = None
+    try:
+        target = path.resolve(strict=False) if path.is_symlink() else path
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
+        ) as file:
+            temporary = Path(file.name)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(target)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to themselves, before 3.13
+        raise FileError(
+            f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}",
+            "Nothing was changed. Free some space, or name another place with -o.",
+        ) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def sha256(content: str | bytes) -> str:
+    """Hexadecimal SHA-256 of a file's content; of a text in UTF-8."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
