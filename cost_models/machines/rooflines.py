@@ -108,8 +108,8 @@ _A100_40GB = (
 _H100 = "NVIDIA H100 Tensor Core GPU data sheet, SXM (https://www.nvidia.com/en-us/data-center/h100/)"
 _H200 = "NVIDIA H200 Tensor Core GPU data sheet, SXM (https://www.nvidia.com/en-us/data-center/h200/)"
 _B200 = (
-    "NVIDIA DGX B200 data sheet (https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet): an eighth "
-    "of eight GPUs"
+    "NVIDIA DGX B200 data sheet, an eighth of its eight GPUs "
+    "(https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet)"
 )
 _L4 = "NVIDIA L4 Tensor Core GPU data sheet (https://www.nvidia.com/en-us/data-center/l4/)"
 _T4 = (

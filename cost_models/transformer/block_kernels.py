@@ -21,8 +21,8 @@ NUMBER = 2
 
 @dataclass(frozen=True)
 class Work:
-    """Of one layer on one device, for one micro-batch: kernels of forward and backward, bytes that it saves for
-    backward, and bytes besides at its peak, while backward runs."""
+    """Of one layer on one device, for one micro-batch: kernels of forward and backward, bytes that it saves
+    for backward, and bytes besides at its peak, while backward runs."""
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
@@ -69,22 +69,36 @@ def embedding_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: To
     own = whole / degrees.tensor
     scatter = _over_tensor("reduce_scatter", whole, degrees)
     gather = _over_tensor("all_gather", whole, degrees)
-    return Work((MemoryPass(2 * own), *scatter), (*gather, MemoryPass(2 * whole), MemoryPass(2 * whole)), 0.0, 0.0)
+    return Work(
+        (MemoryPass(2 * own), *scatter), (*gather, MemoryPass(2 * whole), MemoryPass(2 * whole)), 0.0, 0.0
+    )
 
 
 def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> Work:
-    """Norm, product with the vocabulary, fused cross-entropy: the logits once in 2 bytes and once in float32."""
+    """Norm, product with the vocabulary, fused cross-entropy: the logits once in 2 bytes and once in
+    float32."""
     count, rows = tokens.on(degrees), padded_vocabulary(shape, degrees.tensor) // degrees.tensor
     whole, logits = NUMBER * count * shape.hidden, NUMBER * count * rows
     own = whole / degrees.tensor
     product = _linear(count, shape.hidden, rows)
     sums = [Collective("all_reduce", 4.0 * count, "tensor")] * 3 if degrees.tensor > 1 else []
     return Work(
-        (MemoryPass(2 * own), *_over_tensor("all_gather", whole, degrees), product[0], *sums, MemoryPass(logits, "ce_fusion")),
-        (MemoryPass(2 * logits, "ce_fusion"), *product[1:], *_over_tensor("reduce_scatter", whole, degrees), MemoryPass(3 * own)),
+        (
+            MemoryPass(2 * own),
+            *_over_tensor("all_gather", whole, degrees),
+            product[0],
+            *sums,
+            MemoryPass(logits, "ce_fusion"),
+        ),
+        (
+            MemoryPass(2 * logits, "ce_fusion"),
+            *product[1:],
+            *_over_tensor("reduce_scatter", whole, degrees),
+            MemoryPass(3 * own),
+        ),
         2 * own + 3 * logits,
         own,
-    )  # fmt: skip
+    )
 
 
 def _linear(tokens: int, inputs: int, outputs: int) -> tuple[Matmul, Matmul, Matmul]:
@@ -102,7 +116,11 @@ def _over_tensor(name: str, bytes: float, degrees: ParallelDegrees) -> Iterator[
 
 
 def _attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> Work:
-    inner = _latent_attention(shape, degrees, tokens) if shape.attention.is_latent else _grouped_attention(shape, degrees, tokens)
+    inner = (
+        _latent_attention(shape, degrees, tokens)
+        if shape.attention.is_latent
+        else _grouped_attention(shape, degrees, tokens)
+    )
     residual = NUMBER * tokens.on(degrees) * shape.hidden / degrees.tensor
     # Norm and residual sum. Saved: the input and the norm's output.
     return Work(
@@ -124,7 +142,9 @@ def _kernel_of_attention(
     if degrees.context > 1:
         queries, values = heads * attention.head_width, heads * attention.value_width
         keys = shared * (attention.head_width + attention.value_width)
-        exchange = [Collective("all_to_all", NUMBER * count * size, "context") for size in (queries, keys, values)]
+        exchange = [
+            Collective("all_to_all", NUMBER * count * size, "context") for size in (queries, keys, values)
+        ]
     kernels = [
         AttentionKernel(
             tokens.sequence,
@@ -189,10 +209,17 @@ def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens:
     scatter, back = (list(_over_tensor(name, whole, degrees)) for name in ("reduce_scatter", "all_gather"))
     return Work(
         (*(product[0] for product in products), *spread, *shuffle, *forward, output[0], *scatter),
-        (*back, *output[1:], *backward, *shuffle, *gather, *(part for product in products for part in product[1:])),
+        (
+            *back,
+            *output[1:],
+            *backward,
+            *shuffle,
+            *gather,
+            *(part for product in products for part in product[1:]),
+        ),
         2 * latent + 2 * queries + 2 * values + 4.0 * count * attention.heads / tensor,
         2 * queries + values,
-    )  # fmt: skip
+    )
 
 
 def _feed_forward(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> Work:
@@ -230,11 +257,18 @@ def _experts(shape: TransformerShape, experts: ExpertShape, degrees: ParallelDeg
     count, tensor, hidden = tokens.on(degrees), degrees.tensor, shape.hidden
     own = count // tensor
     router = _linear(own, hidden, experts.number)
-    shared = _matrices(shape, experts.shared_width // tensor, count) if experts.shared_width else Work((), (), 0.0, 0.0)
+    shared = (
+        _matrices(shape, experts.shared_width // tensor, count)
+        if experts.shared_width
+        else Work((), (), 0.0, 0.0)
+    )
     local = experts.number // degrees.expert
     rows = math.ceil(own * experts.per_token / experts.number) * degrees.expert
     ups = 2 if shape.gated else 1
-    up, down = _grouped(local, rows, ups * experts.width, hidden), _grouped(local, rows, hidden, experts.width)
+    up, down = (
+        _grouped(local, rows, ups * experts.width, hidden),
+        _grouped(local, rows, hidden, experts.width),
+    )
     sent = NUMBER * own * experts.per_token * hidden
     small = NUMBER * own * experts.per_token * experts.width
     residual = NUMBER * own * hidden
@@ -242,17 +276,47 @@ def _experts(shape: TransformerShape, experts: ExpertShape, degrees: ParallelDeg
     sort = [MemoryPass(2 * sent, "permute_fwd")] if degrees.expert > 1 else []
     sort_back = [MemoryPass(2 * sent, "permute_bwd")] if degrees.expert > 1 else []
     whole = NUMBER * count * hidden
-    gather, scatter = (list(_over_tensor(name, whole, degrees)) if experts.shared_width else [] for name in ("all_gather", "reduce_scatter"))
+    gather, scatter = (
+        list(_over_tensor(name, whole, degrees)) if experts.shared_width else []
+        for name in ("all_gather", "reduce_scatter")
+    )
     forward: tuple[Kernel, ...] = (
-        MemoryPass(2 * residual), router[0], *gather, *shared.forward, *scatter,
-        MemoryPass(sent + residual, "permute_fwd"), *exchange, *sort, up[0], MemoryPass((ups + 1) * small), down[0],
-        *sort, *exchange, MemoryPass(sent + residual, "permute_fwd"), MemoryPass(3 * residual), MemoryPass(3 * residual),
-    )  # fmt: skip
+        MemoryPass(2 * residual),
+        router[0],
+        *gather,
+        *shared.forward,
+        *scatter,
+        MemoryPass(sent + residual, "permute_fwd"),
+        *exchange,
+        *sort,
+        up[0],
+        MemoryPass((ups + 1) * small),
+        down[0],
+        *sort,
+        *exchange,
+        MemoryPass(sent + residual, "permute_fwd"),
+        MemoryPass(3 * residual),
+        MemoryPass(3 * residual),
+    )
     backward: tuple[Kernel, ...] = (
-        MemoryPass(sent + residual, "permute_bwd"), *exchange, *sort_back, *down[1:], MemoryPass((2 * ups + 1) * small), *up[1:],
-        *sort_back, *exchange, MemoryPass(sent + residual, "permute_bwd"), *gather, *shared.backward, *gather, *scatter,
-        *router[1:], MemoryPass(3 * residual), MemoryPass(3 * residual), MemoryPass(3 * residual),
-    )  # fmt: skip
+        MemoryPass(sent + residual, "permute_bwd"),
+        *exchange,
+        *sort_back,
+        *down[1:],
+        MemoryPass((2 * ups + 1) * small),
+        *up[1:],
+        *sort_back,
+        *exchange,
+        MemoryPass(sent + residual, "permute_bwd"),
+        *gather,
+        *shared.backward,
+        *gather,
+        *scatter,
+        *router[1:],
+        MemoryPass(3 * residual),
+        MemoryPass(3 * residual),
+        MemoryPass(3 * residual),
+    )
     return Work(
         forward,
         backward,
@@ -267,7 +331,9 @@ def _exchange(bytes: float, degrees: ParallelDegrees) -> Iterator[Kernel]:
         yield Collective("all_to_all", bytes, "expert")
 
 
-def _grouped(groups: int, rows: int, outputs: int, inputs: int) -> tuple[GroupedMatmul, GroupedMatmul, GroupedMatmul]:
+def _grouped(
+    groups: int, rows: int, outputs: int, inputs: int
+) -> tuple[GroupedMatmul, GroupedMatmul, GroupedMatmul]:
     return (
         GroupedMatmul(groups, rows, outputs, inputs, "forward"),
         GroupedMatmul(groups, rows, outputs, inputs, "input_gradient"),

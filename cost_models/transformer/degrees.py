@@ -33,7 +33,9 @@ class ParallelDegrees:
         for field in ("tensor", "context", "expert", "pipeline", "data"):
             value = getattr(self, field)
             if not 1 <= value <= 2**20:
-                raise UsageError(f"{field}={value}: must be from 1 to {2**20}", "Give the devices that share.")
+                raise UsageError(
+                    f"{field}={value}: must be from 1 to {2**20}", "Give the devices that share."
+                )
         if self.zero not in (0, 1):
             raise UsageError(f"zero={self.zero}: of degrees 0 and 1 are known", "Use 0 or 1.")
 
@@ -64,11 +66,11 @@ class ParallelDegrees:
         heads = tensor * self.context
         if attention.heads % heads or attention.key_value_heads % heads:
             return (
-                f"{attention.heads} heads with {attention.key_value_heads} of keys and values cannot be shared by "
-                f"{heads} devices (tensor={tensor}, context={self.context})"
+                f"{attention.heads} heads with {attention.key_value_heads} of keys and values cannot be "
+                f"shared by {heads} devices (tensor={tensor}, context={self.context})"
             )
         if sequence % (tensor * self.context):
-            return f"a sequence of {sequence} tokens is no multiple of tensor x context = {tensor * self.context}"
+            return f"a sequence of {sequence} tokens is no multiple of tensor x context = {heads}"
         widths = [shape.feed_forward, *([shape.experts.shared_width] if shape.experts else [])]
         if any(width % tensor for width in widths):
             return f"a feed-forward layer of {max(widths)} cannot be shared by {tensor} devices"
@@ -78,7 +80,8 @@ class ParallelDegrees:
             if shape.experts.number % self.expert:
                 return f"{shape.experts.number} experts cannot be shared by {self.expert} devices"
             if (tensor * self.context * self.data) % self.expert:
-                return f"expert={self.expert} does not divide tensor x context x data = {tensor * self.context * self.data}"
+                group = tensor * self.context * self.data
+                return f"expert={self.expert} does not divide tensor x context x data = {group}"
         if self.pipeline > shape.blocks:
             return f"{shape.blocks} blocks make no {self.pipeline} stages"
         return ""

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..document import read_text
 from ..errors import FileError
+from ..text_files import read_text
 from .kernels import AttentionKernel, GroupedMatmul, Matmul, Product
 
 _Key = tuple[str, tuple[float, ...]]
@@ -48,9 +48,9 @@ class KernelTable:
     def seconds(self, kernel: Product) -> float:
         """At the efficiency of its shape.
 
-        Of a shape that is not in the table: that of the nearest shapes of its kind, by the logarithms of their
-        sizes, each weighed by one over the square of its distance. Raises KeyError for a kind without rows.
-        """
+        Of a shape that is not in the table: that of the nearest shapes of its kind, by the logarithms of
+        their sizes, each weighed by one over the square of its distance. Raises KeyError for a kind without
+        rows."""
         kind, shape = _key(kernel)
         return kernel.flops / (self.peak * self._efficiency(kind, shape))
 
@@ -93,7 +93,13 @@ def _key(kernel: Product) -> _Key:
         case GroupedMatmul():
             return f"group_matmul {kernel.part}", (kernel.groups, kernel.m, kernel.n, kernel.k)
         case AttentionKernel():
-            sizes = (kernel.sequence, kernel.heads, kernel.key_value_heads, kernel.head_width, kernel.value_width)
+            sizes = (
+                kernel.sequence,
+                kernel.heads,
+                kernel.key_value_heads,
+                kernel.head_width,
+                kernel.value_width,
+            )
             return f"attention {'backward' if kernel.backward else 'forward'}", sizes
 
 
@@ -108,7 +114,9 @@ def load_kernel_table(path: Path) -> KernelTable:
             peak = _number(row.get("peak_tflops"), f"{path}: line {rows.line_num}: peak_tflops", 1e5)
             share = row.get("efficiency") or None
             if share is None:
-                achieved = _number(row.get("achieved_tflops"), f"{path}: line {rows.line_num}: achieved_tflops", 1e5)
+                achieved = _number(
+                    row.get("achieved_tflops"), f"{path}: line {rows.line_num}: achieved_tflops", 1e5
+                )
                 value = achieved / peak
             else:
                 value = _number(share, f"{path}: line {rows.line_num}: efficiency", 10)
@@ -117,7 +125,11 @@ def load_kernel_table(path: Path) -> KernelTable:
     except csv.Error as error:
         raise FileError(f"{path}: line {rows.line_num}: not CSV: {error}", _HINT) from error
     if len(peaks) != 1:
-        what = "no kernels" if not peaks else f"several peaks: {', '.join(f'{p:g}' for p in sorted(peaks)[:5])} TFLOP/s"
+        what = (
+            "no kernels"
+            if not peaks
+            else f"several peaks: {', '.join(f'{p:g}' for p in sorted(peaks)[:5])} TFLOP/s"
+        )
         raise FileError(f"{path}: {what}", "Give the rows of one device in one dtype.")
     return KernelTable(peaks.pop() * TERA, table, str(path))
 
@@ -126,14 +138,19 @@ _HINT = "See the columns in docs/degrees.md."
 
 
 def _row_key(row: Mapping[str | None, str | None], where: str) -> _Key:
-    words = dict(part.split("=", 1) for part in (row.get("shape") or "").replace(" ", "").split(",") if "=" in part)
+    words = dict(
+        part.split("=", 1) for part in (row.get("shape") or "").replace(" ", "").split(",") if "=" in part
+    )
     operation = (row.get("operation") or "").strip()
 
     def sizes(*names: str) -> tuple[float, ...]:
         return tuple(_number(words.get(name), f"{where}: {name}", 2**31) for name in names)
 
     readers: dict[str, Callable[[], _Key]] = {
-        "matmul": lambda: (f"matmul {_word(words, 'layout', ('TN', 'NN', 'NT'), where)}", sizes("m", "k", "n")),
+        "matmul": lambda: (
+            f"matmul {_word(words, 'layout', ('TN', 'NN', 'NT'), where)}",
+            sizes("m", "k", "n"),
+        ),
         "group_matmul": lambda: (
             f"group_matmul {_STAGES[_word(words, 'stage', tuple(_STAGES), where)]}",
             sizes("ng", "M", "N", "K"),
@@ -142,7 +159,10 @@ def _row_key(row: Mapping[str | None, str | None], where: str) -> _Key:
         "sdp_bwd": lambda: ("attention backward", sizes(*_ATTENTION)),
     }
     if operation not in readers:
-        raise FileError(f"{where}: operation {operation[:40]!r} is not known", f"Use one of: {', '.join(readers)}. {_HINT}")
+        raise FileError(
+            f"{where}: operation {operation[:40]!r} is not known",
+            f"Use one of: {', '.join(readers)}. {_HINT}",
+        )
     return readers[operation]()
 
 
@@ -162,5 +182,7 @@ def _number(text: str | None, where: str, largest: float) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value <= largest:
-        raise FileError(f"{where}: {(text or '')[:40]!r}", f"Give a number above 0, at most {largest:g}. {_HINT}")
+        raise FileError(
+            f"{where}: {(text or '')[:40]!r}", f"Give a number above 0, at most {largest:g}. {_HINT}"
+        )
     return value

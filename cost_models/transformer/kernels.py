@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Layout = Literal["TN", "NN", "NT"]
-"""Of a linear layer: forward, gradient of its input, gradient of its weight (which is added up in float32)."""
+"""Of a linear layer: forward, gradient of its input, gradient of its weight (which is added up in
+float32)."""
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 Group = Literal["tensor", "context", "expert"]
 CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]

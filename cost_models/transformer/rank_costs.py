@@ -1,8 +1,7 @@
 """Seconds of a device's kernels: from a table of measured kernels, or from the device's limits.
 
-Products that no table has take the longer of their FLOPs and their bytes at the limits, at an assumed share of
-them. A pass over memory takes its bytes at a share of the bandwidth.
-"""
+Products that no table has take the longer of their FLOPs and their bytes at the limits, at an assumed share
+of them. A pass over memory takes its bytes at a share of the bandwidth."""
 
 from __future__ import annotations
 
@@ -15,7 +14,16 @@ from ..topology import Topology
 from .block_kernels import Work
 from .degrees import ParallelDegrees
 from .kernel_table import KernelTable
-from .kernels import AttentionKernel, Collective, CollectiveName, GroupedMatmul, Kernel, Matmul, MemoryPass, Product
+from .kernels import (
+    AttentionKernel,
+    Collective,
+    CollectiveName,
+    GroupedMatmul,
+    Kernel,
+    Matmul,
+    MemoryPass,
+    Product,
+)
 
 
 class GroupLinks(Protocol):
@@ -130,8 +138,7 @@ class RankCosts:
 
     def assumed(self, works: Iterable[Work]) -> list[Product]:
         """The products for which the table has no row of their shape."""
-        products = {k: None for w in works for k in (*w.forward, *w.backward) if isinstance(k, Product)}
-        return [kernel for kernel in products if self.table is None or not self.table.has(kernel)]
+        return [kernel for kernel in products(works) if self.table is None or not self.table.has(kernel)]
 
     def _sum(self, kernels: Iterable[Kernel], degrees: ParallelDegrees) -> float:
         return sum(self._kernel(kernel, degrees) for kernel in kernels)
@@ -141,7 +148,7 @@ class RankCosts:
             case MemoryPass():
                 return self.limits.pass_seconds(kernel) + self.overheads.gap
             case Collective(name, bytes, group):
-                size, stride = group_of(group, degrees)
+                size, stride = rank_group(group, degrees)
                 return self.links.collective(name, bytes, size, stride)
             case _:
                 if self.table is not None and self.table.knows(kernel):
@@ -149,9 +156,15 @@ class RankCosts:
                 return self.limits.product_seconds(kernel) * self.overheads.slowdown
 
 
-def group_of(group: str, degrees: ParallelDegrees) -> tuple[int, int]:
-    """Size and stride of a group of ranks: tensor ranks are neighbours, then context, then data, then pipeline
-    (Megatron-LM's order tp-cp-ep-dp-pp); expert ranks are neighbours among all of a stage."""
+def products(works: Iterable[Work]) -> list[Product]:
+    """The different products of some layers."""
+    kernels = (kernel for work in works for kernel in (*work.forward, *work.backward))
+    return list(dict.fromkeys(kernel for kernel in kernels if isinstance(kernel, Product)))
+
+
+def rank_group(group: str, degrees: ParallelDegrees) -> tuple[int, int]:
+    """Size and stride of a group of ranks: tensor ranks are neighbours, then context, then data, then
+    pipeline (Megatron-LM's order tp-cp-ep-dp-pp); expert ranks are neighbours among all of a stage."""
     match group:
         case "tensor":
             return degrees.tensor, 1

@@ -21,12 +21,13 @@ from ..simulator.costs import Costs
 from ..timeline import simulate
 from .block_kernels import NUMBER, Tokens, Work, block_work, embedding_work, head_work
 from .degrees import ParallelDegrees, padded_vocabulary
-from .rank_costs import PassSeconds, RankCosts, group_of
+from .rank_costs import PassSeconds, RankCosts, rank_group
 from .transformer_shape import LayerParameters, TransformerShape
 
 Recomputation = Literal["none", "full"]
 WEIGHT, GRADIENT, STATE = 2, 4, 12
-"""Bytes of a parameter: in bfloat16, its float32 gradient, and Adam's float32 master weight and two moments."""
+"""Bytes of a parameter: in bfloat16, its float32 gradient, and Adam's float32 master weight and two
+moments."""
 _UPDATED = GRADIENT + 3 * 2 * 4 + WEIGHT
 """That the update of a parameter reads and writes."""
 
@@ -150,7 +151,9 @@ class LayerTable:
             parts.append((1, self._ends[0]))
         if stage == self.degrees.pipeline - 1:
             parts.append((1, self._ends[1]))
-        return PassSeconds(sum(n * own.forward for n, own in parts), sum(n * own.backward for n, own in parts))
+        return PassSeconds(
+            sum(n * own.forward for n, own in parts), sum(n * own.backward for n, own in parts)
+        )
 
     def whole_seconds(self) -> float:
         """Of a micro-batch, forward and backward, on all stages."""
@@ -175,9 +178,9 @@ class LayerTable:
             own = self._block_parameters(routed)
             parts.append(Parameters(count * own.dense, count * own.routed))
         dense = sum(part.dense for part in parts) / stages
-        routed = sum(part.routed for part in parts) / stages
-        line = self._update_seconds(Parameters(0, 2 * routed)) - self._update_seconds(Parameters(0, routed))
-        return self._update_seconds(Parameters(dense, 0)) + line
+        experts = sum(part.routed for part in parts) / stages
+        once, twice = (self._update_seconds(Parameters(0, times * experts)) for times in (1, 2))
+        return self._update_seconds(Parameters(dense, 0)) + twice - once
 
     def _counts(self, blocks: range) -> tuple[int, int]:
         """Blocks without experts and with."""
@@ -203,11 +206,13 @@ class LayerTable:
         first, last = stage == 0, stage == degrees.pipeline - 1
         tables = table * (first + last - (first and last and shape.tied)) + shape.hidden * last
         parts = [(count, self._block_parameters(routed)) for routed, count in self._kinds(blocks)]
-        return Parameters(tables + sum(n * own.dense for n, own in parts), sum(n * own.routed for n, own in parts))
+        return Parameters(
+            tables + sum(n * own.dense for n, own in parts), sum(n * own.routed for n, own in parts)
+        )
 
     def ledger(self, blocks: range, stage: int) -> dict[str, float]:
-        """Bytes by term of one device of a stage, at its peak: in the head, or where the last block's backward
-        begins."""
+        """Bytes by term of one device of a stage, at its peak: in the head, or where the last block's
+        backward begins."""
         degrees, setting = self.degrees, self.setting
         dense, routed = self.parameters(blocks, stage)
         spread = (degrees.gradient_group, degrees.expert_gradient_group) if degrees.zero else (1, 1)
@@ -271,7 +276,7 @@ class LayerTable:
         for count, group in ((own.dense, "gradients"), (own.routed, "expert_gradients")):
             if not count:
                 continue
-            size, stride = group_of(group, self.degrees)
+            size, stride = rank_group(group, self.degrees)
             links = self.costs.links
             share = count
             if size > 1 and self.degrees.zero:
@@ -286,8 +291,8 @@ class LayerTable:
         return total
 
     def _placeholders(self, blocks: range) -> float:
-        """Transformer Engine returns for a weight whose gradient was added up elsewhere an empty tensor in its
-        place; it keeps one for each shape of a weight."""
+        """Transformer Engine returns for a weight whose gradient was added up elsewhere an empty tensor in
+        its place; it keeps one for each shape of a weight."""
         shape = self.shape
         layers = [self._on_device(shape.feed_forward_parameters(routed)) for routed, _ in self._kinds(blocks)]
         if layers:
@@ -297,8 +302,8 @@ class LayerTable:
 
 
 LIBRARIES = 0.22e9
-"""Bytes that cuBLAS, cuDNN and Transformer Engine keep: what is left of the memory of the published B200 steps
-when all else is taken off (0.21 to 0.25 GB in four of them)."""
+"""Bytes that cuBLAS, cuDNN and Transformer Engine keep: what is left of the memory of the published B200
+steps when all else is taken off (0.21 to 0.25 GB in four of them)."""
 
 
 @lru_cache(maxsize=32)

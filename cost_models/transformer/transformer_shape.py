@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..document import read_text
 from ..errors import FileError, UsageError
+from ..text_files import read_text
 
 _LARGEST = 2**31
 """Of any size of a configuration: far above what is trained."""
@@ -44,7 +44,8 @@ class AttentionShape:
 
     @property
     def key_value_up_size(self) -> int:
-        """Entries that the latent vector is projected up to: of keys without their rotary part, and values."""
+        """Entries that the latent vector is projected up to: of keys without their rotary part, and
+        values."""
         return self.heads * (self.head_width - self.rotary_width + self.value_width)
 
     @property
@@ -104,7 +105,9 @@ class TransformerShape:
         """Of the whole model."""
         tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
         blocks = self.blocks * sum(self.attention_parameters())
-        return tables + self.hidden + blocks + sum(sum(self.feed_forward_parameters(own)) for own in self.routed)
+        return (
+            tables + self.hidden + blocks + sum(sum(self.feed_forward_parameters(own)) for own in self.routed)
+        )
 
     def active_parameters(self) -> int:
         """Those that a token uses: of the routed experts only its own."""
@@ -157,7 +160,10 @@ def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerSha
     """Of the keys of a configuration, in any of the families' spellings. Raises UsageError."""
     sizes = _Sizes(keys)
     family = str(keys.get("model_type", name))
-    hidden, heads = sizes.needed("hidden_size", "n_embd", "d_model"), sizes.needed("num_attention_heads", "n_head")
+    hidden, heads = (
+        sizes.needed("hidden_size", "n_embd", "d_model"),
+        sizes.needed("num_attention_heads", "n_head"),
+    )
     blocks = sizes.needed("num_hidden_layers", "n_layer", "num_layers")
     experts = _experts(sizes)
     width = sizes.optional("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
@@ -176,9 +182,13 @@ def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerSha
     return shape.with_blocks(blocks)
 
 
-_NOT_GATED = frozenset({"gpt2", "gpt_neo", "gpt_neox", "gptj", "codegen", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2", "nemotron", "bert"})  # fmt: skip
+_NOT_GATED = frozenset(
+    ["gpt2", "gpt_neo", "gpt_neox", "gptj", "codegen", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2", "nemotron", "bert"]
+)
 """Families whose feed-forward layer has one matrix up and one down."""
-_TIED = frozenset({"gpt2", "gpt_neo", "opt", "bloom", "falcon", "mpt", "gemma", "gemma2", "gemma3_text", "bert"})
+_TIED = frozenset(
+    {"gpt2", "gpt_neo", "opt", "bloom", "falcon", "mpt", "gemma", "gemma2", "gemma3_text", "bert"}
+)
 """Families that tie head and embedding unless told otherwise."""
 
 
@@ -206,7 +216,8 @@ class _Sizes:
         size = self.optional(*names)
         if not size:
             raise UsageError(
-                f"the key {' or '.join(names)} is missing, or 0", "Give the config.json of a decoder-only transformer."
+                f"the key {' or '.join(names)} is missing, or 0",
+                "Give the config.json of a decoder-only transformer.",
             )
         return size
 
@@ -227,12 +238,14 @@ def _attention(sizes: _Sizes, hidden: int, heads: int) -> AttentionShape:
     width = sizes.optional("head_dim") or hidden // heads
     if not sizes.optional("head_dim") and hidden % heads:
         raise UsageError(
-            f"hidden_size={hidden} is no multiple of num_attention_heads={heads}", "Give head_dim, or other sizes."
+            f"hidden_size={hidden} is no multiple of num_attention_heads={heads}",
+            "Give head_dim, or other sizes.",
         )
     shared = sizes.optional("num_key_value_heads", "num_kv_heads") or heads
     if heads % shared:
         raise UsageError(
-            f"num_attention_heads={heads} is no multiple of num_key_value_heads={shared}", "Correct the configuration."
+            f"num_attention_heads={heads} is no multiple of num_key_value_heads={shared}",
+            "Correct the configuration.",
         )
     return AttentionShape(heads, shared, width, width)
 

@@ -1,17 +1,17 @@
 """The degrees of parallelism, division of the layers and micro-batch size with the shortest step.
 
-All combinations that are allowed are tried, but for those whose bound exceeds what was found. Of each, the blocks
-are divided over the stages evenly by number, evenly by seconds, and so that the slowest stage takes as little as
-can be within the memory (`slowest_stage`); the fastest is kept. Another division may be faster: the bound says by
-how much at most.
+All combinations that are allowed are tried, but for those whose bound exceeds what was found. Of each, the
+blocks are divided over the stages evenly by number, evenly by seconds, and so that the slowest stage takes as
+little as can be within the memory (`slowest_stage`); the fastest is kept. Another division may be faster: the
+bound says by how much at most.
 
 **The bound** of a combination holds for every division of its blocks over the stages. With T the time of the
 slowest stage of the best division, b the smallest share of a layer's seconds that is backward, p stages and m
-micro-batches, the slowest stage s takes T_s >= T, of which at least b T_s is backward. Its device computes for
-m T_s. Before its last backwards end, and beside the warm-up's forwards, the first micro-batch goes through all
-stages and back: until the first backward of s, the forwards of all stages and the backwards of those after s
-pass, in which s runs at most p forwards; then m backwards and the other m - p forwards of s follow, and the
-backwards of the stages before s. So a step takes at least
+micro-batches, the slowest stage s takes T_s >= T, of which at least b T_s is backward. Its device computes
+for m T_s. Before its last backwards end, and beside the warm-up's forwards, the first micro-batch goes
+through all stages and back: until the first backward of s, the forwards of all stages and the backwards of
+those after s pass, in which s runs at most p forwards; then m backwards and the other m - p forwards of s
+follow, and the backwards of the stages before s. So a step takes at least
 
     max(m T,  total + (m - 1) b T + max(m - p, 0) (1 - b) T)
 
@@ -28,7 +28,7 @@ from itertools import pairwise, product
 from ...cost_models.errors import InfeasibleError, UsageError
 from ...cost_models.transformer.block_kernels import Tokens
 from ...cost_models.transformer.degrees import ParallelDegrees
-from ...cost_models.transformer.rank_costs import RankCosts
+from ...cost_models.transformer.rank_costs import RankCosts, products
 from ...cost_models.transformer.training_step import (
     LayerTable,
     Recomputation,
@@ -56,15 +56,27 @@ class DegreePlan:
     recompute: Recomputation
     estimate: StepEstimate
 
+    def setting(self, sequence: int) -> TrainingSetting:
+        """What it trains at a time."""
+        return TrainingSetting(self.micro_batches, Tokens(sequence, self.micro_batch_size), self.recompute)
+
 
 @dataclass(frozen=True)
 class DegreeAnswer:
     """The fastest plans, the best first; `bound_seconds`: no division of the layers under any of the
-    `combinations` takes less."""
+    `combinations` takes less. `limit_bytes`: what a device's ledger may add up to. `assumed_kernels`: of the
+    best plan, products that no table has, out of so many `kernels`."""
+
+    shape: TransformerShape
+    devices: int
+    options: DegreeOptions
 
     plans: tuple[DegreePlan, ...]
     bound_seconds: float
     combinations: int
+    limit_bytes: float
+    assumed_kernels: int
+    kernels: int
 
     @property
     def gap(self) -> float:
@@ -120,7 +132,19 @@ def search_degrees(
     if not best:
         raise _nothing_fits(shape, devices, len(combinations), least, memory_bytes)
     plans = tuple(plan for _, _, plan in sorted(best, reverse=True))
-    return DegreeAnswer(plans, bound, len(combinations))
+    layers = LayerTable(shape, plans[0].degrees, plans[0].setting(options.sequence), costs)
+    works = (*layers.blocks.values(), layers.embedding, layers.head)
+    return DegreeAnswer(
+        shape=shape,
+        devices=devices,
+        options=options,
+        plans=plans,
+        bound_seconds=bound,
+        combinations=len(combinations),
+        limit_bytes=memory_bytes,
+        assumed_kernels=len(costs.assumed(works)),
+        kernels=len(products(works)),
+    )
 
 
 def list_combinations(shape: TransformerShape, devices: int, options: DegreeOptions) -> Iterator[Combination]:
@@ -155,21 +179,23 @@ def _expert_degrees(shape: TransformerShape, group: int, options: DegreeOptions)
 
 def _micro_batch_sizes(options: DegreeOptions, per_replica: int) -> list[int]:
     powers = [2**exponent for exponent in range(per_replica.bit_length())]
-    return [size for size in options.micro_batch_size or powers if size <= per_replica and per_replica % size == 0]
+    return [
+        size for size in options.micro_batch_size or powers if size <= per_replica and per_replica % size == 0
+    ]
 
 
 def slowest_stage(layers: LayerTable, memory_bytes: float) -> tuple[float, list[int] | None]:
-    """The least seconds of a micro-batch that the slowest stage can take within the memory, and a division with
-    them; (inf, None) where none fits.
+    """The least seconds of a micro-batch that the slowest stage can take within the memory, and a division
+    with them; (inf, None) where none fits.
 
-    A stage of fewer blocks takes no longer and needs no more, so for given seconds and memory as many blocks as
-    fit, stage after stage, is a division wherever there is one; the least seconds are found by bisection.
+    A stage of fewer blocks takes no longer and needs no more, so for given seconds and memory as many blocks
+    as fit, stage after stage, is a division wherever there is one; the least seconds are found by bisection.
     """
     ranges = _longest(layers, float("inf"), memory_bytes)
     if ranges is None:
         return float("inf"), None
     high = max(layers.seconds(own, stage).both for stage, own in enumerate(ranges))
-    low, found = 0.0, ranges
+    low, found = min(layers.least_slowest_seconds(), high), ranges
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         tried = _longest(layers, middle, memory_bytes)
@@ -184,9 +210,8 @@ def slowest_stage(layers: LayerTable, memory_bytes: float) -> tuple[float, list[
 def _longest(layers: LayerTable, seconds: float, memory_bytes: float) -> list[range] | None:
     """Stages of at most so many seconds that fit, at least one block each; None where there are none.
 
-    Stage after stage takes as many blocks as it can. Where a block without experts fits into an early stage and
-    one with experts does not, as many can be too many: then every number is tried.
-    """
+    Stage after stage takes as many blocks as it can. Where a block without experts fits into an early stage
+    and one with experts does not, as many can be too many: then every number is tried."""
     stages, blocks = layers.degrees.pipeline, layers.shape.blocks
 
     def end_of(stage: int, start: int) -> int:
@@ -196,8 +221,7 @@ def _longest(layers: LayerTable, seconds: float, memory_bytes: float) -> list[ra
             middle = (low + high + 1) // 2
             own = range(start, middle)
             fits = (
-                layers.seconds(own, stage).both <= seconds
-                and layers.stage_bytes(own, stage) <= memory_bytes
+                layers.seconds(own, stage).both <= seconds and layers.stage_bytes(own, stage) <= memory_bytes
             )
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
@@ -237,7 +261,9 @@ def lower_bound(layers: LayerTable, slowest: float) -> float:
     return max(count * slowest, ordered) + layers.least_update_seconds()
 
 
-def _best_division(layers: LayerTable, divided: Sequence[int], one: Combination, memory_bytes: float) -> DegreePlan:
+def _best_division(
+    layers: LayerTable, divided: Sequence[int], one: Combination, memory_bytes: float
+) -> DegreePlan:
     """The fastest of three that fits: even blocks, even seconds, and the least slowest stage, which does."""
     even = even_blocks(layers.shape.blocks, one.degrees.pipeline)
     choices = dict.fromkeys((tuple(even), tuple(divided), tuple(_by_seconds(layers))))
@@ -250,7 +276,8 @@ def _best_division(layers: LayerTable, divided: Sequence[int], one: Combination,
 
 
 def _by_seconds(layers: LayerTable) -> list[int]:
-    """Each stage ends where the seconds before come nearest to its share of the whole; at least a block each."""
+    """Each stage ends where the seconds before come nearest to its share of the whole; at least a block
+    each."""
     stages, blocks = layers.degrees.pipeline, layers.shape.blocks
     before = [layers.seconds(range(end), 0).both for end in range(blocks + 1)]
     share = layers.whole_seconds() / stages
@@ -265,18 +292,22 @@ def _nothing_possible(shape: TransformerShape, devices: int, options: DegreeOpti
     free = replace(options, tp=None, pp=None, cp=None, ep=None, micro_batch_size=None)
     if next(list_combinations(shape, devices, free), None) is not None:
         allowed = ", ".join(
-            f"{name}={list(value)}"
+            f"{name}={','.join(map(str, value))}"
             for name in ("tp", "pp", "cp", "ep", "micro_batch_size")
             if (value := getattr(options, name))
         )
         return UsageError(
-            f"{allowed}: no such degrees divide {devices} devices, the batch of {options.batch_size} and the model",
+            f"{allowed}: no such degrees divide {devices} devices, the batch of {options.batch_size} "
+            "and the model",
             "Allow more of them.",
         )
     degrees = ParallelDegrees(pipeline=1, data=devices)
-    why = degrees.problem_with(shape, options.sequence) or f"the batch of {options.batch_size} does not divide"
+    why = (
+        degrees.problem_with(shape, options.sequence) or f"the batch of {options.batch_size} does not divide"
+    )
     return UsageError(
-        f"no degrees divide {devices} devices, {shape.blocks} layers and a batch of {options.batch_size}: {why}",
+        f"no degrees divide {devices} devices, {shape.blocks} layers and a batch of "
+        f"{options.batch_size}: {why}",
         "Give another number of devices, or another batch.",
     )
 
@@ -285,7 +316,7 @@ def _nothing_fits(
     shape: TransformerShape, devices: int, tried: int, least: float, memory_bytes: float
 ) -> InfeasibleError:
     return InfeasibleError(
-        f"{shape.name}: none of {tried} combinations fits: the least needs {least / 2**30:.1f} GiB on a device, "
-        f"which has {memory_bytes / 2**30:.1f} GiB",
+        f"{shape.name}: none of {tried} combinations fits: the least needs {least / 2**30:.1f} GiB on a "
+        f"device, which has {memory_bytes / 2**30:.1f} GiB",
         f"Use more than {devices} devices, a shorter sequence, or allow more degrees.",
     )

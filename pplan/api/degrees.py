@@ -8,13 +8,18 @@ from typing import Any, Unpack
 
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
-from ..cost_models.machines.presets import preset_of
+from ..cost_models.machines.preset_lookup import context_of, preset_of
 from ..cost_models.machines.rooflines import ROOFLINES
 from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
+from ..cost_models.memory import FRAGMENTATION_RESERVE
 from ..cost_models.topology import Topology
 from ..cost_models.transformer.kernel_table import KernelTable, load_kernel_table
 from ..cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
-from ..cost_models.transformer.transformer_shape import TransformerShape, load_transformer_shape, transformer_shape
+from ..cost_models.transformer.transformer_shape import (
+    TransformerShape,
+    load_transformer_shape,
+    transformer_shape,
+)
 from ..planner.degrees.degree_options import DegreeKeywords, DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from .options import options_from
@@ -31,11 +36,13 @@ def degrees(
     kernels: str | Path | None = None,
     **options: Unpack[DegreeCallKeywords],
 ) -> DegreeAnswer:
-    """The fastest ways to train a transformer on `gpus`: tensor, context, expert, pipeline and data parallelism.
+    """The fastest ways to train a transformer on `gpus`: tensor, context, expert, pipeline and data
+    parallelism.
 
     `config`: the model's config.json (its path, or what it says). `kernels`: a CSV file of measured kernels.
     The machine as of `solve`, `gpu` or a topology with devices of a preset; options as of `DegreeOptions`.
-    Of the result: `plans`, the fastest first, each with its `estimate` of step and memory, and `bound_seconds`.
+    Of the result: `plans`, the fastest first, each with its `estimate` of step and memory, and
+    `bound_seconds`.
 
     Raises UsageError, FileError, and InfeasibleError where nothing fits.
     """
@@ -50,13 +57,23 @@ def find_degrees(
     """The same, of what is read."""
     if wanted.layers is not None:
         shape = shape.with_blocks(wanted.layers)
-    topology = machine_of(machine)
+    topology = build_machine(machine)
     costs = rank_costs(topology, None if kernels is None else load_kernel_table(kernels))
-    memory = topology.device(0).memory_bytes
-    return search_degrees(shape, topology.gpus, costs, wanted, float("inf") if memory is None else memory)
+    return search_degrees(shape, topology.gpus, costs, wanted, usable_bytes(topology))
 
 
-def machine_of(machine: MachineOptions) -> Topology:
+def usable_bytes(topology: Topology) -> float:
+    """What the ledger of a device may add up to: its memory without the process's context, and without the
+    share that the caching allocator cannot use."""
+    device = topology.device(0)
+    if device.memory_bytes is None:
+        return float("inf")
+    context = context_of(device.name)
+    whole = device.memory_bytes - (0 if context is None else context.value)
+    return whole / (1 + FRAGMENTATION_RESERVE)
+
+
+def build_machine(machine: MachineOptions) -> Topology:
     """The topology. Raises UsageError where the number of devices is missing, or they are unlike."""
     if machine.gpus is None:
         raise UsageError("gpus is missing", "Give how many GPUs there are: `gpus`.")
