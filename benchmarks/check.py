@@ -202,7 +202,7 @@ def plans(name: str, devices: int) -> Iterator[tuple[str, Plan | str, Profile, T
             answer = find(problem)
             best = answer.best
             made = "no plan" if best is None else verified(
-                bare_plan(problem, best, answer.found, model=name, profile=reference), profile
+                bare_plan(problem, best, answer.result, model=name, profile=reference), profile
             )  # fmt: skip
         except PplanError as error:
             made = error.what

@@ -115,7 +115,7 @@ def _predicted(profile: Profile, size: int, setup: Setup) -> float:
     trained = training_precision(profile.dtype, profile.amp, gradient_dtype=gradients)
     table = StageTable.of(profile.chain(), size)
     terms = ledger(
-        table.bytes_of(0, table.blocks),
+        table.bytes_between(0, table.blocks),
         in_flight=1,
         recompute="always" if setup.recompute else "never",
         optimizer=setup.optimizer,

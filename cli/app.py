@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; `arguments` default to those of the process. Returns the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     session = None
     try:
         from .invocation import GIVEN, TYPED
@@ -30,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .verbs import Session, root
 
         begin()
-        GIVEN.set(tuple(given))
+        GIVEN.set(tuple(words))
         TYPED.set({})
         session = Session()
-        status = root(args=given, prog_name="pplan", standalone_mode=False, obj=session)
+        status = root(args=words, prog_name="pplan", standalone_mode=False, obj=session)
         sys.stdout.flush()
     except SystemExit as end:
         # typer leaves so where the reader of the pipe has gone
@@ -45,52 +45,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        return _report(error, given, debug=session is not None and session.debug)
+        return _report(error, words, debug=session is not None and session.debug)
     if status == 130:
         print("pplan: interrupted", file=sys.stderr)
-        _tell_json(given, {"status": 130, "kind": "interrupted", "message": "interrupted", "advice": ""})
+        _tell_json(words, {"status": 130, "kind": "interrupted", "message": "interrupted", "advice": ""})
     return status if isinstance(status, int) else 0
 
 
-def _report(error: Exception, given: Sequence[str], *, debug: bool) -> int:
+def _report(error: Exception, words: Sequence[str], *, debug: bool) -> int:
     """Prints the two lines of an error, and returns its exit status."""
     from .streams import printable
 
-    known = _as_ours(error, given)
-    if known is not None:
+    own_error = _as_ours(error, words)
+    if own_error is not None:
         from ..cost_models.errors import InfeasibleError
         from .field_names import as_options
 
-        known.what, known.hint = as_options(known.what), as_options(known.hint)
-        if isinstance(known, InfeasibleError) and "would_fit" in known.details:
-            known.details["would_fit"] = [as_options(change) for change in known.details["would_fit"]]
+        own_error.what, own_error.hint = as_options(own_error.what), as_options(own_error.hint)
+        if isinstance(own_error, InfeasibleError) and "would_fit" in own_error.details:
+            own_error.details["would_fit"] = [as_options(change) for change in own_error.details["would_fit"]]
     if debug:
         import traceback
 
         traceback.print_exception(error)
-    if known is None:
+    if own_error is None:
         first = printable((str(error).splitlines() or [""])[0])
         message = f"internal error: {type(error).__name__}{': ' if first else ''}{first}"
         print(f"pplan: {message}\n  {_REPORT}", file=sys.stderr)
-        _tell_json(given, {"status": 1, "kind": "defect", "message": message, "advice": _REPORT})
+        _tell_json(words, {"status": 1, "kind": "defect", "message": message, "advice": _REPORT})
         return 1
-    print(f"pplan: {printable(_one_line(known.what))}", file=sys.stderr)
-    if known.hint:
-        print(f"  {printable(_one_line(known.hint))}", file=sys.stderr)
-    _tell_json(given, known.as_json)
+    print(f"pplan: {printable(_one_line(own_error.what))}", file=sys.stderr)
+    if own_error.hint:
+        print(f"  {printable(_one_line(own_error.hint))}", file=sys.stderr)
+    _tell_json(words, own_error.as_json)
     if isinstance(error, OSError):
         _drop_output()  # of a full disk, which would fail once more at the interpreter's exit
-    return known.exit_status
+    return own_error.exit_status
 
 
 _REPORT = "Please report it, with what the same command prints as pplan --debug ..."
 
 
-def _tell_json(given: Sequence[str], error: Mapping[str, object]) -> None:
+def _tell_json(words: Sequence[str], error: Mapping[str, object]) -> None:
     """Prints {"error": ...} on standard output where JSON was asked for, and none was printed yet."""
     from . import streams
 
-    if "--json" not in given or streams.told_json():
+    if "--json" not in words or streams.told_json():
         return
     import contextlib
     import json
@@ -100,7 +100,7 @@ def _tell_json(given: Sequence[str], error: Mapping[str, object]) -> None:
         print(json.dumps({"error": error}, indent=1), flush=True)
 
 
-def _as_ours(error: Exception, given: Sequence[str]) -> PplanError | None:
+def _as_ours(error: Exception, words: Sequence[str]) -> PplanError | None:
     """The error in our own words; None where it is a defect of pplan."""
     import errno
 
@@ -108,7 +108,7 @@ def _as_ours(error: Exception, given: Sequence[str]) -> PplanError | None:
 
     if isinstance(error, PplanError):
         return error
-    if (usage := _usage_error(error, given)) is not None:
+    if (usage := _usage_error(error, words)) is not None:
         return usage
     if isinstance(error, ModuleNotFoundError) and (error.name or "pplan").split(".")[0] != "pplan":
         return MachineError(
@@ -122,14 +122,14 @@ def _as_ours(error: Exception, given: Sequence[str]) -> PplanError | None:
     return None
 
 
-def _usage_error(error: Exception, given: Sequence[str]) -> PplanError | None:
+def _usage_error(error: Exception, words: Sequence[str]) -> PplanError | None:
     """What typer refused, in our own words."""
     if "typer" not in sys.modules:
         return None  # it is what could not be imported
     from .usage import explain_usage, is_usage_error
     from .verbs import root
 
-    return explain_usage(error, root, given) if is_usage_error(error) else None
+    return explain_usage(error, root, words) if is_usage_error(error) else None
 
 
 def _one_line(text: str) -> str:

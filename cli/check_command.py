@@ -10,7 +10,7 @@ import typer
 
 from ..api.options import CheckOptions
 from .compare_command import TOLD, share
-from .streams import console, remark, result, watched
+from .streams import console, is_watched, remark, result
 
 if TYPE_CHECKING:
     from ..api.load import PlanAndProfile
@@ -57,12 +57,12 @@ def check_command(
 
     read = read_plan(named_or_newest(plan_file, ("plan",)), profile_file)
     if save:
-        _saved(read).check(read.plan_file, read.profile_file)
-    found = _run(read, options)
-    if found is None:
+        _check_target(read).check(read.plan_file, read.profile_file)
+    check = _run(read, options)
+    if check is None:
         return
-    _tell(found, read, save=save, as_json=as_json, calibrate=options.calibrate)
-    _fail(found, fail_above)
+    _tell(check, read, save=save, as_json=as_json, calibrate=options.calibrate)
+    _fail(check, fail_above)
 
 
 def _run(read: PlanAndProfile, options: CheckOptions) -> Check | None:
@@ -72,28 +72,33 @@ def _run(read: PlanAndProfile, options: CheckOptions) -> Check | None:
     from ..runtimes.checking.launching import ProgressCallbacks
     from .invocation import command_line
 
-    told = (
+    callbacks = (
         ProgressCallbacks(doing=remark, predicted=_announce)
-        if watched()
+        if is_watched()
         else ProgressCallbacks(predicted=_announce)
     )
     folder = read.plan_file.parent
     try:
-        found = check_plan(
-            read.plan, read.profile, folder, read.plan_file.name, options, lambda job: run_here(job, told)
+        check = check_plan(
+            read.plan,
+            read.profile,
+            folder,
+            read.plan_file.name,
+            options,
+            lambda job: run_here(job, callbacks),
         )
     except Exception as error:
         # What all fail with is told by the first.
         if os.environ.get("RANK", "0") != "0" and type(error).__name__ != "RankFailed":
             raise typer.Exit(2) from None
         raise
-    if found is None:
+    if check is None:
         return None
     from ..cost_models.document import MadeBy
     from ..cost_models.text_files import sha256
 
     origin = made_by(MadeBy(), command=command_line(), measured=read.profile.made_by)
-    return found.model_copy(update={"made_by": origin, "plan_sha256": sha256(read.plan_file.read_bytes())})
+    return check.model_copy(update={"made_by": origin, "plan_sha256": sha256(read.plan_file.read_bytes())})
 
 
 def _announce(name: str, predicted: CasePrediction) -> None:
@@ -105,34 +110,35 @@ def _announce(name: str, predicted: CasePrediction) -> None:
     remark(f"Predicted, {name}: {format_seconds(predicted.step_seconds)}{more}")
 
 
-def _tell(found: Check, read: PlanAndProfile, *, save: bool, as_json: bool, calibrate: bool) -> None:
+def _tell(check: Check, read: PlanAndProfile, *, save: bool, as_json: bool, calibrate: bool) -> None:
     if as_json:
-        result(found.to_json())
+        result(check.to_json())
     else:
         from .check_tables import print_check
 
-        print_check(found, console())
+        print_check(check, console())
     stem = _stem(read)
     if save:
-        place = _saved(read)
-        place.put(found.to_json())
+        place = _check_target(read)
+        place.write_text(check.to_json())
         remark(f"Wrote {place.path}")
     if calibrate:
-        _write_calibration(found, read, stem)
+        _write_calibration(check, read, stem)
 
 
-def _write_calibration(found: Check, read: PlanAndProfile, stem: str) -> None:
+def _write_calibration(check: Check, read: PlanAndProfile, stem: str) -> None:
     """Writes the calibration and the topology beside the plan, and says what solving again finds."""
     from ..api.calibrate import calibrate
+    from ..cost_models.file_kind import file_kind
     from .output import Target
 
-    made = calibrate(found, read, stem)
-    if made is None:
+    calibration = calibrate(check, read, stem)
+    if calibration is None:
         return
-    for path, content in made.files.items():
-        Target(path, replace=False, own=True).put(content)
-    remark(f"Wrote {' and '.join(map(str, made.files))}")
-    again = made.again
+    for path, content in calibration.files.items():
+        Target(path, replace=False, own=True, kind=file_kind(content)).write_text(content)
+    remark(f"Wrote {' and '.join(map(str, calibration.files))}")
+    again = calibration.again
     if isinstance(again, str):
         remark(f"Solved again: {again}")
         return
@@ -151,7 +157,7 @@ def _write_calibration(found: Check, read: PlanAndProfile, stem: str) -> None:
     remark(
         f"Solved again with it: {', '.join(map(str, again.balance))}, {again.micro_batches} x "
         f"{again.micro_batch_size}, {again.schedule}: {step}; "
-        f"pplan solve --topology {made.topology_file} writes it"
+        f"pplan solve --topology {calibration.topology_file} writes it"
     )
 
 
@@ -159,21 +165,23 @@ def _stem(read: PlanAndProfile) -> str:
     return read.plan_file.name.removesuffix(".json").removesuffix(".plan")
 
 
-def _saved(read: PlanAndProfile) -> Target:
+def _check_target(read: PlanAndProfile) -> Target:
     """NAME.check.json beside NAME.plan.json: an earlier one goes that nobody changed."""
     from .output import Target
 
-    return Target(read.plan_file.with_name(f"{_stem(read)}.check.json"), replace=False, own=True)
+    return Target(
+        read.plan_file.with_name(f"{_stem(read)}.check.json"), replace=False, own=True, kind="check"
+    )
 
 
-def _fail(found: Check, fail_above: float | None) -> None:
+def _fail(check: Check, fail_above: float | None) -> None:
     """Ends with status 4 where a prediction is off by more, or the losses are not the plain model's."""
     from .check_tables import signed
     from .number_format import percent
 
     if fail_above is None:
         return
-    own = found.of_plan
+    own = check.of_plan
     if own.same_losses is False:
         remark("the losses are not the plain model's")
         raise typer.Exit(TOLD)

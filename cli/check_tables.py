@@ -8,45 +8,45 @@ from rich.console import Console
 
 from ..cost_models.quantities import counted, format_bytes, format_rate, format_seconds
 from ..runtimes.checking.check_report import PLAN, SAME_LOSS, Check, CheckedCase, CheckedDevice
-from .number_format import compared, percent, ranges, three_digits
+from .number_format import compare_steps, percent, ranges, three_digits
 from .table import Column, line, number, print_table, text, word
 
 
-def print_check(found: Check, console: Console) -> None:
+def print_check(check: Check, console: Console) -> None:
     """Prints everything about a check."""
-    line(console, _answer(found), style="bold")
-    line(console, _where(found))
-    _print_steps(found, console)
-    for case in found.cases:
+    line(console, _answer(check), style="bold")
+    line(console, _where(check))
+    _print_steps(check, console)
+    for case in check.cases:
         _print_stages(case, console)
-    for case in found.cases:
+    for case in check.cases:
         if case.devices and any(own.measured_bytes is not None for own in case.devices):
             _print_memory(case, console)
     console.print()
-    for said in (
-        *_gain(found),
-        *_losses(found),
-        *_corrections(found),
-        *(f"Note: {note}" for note in found.notes),
+    for remark_line in (
+        *_gain(check),
+        *_losses(check),
+        *_corrections(check),
+        *(f"Note: {note}" for note in check.notes),
     ):
-        line(console, said)
+        line(console, remark_line)
 
 
-def _answer(found: Check) -> str:
-    own = found.of_plan
+def _answer(check: Check) -> str:
+    own = check.of_plan
     return (
-        f"{found.model}: a step takes {format_seconds(own.measured_step_seconds)}, predicted were "
+        f"{check.model}: a step takes {format_seconds(own.measured_step_seconds)}, predicted were "
         f"{format_seconds(own.expected_step_seconds)} ({signed(own.error)})."
     )
 
 
-def _where(found: Check) -> str:
-    how = "stages that wait, emulated" if found.emulated else "trained for real"
-    steps = counted(len(found.of_plan.step_seconds), "step")
-    processes = "1 process" if found.processes == 1 else f"{found.processes} processes"
-    of = "torch.distributed.pipelining" if found.runtime == "torch" else found.runtime
-    over = "" if found.processes == 1 and found.runtime != "torch" else f" over {found.backend}"
-    return f"{processes} of {of}{over} on {found.device_name}; {how}, median of {steps}."
+def _where(check: Check) -> str:
+    how = "stages that wait, emulated" if check.emulated else "trained for real"
+    steps = counted(len(check.of_plan.step_seconds), "step")
+    processes = "1 process" if check.processes == 1 else f"{check.processes} processes"
+    of = "torch.distributed.pipelining" if check.runtime == "torch" else check.runtime
+    over = "" if check.processes == 1 and check.runtime != "torch" else f" over {check.backend}"
+    return f"{processes} of {of}{over} on {check.device_name}; {how}, median of {steps}."
 
 
 def signed(share: float) -> str:
@@ -54,20 +54,20 @@ def signed(share: float) -> str:
     return f"{'+' if share >= 0 else '-'}{percent(abs(share))}"
 
 
-def _print_steps(found: Check, console: Console) -> None:
-    calibrated = any(case.calibrated_step_seconds is not None for case in found.cases)
+def _print_steps(check: Check, console: Console) -> None:
+    calibrated = any(case.calibrated_step_seconds is not None for case in check.cases)
     columns: list[Column[CheckedCase]] = [
         text("", lambda case: case.name, min_width=16),
         text("layers", lambda case: ", ".join(map(str, case.balance)), drop=2, min_width=16),
         number("plan says", lambda case: case.planned_step_seconds, format_seconds, drop=3),
         number("predicted", lambda case: case.predicted_step_seconds, format_seconds),
         number("error", lambda case: _error(case, case.predicted_step_seconds), signed, drop=4),
-        number("calibrated", lambda case: case.calibrated_step_seconds, format_seconds, shown=calibrated),
-        number("error ", lambda case: _error(case, case.calibrated_step_seconds), signed, shown=calibrated),
+        number("calibrated", lambda case: case.calibrated_step_seconds, format_seconds, visible=calibrated),
+        number("error ", lambda case: _error(case, case.calibrated_step_seconds), signed, visible=calibrated),
         number("measured", lambda case: case.measured_step_seconds, format_seconds),
         number("spread", _spread, percent, drop=1),
     ]
-    print_table(console, columns, found.cases, title="The step")
+    print_table(console, columns, check.cases, title="The step")
 
 
 def _error(case: CheckedCase, predicted: float | None) -> float | None:
@@ -125,28 +125,28 @@ def _print_memory(case: CheckedCase, console: Console) -> None:
     print_table(console, columns, case.devices, title=f"Peak memory, {case.name}")
 
 
-def _gain(found: Check) -> list[str]:
+def _gain(check: Check) -> list[str]:
     """The plan against the others, measured."""
-    own = found.of_plan.measured_step_seconds
-    said = []
-    for other in found.cases:
+    own = check.of_plan.measured_step_seconds
+    lines = []
+    for other in check.cases:
         if other.name != PLAN:
-            versus = compared(own, other.measured_step_seconds)
+            versus = compare_steps(own, other.measured_step_seconds)
             than = {"the same": "as fast as", "nearly the same": "nearly as fast as"}.get(
                 versus, f"{versus} than"
             )
-            said.append(f"The plan is {than} the {other.name}, measured.")
-    return said
+            lines.append(f"The plan is {than} the {other.name}, measured.")
+    return lines
 
 
-def _losses(found: Check) -> list[str]:
-    losses = found.of_plan.losses
+def _losses(check: Check) -> list[str]:
+    losses = check.of_plan.losses
     if losses is None:
         return []
     if losses.plain is None:
         return [f"The losses were not compared: {losses.reason}."]
     steps, difference = counted(len(losses.plain), "step"), losses.difference or 0.0
-    if found.of_plan.same_losses:
+    if check.of_plan.same_losses:
         return [f"The losses of {steps} are the plain model's (difference {difference:.1e})."]
     pairs = ", ".join(
         f"{one:.6g} for {other:.6g}" for one, other in zip(losses.pipeline, losses.plain, strict=True)
@@ -154,15 +154,17 @@ def _losses(found: Check) -> list[str]:
     return [f"The losses of {steps} are NOT the plain model's: {pairs} (allowed {SAME_LOSS:g})."]
 
 
-def _corrections(found: Check) -> list[str]:
-    made = found.corrections
-    if made is None:
+def _corrections(check: Check) -> list[str]:
+    corrections = check.corrections
+    if corrections is None:
         return []
     parts = [
-        f"an action takes {format_seconds(made.overhead)} besides "
-        f"({format_seconds(made.looped_overhead)} in loops of several stages)",
-        f"stages take {three_digits(made.slowdown)} x what they take alone",
+        f"an action takes {format_seconds(corrections.overhead)} besides "
+        f"({format_seconds(corrections.looped_overhead)} in loops of several stages)",
+        f"stages take {three_digits(corrections.slowdown)} x what they take alone",
     ]
-    if made.latency is not None and made.bandwidth is not None:
-        parts.append(f"a transfer {format_seconds(made.latency)} and {format_rate(made.bandwidth)}")
+    if corrections.latency is not None and corrections.bandwidth is not None:
+        parts.append(
+            f"a transfer {format_seconds(corrections.latency)} and {format_rate(corrections.bandwidth)}"
+        )
     return [f"Calibrated: {'; '.join(parts)}."]

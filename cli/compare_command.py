@@ -10,7 +10,7 @@ import typer
 
 from ..cost_models.errors import UsageError
 from ..cost_models.quantities import format_bytes, format_seconds
-from .number_format import compared, percent, three_digits
+from .number_format import compare_steps, percent, three_digits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,12 +23,12 @@ TOLD = 4
 
 def share(text: str) -> float:
     """`10%`, or `0.1`, as a share. Raises UsageError."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", text.strip())
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", text.strip())
+    if not match:
         raise UsageError(
             f"--fail-above {text}: is not a share of the step", "Write --fail-above 10%, or 0.1."
         )
-    return float(found[1]) / (100 if found[2] else 1)
+    return float(match[1]) / (100 if match[2] else 1)
 
 
 Plans = Annotated[
@@ -83,19 +83,19 @@ def compare_command(
             f"compare --profile {profile_file}: without --planners",
             "The figures of several plans are those in their files: omit it, or give --planners.",
         )
-    made = compare(*paths, profile=profile_file)
+    comparison = compare(*paths, profile=profile_file)
     if as_json:
-        result(made.to_json())
+        result(comparison.to_json())
     else:
-        print_comparison(made, console())
-    _tell(made, fail_above)
+        print_comparison(comparison, console())
+    _tell(comparison, fail_above)
 
 
-def print_comparison(made: PlanComparison, console: Console) -> None:
+def print_comparison(comparison: PlanComparison, console: Console) -> None:
     """Prints a row for every plan, and what the plans do not have in common."""
     from .table import Column, number, print_notes, print_table, text
 
-    first = made.rows[0]
+    first = comparison.rows[0]
     columns: list[Column[Compared]] = [
         text("plan\n", lambda row: row.name, min_width=10),
         number("step\n", lambda row: row.step_seconds, format_seconds),
@@ -107,13 +107,13 @@ def print_comparison(made: PlanComparison, console: Console) -> None:
         number("gap\n", lambda row: row.gap, percent, drop=3),
         text("configuration\n/ reason", lambda row: row.reason or _configuration(row), drop=1, min_width=13),
     ]
-    print_table(console, columns, made.rows)
-    print_notes(console, made.notes)
+    print_table(console, columns, comparison.rows)
+    print_notes(console, comparison.notes)
 
 
 def _versus(slower: float) -> str:
     """Seconds a sample against those of the first."""
-    return compared(1 + slower, 1)
+    return compare_steps(1 + slower, 1)
 
 
 def _configuration(row: Compared) -> str:
@@ -121,12 +121,12 @@ def _configuration(row: Compared) -> str:
     return f"{balance}, {row.micro_batches} x {row.micro_batch_size}, {row.schedule}"
 
 
-def _tell(made: PlanComparison, fail_above: float | None) -> None:
+def _tell(comparison: PlanComparison, fail_above: float | None) -> None:
     """Ends with status 4 where the first plan is too slow."""
-    slower = made.first_slower
+    slower = comparison.first_slower
     if fail_above is None or slower is None or slower <= fail_above:
         return
     from .streams import remark
 
-    remark(f"{made.rows[0].name} is {percent(slower)} slower than the best of the others")
+    remark(f"{comparison.rows[0].name} is {percent(slower)} slower than the best of the others")
     raise typer.Exit(TOLD)

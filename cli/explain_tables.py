@@ -32,27 +32,27 @@ KINDS = {
 }
 
 
-def print_explanation(found: Explanation, console: Console) -> None:
+def print_explanation(explanation: Explanation, console: Console) -> None:
     """Prints all of it."""
-    print_head(console, answer_lines(found))
-    _print_path(found.limits, console)
-    _print_runner_ups(found, console)
-    if found.holds:
-        _print_sensitivity(found.holds, console)
-    _print_what_if(found, console)
-    if found.current is not None:
-        _print_current(found.current, console)
-    print_notes(console, found.notes)
+    print_head(console, answer_lines(explanation))
+    _print_path(explanation.limits, console)
+    _print_runner_ups(explanation, console)
+    if explanation.holds:
+        _print_sensitivity(explanation.holds, console)
+    _print_what_if(explanation, console)
+    if explanation.current is not None:
+        _print_current(explanation.current, console)
+    print_notes(console, explanation.notes)
 
 
-def answer_lines(found: Explanation) -> list[str]:
+def answer_lines(explanation: Explanation) -> list[str]:
     """What limits the plan, in words."""
-    limits, plan = found.limits, found.plan
+    limits, plan = explanation.limits, explanation.plan
     main = max(limits.kinds, key=lambda share: share.seconds)
     lines = [
-        f"A step of {found.model} takes {format_seconds(plan.step_seconds)}: "
+        f"A step of {explanation.model} takes {format_seconds(plan.step_seconds)}: "
         f"{percent(main.share)} of it waits for {KINDS[main.kind]}.",
-        f"The plan: {described(plan)}.",
+        f"The plan: {describe_plan(plan)}.",
         f"Stage {limits.busiest.stage} is the busiest: it computes for {percent(limits.busiest.busy)} of it.",
     ]
     unlimited = limits.without_memory_limit
@@ -60,17 +60,17 @@ def answer_lines(found: Explanation) -> list[str]:
         lines.append(f"Memory forbids a faster plan: with as much as it needs, {_takes(unlimited, plan)}.")
     else:
         lines.append("Memory forbids no faster plan.")
-    if found.better is not None:
-        lines.append(f"It is not the best for its options: {_takes(found.better, plan)}.")
+    if explanation.better is not None:
+        lines.append(f"It is not the best for its options: {_takes(explanation.better, plan)}.")
     return lines
 
 
 def _takes(other: PlanSummary, own: PlanSummary) -> str:
     step = other.step_seconds
-    return f"{described(other)} takes {format_seconds(step)}, {compared_percent(step, own.step_seconds)}"
+    return f"{describe_plan(other)} takes {format_seconds(step)}, {compared_percent(step, own.step_seconds)}"
 
 
-def described(plan: PlanSummary) -> str:
+def describe_plan(plan: PlanSummary) -> str:
     """A plan in words."""
     balance = "-".join(map(str, islice(plan.balance, 16))) + ("-…" if len(plan.balance) > 16 else "")
     parts = [f"{counted(plan.stages, 'stage')} of {balance} layers"]
@@ -85,9 +85,9 @@ def described(plan: PlanSummary) -> str:
 
 
 def _print_path(limits: StepLimits, console: Console) -> None:
-    shown = [share for share in limits.places[:MOST_PLACES] if share.share >= SHOWN]
-    rest = limits.places[len(shown) :]
-    rows = [(_where(share), KINDS[share.kind], share.seconds, share.share) for share in shown]
+    shares = [share for share in limits.places[:MOST_PLACES] if share.share >= SHOWN]
+    rest = limits.places[len(shares) :]
+    rows = [(_where(share), KINDS[share.kind], share.seconds, share.share) for share in shares]
     if rest:
         sums = sum(share.seconds for share in rest), sum(share.share for share in rest)
         rows.append((f"{len(rest)} more", "", *sums))
@@ -116,24 +116,24 @@ class _OtherPlan(NamedTuple):
     proven: bool | None
 
 
-def _print_runner_ups(found: Explanation, console: Console) -> None:
+def _print_runner_ups(explanation: Explanation, console: Console) -> None:
     rivals = [
         _OtherPlan(rival.differs, rival.plan, "none fits", rival.proven)
-        for rival in (found.second_best, found.other_stages)
+        for rival in (explanation.second_best, explanation.other_stages)
     ]
-    if found.as_fast is not None:
-        rivals.insert(0, _OtherPlan("as fast", found.as_fast, "", None))
+    if explanation.as_fast is not None:
+        rivals.insert(0, _OtherPlan("as fast", explanation.as_fast, "", None))
     names: Column[_OtherPlan] = text("differs in", lambda row: row.name, min_width=12)
-    print_table(console, [names, *_other_plans(found.plan)], rivals, title="Runner-up plans")
+    print_table(console, [names, *_other_plans(explanation.plan)], rivals, title="Runner-up plans")
 
 
-def _print_what_if(found: Explanation, console: Console) -> None:
+def _print_what_if(explanation: Explanation, console: Console) -> None:
     changes = [
         _OtherPlan(row.change, row.plan, row.reason, None if row.plan is None else row.proven)
-        for row in found.what_if
+        for row in explanation.what_if
     ]
     names: Column[_OtherPlan] = word("change", lambda row: row.name)
-    columns = [names, *_other_plans(found.plan)]
+    columns = [names, *_other_plans(explanation.plan)]
     print_table(console, columns, changes, title="What-if (one change at a time)")
 
 
@@ -146,23 +146,23 @@ def _other_plans(own: PlanSummary) -> list[Column[_OtherPlan]]:
         text("vs. this plan", step, lambda other: compared_percent(other, own.step_seconds), min_width=10),
         text(
             "the best plan found",
-            lambda row: row.reason if row.plan is None else described(row.plan),
+            lambda row: row.reason if row.plan is None else describe_plan(row.plan),
             min_width=20,
         ),
         word("proven", lambda row: row.proven, lambda proven: "yes" if proven else "no", drop=1),
     ]
 
 
-def _print_sensitivity(found: Sequence[Sensitivity], console: Console) -> None:
+def _print_sensitivity(sensitivities: Sequence[Sensitivity], console: Console) -> None:
     rows = [
-        (own, turn, _factor_of(own, turn, end, way))
-        for own in found
+        (own, turn, _factor_text(own, turn, end, way))
+        for own in sensitivities
         for turn, end, way in ((own.below, own.least, "down"), (own.above, own.most, "up"))
     ]
     columns: list[Column[tuple[Sensitivity, Turn | None, str]]] = [
         text("what", lambda row: _what(row[0]), min_width=14),
         text("from", lambda row: row[2], min_width=10),
-        text("better plan", lambda row: row[1] and described(row[1].rival), min_width=20),
+        text("better plan", lambda row: row[1] and describe_plan(row[1].rival), min_width=20),
         number("its step", lambda row: row[1] and format_seconds(row[1].rival.step_seconds), drop=1),
         number("the plan's", lambda row: row[1] and format_seconds(row[1].plan_seconds), drop=2),
     ]
@@ -174,7 +174,7 @@ def _what(own: Sensitivity) -> str:
     return own.what if own.first_layer is None else f"{own.what} ({own.first_layer} to {own.last_layer})"
 
 
-def _factor_of(own: Sensitivity, turn: Turn | None, end: float, way: str) -> str:
+def _factor_text(own: Sensitivity, turn: Turn | None, end: float, way: str) -> str:
     """From where on another plan is better; or how far it was looked for."""
     of_layers = own.first_layer is not None
     if turn is None:
@@ -189,31 +189,31 @@ def _factor(factor: float, of_layers: bool) -> str:
     return f"x {factor:.2g}" if factor >= 1 else f"/ {1 / factor:.2g}"
 
 
-def _print_current(found: SplitComparison, console: Console) -> None:
+def _print_current(comparison: SplitComparison, console: Console) -> None:
     """The split in use, against the plan."""
     console.print()
-    own, step = found.current.plan, found.plan.plan.step_seconds
+    own, step = comparison.current.plan, comparison.plan.plan.step_seconds
     line(
         console,
-        f"The split in use, {described(own)}, takes {format_seconds(own.step_seconds)}: "
+        f"The split in use, {describe_plan(own)}, takes {format_seconds(own.step_seconds)}: "
         f"{compared_percent(own.step_seconds, step)}.",
         style="bold",
     )
     for better, words in (
-        (found.best_setting, "With its cuts and the best micro-batches, schedule and recompute"),
-        (found.best_cuts, "With as many stages cut best"),
+        (comparison.best_setting, "With its cuts and the best micro-batches, schedule and recompute"),
+        (comparison.best_cuts, "With as many stages cut best"),
     ):
         if better is not None:
-            line(console, f"{words}: {format_seconds(better.step_seconds)} ({described(better)}).")
-    for note in found.notes:
+            line(console, f"{words}: {format_seconds(better.step_seconds)} ({describe_plan(better)}).")
+    for note in comparison.notes:
         line(console, f"{note[:1].upper()}{note[1:]}.")
-    _print_causes(found, console)
-    _print_stages(found.current, "The stages of the split in use", console)
-    _print_stages(found.plan, "The stages of the plan", console)
+    _print_causes(comparison, console)
+    _print_stages(comparison.current, "The stages of the split in use", console)
+    _print_stages(comparison.plan, "The stages of the plan", console)
 
 
-def _print_causes(found: SplitComparison, console: Console) -> None:
-    own, step = found.current.plan.step_seconds, found.plan.plan.step_seconds
+def _print_causes(comparison: SplitComparison, console: Console) -> None:
+    own, step = comparison.current.plan.step_seconds, comparison.plan.plan.step_seconds
     least = SAME * own  # what is not above it is left by the rounding of sums
 
     def seconds(value: float) -> str:
@@ -223,11 +223,11 @@ def _print_causes(found: SplitComparison, console: Console) -> None:
         sign = "+" if difference > 0 else "-"
         return "-" if abs(difference) <= least else sign + format_seconds(abs(difference))
 
-    causes = [(cause.name, cause.current_seconds, cause.plan_seconds) for cause in found.causes]
+    causes = [(cause.name, cause.current_seconds, cause.plan_seconds) for cause in comparison.causes]
     columns: list[Column[tuple[str, float, float]]] = [
         text("what", lambda row: row[0], min_width=12),
-        number(f"split:\nstage {found.current.busiest.stage}", lambda row: row[1], seconds),
-        number(f"plan:\nstage {found.plan.busiest.stage}", lambda row: row[2], seconds),
+        number(f"split:\nstage {comparison.current.busiest.stage}", lambda row: row[1], seconds),
+        number(f"plan:\nstage {comparison.plan.busiest.stage}", lambda row: row[2], seconds),
         number("more\n", lambda row: row[1] - row[2], more),
     ]
     title = "Where the difference comes from: the step of the busiest stage of each"
@@ -253,7 +253,7 @@ def _print_stages(side: Side, title: str, console: Console) -> None:
             lambda row: stages[row].memory_limit_bytes,
             format_bytes,
             drop=1,
-            shown=any(stage.memory_limit_bytes is not None for stage in stages),
+            visible=any(stage.memory_limit_bytes is not None for stage in stages),
         ),
     ]
     print_table(console, columns, range(len(stages)), title=title)

@@ -92,6 +92,7 @@ def export_command(
     """Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."""
     from ..api.provenance import made_by
     from ..cost_models.document import MadeBy
+    from ..cost_models.file_kind import FOR_A_RUNTIME, TEXT
     from ..cost_models.runtime import runtime_named
     from ..cost_models.text_files import write_whole
     from ..planner.plan_file import Plan
@@ -103,17 +104,16 @@ def export_command(
     name = runtime_named(runtime).name
     source = named_or_newest(plan_file, ("plan",))
     plan = Plan.load(source)
-    target = chosen_target(
-        output,
-        f"{file_stem(plan.model)}.{name}.{SUFFIXES.get(name, 'json')}",
-        force=force,
-        about={"model": plan.model, "layers_sha256": hash_layers(plan)},
-    )
+    default = f"{file_stem(plan.model)}.{name}.{SUFFIXES.get(name, 'json')}"
+    is_document = name not in SUFFIXES or (output or Path(default)).suffix == ".json"
+    about = {"model": plan.model, "layers_sha256": hash_layers(plan)}
+    kind = FOR_A_RUNTIME if is_document else TEXT
+    target = chosen_target(output, default, force=force, about=about, kind=kind)
     target.check(source)
     origin = made_by(MadeBy(), command=command_line(), measured=plan.made_by)
-    document, about = export(name, plan, device=options.device, made_by=origin)
-    if about:
-        remark(about)
+    document, note = export(name, plan, device=options.device, made_by=origin)
+    if note:
+        remark(note)
     if options.device is None and plan.device_kind == "CPU" and name in _NAMING_DEVICES:
         remark("the plan is for processors, by seconds measured on one: the export is for the CPU")
     if name == "deepspeed" and options.device == "cpu":
@@ -178,11 +178,11 @@ def _show(document: ExportDocument, path: Path, script: Script | None) -> None:
         return
     content = document.model_dump(exclude=_UNSEEN)
     for key, value in content.items():
-        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        text = ", ".join(map(str, value)) if isinstance(value, list) else value
         if key == "step_seconds":
             estimated = ", from an estimated profile" if document.estimated else ""
-            key, shown = "predicted step", format_seconds(value) + estimated
-        result(f"{key.replace('_', ' ')}: {printable(str(shown))}\n")
+            key, text = "predicted step", format_seconds(value) + estimated
+        result(f"{key.replace('_', ' ')}: {printable(str(text))}\n")
     name = document.runtime
     if name == "huggingface":
         result(

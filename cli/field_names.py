@@ -33,7 +33,7 @@ _CALL = re.compile(r"\bpplan\.([a-z_]+)\(([^()]*)\)")
 
 
 @functools.cache
-def _fields_given(names: frozenset[str]) -> re.Pattern[str]:
+def _field_pattern(names: frozenset[str]) -> re.Pattern[str]:
     """A field with its value, or a field in backquotes."""
     any_of = "|".join(sorted(names, key=len, reverse=True))
     return re.compile(rf"(?<![\w.\-`/{{])({any_of})=({_VALUE})|`({any_of})(?:=({_VALUE}))?`")
@@ -42,32 +42,32 @@ def _fields_given(names: frozenset[str]) -> re.Pattern[str]:
 def as_options(text: str) -> str:
     """The text with each `field=value` and each field in backquotes as an option of the command line, and
     each `pplan.solve(field=value)` as its command."""
-    given = _fields_given(frozenset(FIELDS) or frozenset(["no field"]))
-    return given.sub(_option, _SETTING.sub(_settings, _CALL.sub(_command, text)))
+    pattern = _field_pattern(frozenset(FIELDS) or frozenset(["no field"]))
+    return pattern.sub(_option, _SETTING.sub(_settings, _CALL.sub(_command, text)))
 
 
-def _command(found: re.Match[str]) -> str:
-    given = [_argument(each) for each in re.split(r",\s*", found[2]) if each not in ("", "...")]
-    return " ".join(["pplan", found[1].replace("_", "-"), *given])
+def _command(match: re.Match[str]) -> str:
+    words = [_argument(each) for each in re.split(r",\s*", match[2]) if each not in ("", "...")]
+    return " ".join(["pplan", match[1].replace("_", "-"), *words])
 
 
-def _argument(given: str) -> str:
+def _argument(word: str) -> str:
     """An argument of a call as the shell takes it."""
-    known = re.fullmatch(rf"(\w+)=({_VALUE})", given)
-    if known is None or known[1] not in FIELDS:
-        return shlex.quote(given.strip(_QUOTES))
-    return _typed(known[1], known[2], quote=True)
+    match = re.fullmatch(rf"(\w+)=({_VALUE})", word)
+    if match is None or match[1] not in FIELDS:
+        return shlex.quote(word.strip(_QUOTES))
+    return _option_text(match[1], match[2], quote=True)
 
 
-def _option(found: re.Match[str]) -> str:
-    name, value = found[1] or found[3], found[2] or found[4]
-    return FIELDS[name] if value is None else _typed(name, value)
+def _option(match: re.Match[str]) -> str:
+    name, value = match[1] or match[3], match[2] or match[4]
+    return FIELDS[name] if value is None else _option_text(name, value)
 
 
-def _typed(name: str, value: str, *, quote: bool = False) -> str:
+def _option_text(name: str, value: str, *, quote: bool = False) -> str:
     """A field's option with its value as it is typed; `quote`: as the shell takes it."""
     option = FIELDS[name]
-    if (typed := _as_typed(name, value)) is not None:
+    if (typed := _typed_form(name, value)) is not None:
         return f"{option} {shlex.quote(typed) if quote else typed}"
     if value == "True":
         return option
@@ -89,11 +89,15 @@ def _typed(name: str, value: str, *, quote: bool = False) -> str:
     return f"{option} {shlex.quote(value) if quote else value}"
 
 
-def _as_typed(name: str, value: str) -> str | None:
+def _typed_form(name: str, value: str) -> str | None:
     """The text that the user typed, where that is what the value was read from."""
-    held, text = TYPED.get({}).get(name, (None, None))
-    shown = (repr(held), str(held), f"{held:g}" if isinstance(held, float) else "")
-    return text if isinstance(text, str) and value in shown else None
+    value_of_option, text = TYPED.get({}).get(name, (None, None))
+    forms = (
+        repr(value_of_option),
+        str(value_of_option),
+        f"{value_of_option:g}" if isinstance(value_of_option, float) else "",
+    )
+    return text if isinstance(text, str) and value in forms else None
 
 
 def _with_unit(value: str) -> str:
@@ -104,14 +108,14 @@ def _with_unit(value: str) -> str:
     return value if unit is None else f"{int(value) // _UNITS[unit]}{unit}"
 
 
-def _settings(found: re.Match[str]) -> str:
+def _settings(match: re.Match[str]) -> str:
     """A dict of settings, or one of them, each as the option that is given for it."""
-    before = " " if found[0].startswith(",") else ""
-    if found[2]:
-        value = f"={found[3].strip(_QUOTES)}" if found[3] else ""
-        return f"{before}{FIELDS['settings']} {found[2]}{value}"
+    before = " " if match[0].startswith(",") else ""
+    if match[2]:
+        value = f"={match[3].strip(_QUOTES)}" if match[3] else ""
+        return f"{before}{FIELDS['settings']} {match[2]}{value}"
     try:
-        pairs = ast.literal_eval(found[1]).items()
+        pairs = ast.literal_eval(match[1]).items()
     except (ValueError, SyntaxError, AttributeError):
-        return found[0]
+        return match[0]
     return before + " ".join(f"{FIELDS['settings']} {shlex.quote(f'{key}={value}')}" for key, value in pairs)

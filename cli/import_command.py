@@ -41,9 +41,9 @@ def import_command(
     from .output import chosen_target, file_stem
 
     profile = import_profile(file, **vars(options))
-    target = chosen_target(
-        output, f"{file_stem(profile.model)}.profile.json", force=force, about={"model": profile.model}
-    )
+    about = {"model": profile.model, "device": profile.device}
+    name = f"{file_stem(profile.model)}.profile.json"
+    target = chosen_target(output, name, force=force, about=about, kind="profile")
     target.check(file)
     profile = profile.model_copy(update={"made_by": made_by(profile.made_by, command=command_line())})
     target.write(profile, as_json=as_json, show=lambda: _show(profile))

@@ -60,14 +60,15 @@ def import_plan_command(
         "profile.file": path.name,
         "profile.layers_sha256": profile.layers_sha256,
     }
-    target = chosen_target(output, f"{file_stem(profile.model)}.imported.plan.json", force=force, about=about)
+    name = f"{file_stem(profile.model)}.imported.plan.json"
+    target = chosen_target(output, name, force=force, about=about, kind="plan")
     target.check(path, machine.topology)
-    given = {name: getattr(training, name) for name in TrainingKeywords.__annotations__}
+    options = {name: getattr(training, name) for name in TrainingKeywords.__annotations__}
     plan = import_plan(
         source,
         profile,
         **vars(machine),
-        **given,
+        **options,
         **vars(partition),
         profile_file=path.name,
         profile_sha256=sha256(content),

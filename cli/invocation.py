@@ -16,11 +16,11 @@ TYPED: ContextVar[dict[str, tuple[Any, Any]]] = ContextVar("TYPED")
 
 def typed_text(field: str) -> str | None:
     """What the user typed for the option of a field; None where that is not given."""
-    given = TYPED.get({}).get(field)
-    return None if given is None else str(given[1])
+    value_and_text = TYPED.get({}).get(field)
+    return None if value_and_text is None else str(value_and_text[1])
 
 
 def command_line() -> str:
     """The command as it was typed, or as `main` was given it."""
-    given = GIVEN.get()
-    return shlex.join(["pplan", *(sys.argv[1:] if given is None else given)])
+    words = GIVEN.get()
+    return shlex.join(["pplan", *(sys.argv[1:] if words is None else words)])

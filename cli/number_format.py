@@ -28,7 +28,7 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}"
 
 
-def compared(step: float, own: float) -> str:
+def compare_steps(step: float, own: float) -> str:
     """A step against one's own: `1.25 x slower`; in percent where the factor would read 1.00."""
     factor = max(step, own) / min(step, own)
     if factor - 1 <= SAME:

@@ -35,26 +35,26 @@ class Without(Only):
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _ModelParameters:
     """A model that a command takes: the fields that are its options, by name."""
 
     model: type[Options]
     fields: dict[str, Option]
 
-    def made(self, typed: dict[str, Any], given: set[str]) -> Options:
+    def build(self, typed: dict[str, Any], stated: set[str]) -> Options:
         """The model with what is typed. Raises UsageError."""
         values: dict[str, Any] = {}
         for name, own in self.fields.items():
-            flag = flag_of(name, own)
+            flag = option_flag(name, own)
             if isinstance(typed[name], bool):
                 values[name] = typed[name] is not flag.startswith("--no-")
-            elif name in given:
+            elif name in stated:
                 values[name] = own.value(tuple(typed[name]) if own.repeats else typed[name], flag)
                 TYPED.get()[name] = (values[name], typed[name])
         return self.model(**values)
 
 
-def flag_of(name: str, own: Option) -> str:
+def option_flag(name: str, own: Option) -> str:
     """The option of a field."""
     return "--" + (own.flag or name.replace("_", "-"))
 
@@ -62,25 +62,25 @@ def flag_of(name: str, own: Option) -> str:
 def with_options(command: Command) -> Command:
     """The command as typer takes it: an option for every field of the models that it takes."""
     hints = get_type_hints(command, include_extras=True)
-    taken: dict[str, _Taken] = {}
+    models_by_name: dict[str, _ModelParameters] = {}
     for name, hint in hints.items():
-        if (found := _taken(hint)) is not None:
-            taken[name] = found
-        _name_options(name, hint, found)
+        if (own_model := _find_model(hint)) is not None:
+            models_by_name[name] = own_model
+        _name_options(name, hint, own_model)
     parameters = [inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for own in inspect.signature(command).parameters.values():
-        if own.name in taken:
-            parameters += _parameters(taken[own.name])
+        if own.name in models_by_name:
+            parameters += _parameters(models_by_name[own.name])
         else:
             parameters.append(own.replace(annotation=hints[own.name], kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def run(**typed: Any) -> None:
         context: typer.Context = typed.pop(_CONTEXT)
-        given = {name for name in typed if _is_given(context, name)}
+        stated = {name for name in typed if _is_given(context, name)}
         TYPED.set({})
-        models = {name: each.made(typed, given) for name, each in taken.items()}
-        fields = {name for each in taken.values() for name in each.fields}
+        models = {name: each.build(typed, stated) for name, each in models_by_name.items()}
+        fields = {name for each in models_by_name.values() for name in each.fields}
         command(**{name: value for name, value in typed.items() if name not in fields}, **models)
 
     run.__dict__["__signature__"] = inspect.Signature(parameters)
@@ -93,28 +93,28 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _taken(hint: Any) -> _Taken | None:
+def _find_model(hint: Any) -> _ModelParameters | None:
     """The model that an annotation names, with its fields that have an option; None of another annotation."""
     model, *more = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if not (isinstance(model, type) and issubclass(model, Options)):
         return None
     names = {name for name, own in declared(model).items() if own.help}
     for each in more:
-        chosen = set(each)
-        if unknown := chosen - names:
+        listed_names = set(each)
+        if unknown := listed_names - names:
             raise TypeError(f"{model.__name__} has no options {', '.join(sorted(unknown))}")
-        names = names - chosen if isinstance(each, Without) else names & chosen
-    return _Taken(model, {name: own for name, own in declared(model).items() if name in names})
+        names = names - listed_names if isinstance(each, Without) else names & listed_names
+    return _ModelParameters(model, {name: own for name, own in declared(model).items() if name in names})
 
 
-def _parameters(taken: _Taken) -> Iterator[inspect.Parameter]:
-    for name, own in taken.fields.items():
-        kind, default = _kind_and_default(own, taken.model.__dataclass_fields__[name].default)
-        made = typer.Option(
-            flag_of(name, own), metavar=own.form, help=as_options(own.help), rich_help_panel=own.panel
+def _parameters(model: _ModelParameters) -> Iterator[inspect.Parameter]:
+    for name, own in model.fields.items():
+        kind, default = _kind_and_default(own, model.model.__dataclass_fields__[name].default)
+        parameter = typer.Option(
+            option_flag(name, own), metavar=own.form, help=as_options(own.help), rich_help_panel=own.panel
         )
         yield inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made]
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, parameter]
         )
 
 
@@ -128,11 +128,11 @@ def _kind_and_default(own: Option, default: Any) -> tuple[Any, Any]:
     return (str | None, None) if text is None else (str, text)
 
 
-def _name_options(name: str, hint: Any, taken: _Taken | None) -> None:
+def _name_options(name: str, hint: Any, model: _ModelParameters | None) -> None:
     """Has messages that name fields print their options."""
-    if taken is not None:
-        for field, own in taken.fields.items():
-            name_field(field, flag_of(field, own))
+    if model is not None:
+        for field, own in model.fields.items():
+            name_field(field, option_flag(field, own))
         return
     for own in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
         if isinstance(own, typer.models.OptionInfo):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cost_models.errors import FileError
+from ..cost_models.file_kind import TEXT, check_same_kind
 from ..cost_models.text_files import check_place, is_about, is_unchanged, sealed_lines, write_whole
 from .streams import remark, result
 
@@ -26,13 +27,15 @@ class Target:
     """A file to be written.
 
     `replace`: an existing one may go, whatever it is. `own`: it has the tool's own name, and one goes that
-    pplan wrote, that nobody changed since, and that says the same as `about` of what it was made for.
+    pplan wrote, that nobody changed since, and that says the same as `about` of what it was made for. `kind`:
+    of the file, in the words of `file_kind`; one of another kind stays whatever was asked.
     """
 
     path: Path
     replace: bool
     own: bool = False
     about: Mapping[str, str] = field(default_factory=dict)
+    kind: str = TEXT
 
     def check(self, *sources: Path | None) -> None:
         """Raises FileError where `write` would fail, as far as that can be known before, and where it would
@@ -49,6 +52,7 @@ class Target:
                 f"{self.path}: would overwrite what it is made from", "Name another file with -o."
             )
         self._check_free()
+        check_same_kind(self.path, self.kind)
         try:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
@@ -57,7 +61,7 @@ class Target:
                 "Name another place with -o.",
             ) from error
 
-    def put(self, text: str) -> None:
+    def write_text(self, text: str) -> None:
         """Writes `text`, with its hash where it is no JSON and the file the tool's own. Raises FileError."""
         self._check_free()
         in_lines = self.own and self.path.suffix != ".json"
@@ -72,7 +76,7 @@ class Target:
         if not is_unchanged(text):
             raise FileError(f"{self.path} exists already, and not as pplan wrote it", _OTHERWISE)
         if not is_about(text, self.about):
-            raise FileError(f"{self.path} exists already, for another model or profile", _OTHERWISE)
+            raise FileError(f"{self.path} exists already, for another model, profile or device", _OTHERWISE)
 
     def write(self, document: Document, *, as_json: bool, show: Callable[[], None]) -> None:
         """Writes the file, prints its JSON or lets `show` print it, and says on standard error what was made.
@@ -83,7 +87,7 @@ class Target:
         try:
             for path, text in files.items():
                 if path == self.path:
-                    self.put(text)
+                    self.write_text(text)
                 else:
                     write_whole(path, text, force=self.replace or self.own)
             written = True
@@ -104,13 +108,13 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def chosen_target(
-    named: Path | None, default: str, *, force: bool, about: Mapping[str, str] | None = None
+    path: Path | None, default: str, *, force: bool, about: Mapping[str, str] | None = None, kind: str = TEXT
 ) -> Target:
-    """`named`, or the tool's own `default` in the working directory, which is replaced without `force` where
+    """`path`, or the tool's own `default` in the working directory, which is replaced without `force` where
     pplan wrote it for the same and nobody changed it since."""
-    if named is None:
-        return Target(Path(default), replace=force, own=True, about=about or {})
-    return Target(named, replace=force)
+    if path is None:
+        return Target(Path(default), replace=force, own=True, about=about or {}, kind=kind)
+    return Target(path, replace=force, kind=kind)
 
 
 def file_stem(model: str) -> str:
@@ -133,20 +137,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the file's JSON inst
 MAKES = {"profile": "pplan profile vgg19", "plan": "pplan solve --gpus 8"}
 
 
-def named_or_newest(named: Path | None, kinds: Sequence[str]) -> Path:
-    """`named`, or the newest `*.KIND.json` of the working directory, which is said on standard error.
+def named_or_newest(named_path: Path | None, kinds: Sequence[str]) -> Path:
+    """`named_path`, or else the newest `*.KIND.json` of the working directory, said on standard error.
 
     Raises FileError where there is none, with the command that makes one.
     """
-    if named is not None:
-        return named
-    found = [path for kind in kinds for path in Path().glob(f"*.{kind}.json") if path.is_file()]
-    if not found:
+    if named_path is not None:
+        return named_path
+    candidates = [path for kind in kinds for path in Path().glob(f"*.{kind}.json") if path.is_file()]
+    if not candidates:
         files = " or ".join(f"*.{kind}.json" for kind in kinds)
         raise FileError(
             f"no {' or '.join(kinds)} named, and no {files} in this directory",
             f"Name one, or make one first, as in: {MAKES[kinds[0]]}",
         )
-    newest = max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+    newest = max(candidates, key=lambda path: (path.stat().st_mtime_ns, path.name))
     remark(f"Using {newest} (newest {' or '.join(kinds)} in this directory)")
     return newest

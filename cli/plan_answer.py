@@ -88,8 +88,8 @@ def _figures(step: float, samples_per_second: float) -> str:
 
 def _give_or_take(uncertainty: float | None) -> str:
     """How far the seconds may be off, where that would show."""
-    shown = uncertainty is not None and uncertainty >= _SHOWN
-    return f", give or take {uncertainty:.0%}" if shown else ""
+    is_large = uncertainty is not None and uncertainty >= _SHOWN
+    return f", give or take {uncertainty:.0%}" if is_large else ""
 
 
 def _rival_answer(plan: Plan, rival: Baseline) -> str:
@@ -98,8 +98,8 @@ def _rival_answer(plan: Plan, rival: Baseline) -> str:
     )
     step = rival.step_seconds or 0.0
     unable = rival.name == "data-parallel" and plan.runtime and plan.gpus and not _replicates(plan)
-    asked = f"{plan.runtime} does not run it" if unable else "the options given leave it out"
-    return f"{_rival(plan, rival)}{on} is the fastest: {_figures(step, plan.mini_batch / step)}; {asked}."
+    reason = f"{plan.runtime} does not run it" if unable else "the options given leave it out"
+    return f"{_rival(plan, rival)}{on} is the fastest: {_figures(step, plan.mini_batch / step)}; {reason}."
 
 
 def _rival(plan: Plan, rival: Baseline) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.plan_file import Plan
 from ..planner.plan_records import Alternative, Baseline, PlannedStage, SharedWeight
-from .number_format import compared, ranges, whole_percent
+from .number_format import compare_steps, ranges, whole_percent
 from .plan_answer import answer_lines
 from .plan_summary import short_summary, summary_lines
 from .table import Column, gap, line, number, print_head, print_notes, print_table, text, word
@@ -68,10 +68,10 @@ def _print_shared(plan: Plan, console: Console) -> None:
         each = format_bytes(sum(own.bytes for own in weights))
         seconds = sum(own.sum_seconds for own in weights)
         added = f"; adding up its gradients takes {format_seconds(seconds)} of the step" if seconds else ""
-        line(console, f"Shared: {names} ({each}) on each of stages {_listed(stages)}{added}.")
+        line(console, f"Shared: {names} ({each}) on each of stages {_stage_list(stages)}{added}.")
 
 
-def _listed(stages: Sequence[int]) -> str:
+def _stage_list(stages: Sequence[int]) -> str:
     *most, last = map(str, stages)
     return f"{', '.join(most)} and {last}"
 
@@ -87,7 +87,7 @@ def _nearest(plan: Plan) -> list[Baseline]:
 def _baseline_words(base: Baseline, plan: Plan) -> str:
     if base.step_seconds is None:
         return f"{base.name} {base.reason or 'has no plan'}"
-    versus = compared(base.step_seconds, plan.prediction.step_seconds)
+    versus = compare_steps(base.step_seconds, plan.prediction.step_seconds)
     return f"{base.name} {format_seconds(base.step_seconds)} ({versus})"
 
 
@@ -121,9 +121,11 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
         number("forward", lambda row: stages[row].forward_seconds, format_seconds, seconds),
         number("backward", lambda row: stages[row].backward_seconds, format_seconds, seconds),
         number("memory", lambda row: stages[row].memory_bytes, format_bytes),
-        number("limit", lambda row: stages[row].memory_limit_bytes, format_bytes, limit, shown=limited),
-        number("used", lambda row: _used(stages[row]), whole_percent, used, shown=limited),
-        word("", lambda row: _used(stages[row]), _bar, drop=1, none="", shown=limited and not short),
+        number("limit", lambda row: stages[row].memory_limit_bytes, format_bytes, limit, visible=limited),
+        number("used", lambda row: _memory_share(stages[row]), whole_percent, used, visible=limited),
+        word(
+            "", lambda row: _memory_share(stages[row]), _bar, drop=1, none="", visible=limited and not short
+        ),
     ]
     rows: list[int | None] = [*range(count)]
     if short and count > MOST_STAGES:
@@ -132,7 +134,7 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
     print_table(console, columns, rows, title=f"Stages; time per micro-batch{each}")
 
 
-def _used(stage: PlannedStage) -> float | None:
+def _memory_share(stage: PlannedStage) -> float | None:
     """Share of the memory limit."""
     return stage.memory_bytes / stage.memory_limit_bytes if stage.memory_limit_bytes else None
 
@@ -146,7 +148,9 @@ def _print_baselines(plan: Plan, console: Console) -> None:
     columns: list[Column[Baseline]] = [
         word("baseline", lambda base: base.name),
         number("step", lambda base: base.step_seconds, format_seconds),
-        number("vs. this plan", lambda base: base.step_seconds, lambda step: compared(step, own), drop=1),
+        number(
+            "vs. this plan", lambda base: base.step_seconds, lambda step: compare_steps(step, own), drop=1
+        ),
         text(
             "configuration / reason",
             lambda base: "; ".join(part for part in (base.reason, base.detail) if part),

@@ -11,7 +11,7 @@ import typer
 
 from ..api.options import ProfileOptions, TransformerSizes
 from .output import AsJson, Force, Output
-from .streams import console, printable, remark, watched
+from .streams import console, is_watched, printable, remark
 
 if TYPE_CHECKING:
     from ..profiler.profile_file import Profile
@@ -51,14 +51,19 @@ def profile_command(
         raise UsageError("--resume and --no-cache: there is nothing to resume without a cache", "Give one.")
     settings = dict(options.settings or {})
     settings |= {name: value for name, value in vars(sizes).items() if value is not None}
-    target = chosen_target(output, f"{file_stem(model)}.profile.json", force=force)
+    # An estimate takes no measured profile's place.
+    estimate = options.device.partition(":")[0] if options.device else ""
+    own = {"device": estimate} if estimate in ("analytic", "meta") else {}
+    name = f"{file_stem(model)}.profile.json"
+    target = chosen_target(output, name, force=force, about=own, kind="profile")
     target.check()
 
     def write(profile: Profile) -> None:
         place = target
         if output is None:
             name = f"{file_stem(profile.model)}.profile.json"
-            place = chosen_target(None, name, force=force, about={"model": profile.model})
+            about = {"model": profile.model, **own}
+            place = chosen_target(None, name, force=force, about=about, kind="profile")
         profile = profile.model_copy(update={"made_by": made_by(profile.made_by, command=command_line())})
         place.write(profile, as_json=as_json, show=lambda: _show(profile))
 
@@ -85,7 +90,7 @@ def _show(profile: Profile) -> None:
 @contextmanager
 def _progress() -> Iterator[Callable[[Progress], None] | None]:
     """A bar on standard error with the layer in hand; None where nobody watches."""
-    if not watched():
+    if not is_watched():
         yield None
         return
     from rich import progress as rich_progress

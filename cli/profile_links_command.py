@@ -73,7 +73,7 @@ def _measure(process: TorchrunEnv, target: Target, options: LinkOptions) -> Meas
 def _write(measured: MeasuredLinks, target: Target, *, as_json: bool) -> None:
     """What was found is printed even where the file cannot be written."""
     try:
-        target.put(measured.to_toml())
+        target.write_text(measured.to_toml())
     finally:
         if as_json:
             result(measured.to_json())

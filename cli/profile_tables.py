@@ -19,7 +19,7 @@ HEAVIEST = 10
 def print_profile(profile: Profile, console: Console) -> None:
     """Prints everything about a profile."""
     line(console, _headline(profile))
-    for reason, count in Counter(_forbidden(profile)).items():
+    for reason, count in Counter(_forbidden_cuts(profile)).items():
         line(console, f"Forbidden cuts: {count} of {len(profile.layers) - 1} ({reason}).")
     for tied in profile.tied:
         copies = "" if tied.bytes is None else f" ({format_bytes(tied.bytes)}): stages may have copies"
@@ -52,9 +52,9 @@ def _unmeasured(profile: Profile) -> list[str]:
     if profile.made_by.pplan:
         return []
     return [
-        f"Micro-batch size {left.micro_batch_size} was not measured ({left.reason})"
-        + (f": {left.detail}" if left.detail else "")
-        for left in profile.unmeasured
+        f"Micro-batch size {size.micro_batch_size} was not measured ({size.reason})"
+        + (f": {size.detail}" if size.detail else "")
+        for size in profile.unmeasured
     ]
 
 
@@ -72,27 +72,27 @@ def _headline(profile: Profile) -> str:
 
 def _modes(profile: Profile) -> list[str]:
     """How the model was run, where that is not as it is."""
-    named = {
+    words = {
         "compiled": profile.compiled,
         "channels last": profile.channels_last,
         f"autocast to {profile.amp}": profile.amp is not None,
         "TF32": profile.tf32,
     }
-    return [name for name, on in named.items() if on]
+    return [name for name, on in words.items() if on]
 
 
 def _granularity(profile: Profile) -> str:
     return "" if profile.granularity == "block" else f" ({profile.granularity})"
 
 
-def _forbidden(profile: Profile) -> list[str]:
+def _forbidden_cuts(profile: Profile) -> list[str]:
     return [layer.cut_reason or "no reason is given" for layer in profile.layers[:-1] if not layer.cut_after]
 
 
 def _layers_title(profile: Profile) -> str:
-    shown, count = min(HEAVIEST, len(profile.layers)), len(profile.layers)
+    rows, count = min(HEAVIEST, len(profile.layers)), len(profile.layers)
     every = "All layers, heaviest first" if count > 1 else "The layer"
-    what = f"The {shown} heaviest of {count} layers" if shown < count else every
+    what = f"The {rows} heaviest of {count} layers" if rows < count else every
     return f"{what}, at micro-batch size {profile.micro_batch_sizes[-1]}"
 
 
@@ -110,19 +110,19 @@ def _print_layers(profile: Profile, console: Console) -> None:
         number("layer", lambda row: row),
         text("name", lambda row: layers[row].name),
         text("kind", lambda row: layers[row].kind, drop=2),
-        number("forward", lambda row: costs[row].forward_seconds, format_seconds, shown=timed),
-        number("backward", lambda row: costs[row].backward_seconds, format_seconds, shown=timed),
-        number("share", lambda row: weights[row] / whole if whole else None, percent, drop=6, shown=timed),
+        number("forward", lambda row: costs[row].forward_seconds, format_seconds, visible=timed),
+        number("backward", lambda row: costs[row].backward_seconds, format_seconds, visible=timed),
+        number("share", lambda row: weights[row] / whole if whole else None, percent, drop=6, visible=timed),
         number("output", lambda row: costs[row].output_bytes, format_bytes, drop=3),
         number(
             "tensors",
             lambda row: layers[row].crossing,
             drop=2,
-            shown=any((layer.crossing or 0) > 1 for layer in layers),
+            visible=any((layer.crossing or 0) > 1 for layer in layers),
         ),
         number("saved", lambda row: costs[row].saved_bytes, format_bytes, drop=5),
         number("params", lambda row: layers[row].parameter_bytes, format_bytes, drop=4),
-        number("spread", lambda row: costs[row].spread, percent, drop=1, shown=timed),
+        number("spread", lambda row: costs[row].spread, percent, drop=1, visible=timed),
     ]
     heaviest = sorted(range(len(layers)), key=lambda index: (-weights[index], index))[:HEAVIEST]
     print_table(console, columns, heaviest, title=_layers_title(profile))
@@ -179,15 +179,15 @@ def _print_totals(profile: Profile, console: Console) -> None:
         number("micro-\nbatch", lambda row: row.size),
         number("layers\nfwd", lambda row: row.forward, format_seconds, drop=5),
         number("layers\nbwd", lambda row: row.backward, format_seconds, drop=5),
-        number("to\nlaunch", lambda row: row.launch, format_seconds, drop=3, shown=hosts),
+        number("to\nlaunch", lambda row: row.launch, format_seconds, drop=3, visible=hosts),
         number("model\nfwd", whole(lambda own: own.forward_seconds), format_seconds),
         number("model\nbwd", whole(lambda own: own.backward_seconds), format_seconds),
-        number("first\nbwd", first, format_seconds, drop=3, shown=any(map(first, totals))),
+        number("first\nbwd", first, format_seconds, drop=3, visible=any(map(first, totals))),
         number("samples\n/s", lambda row: row.samples_per_second, three_digits, drop=4),
         number("ratio\n", whole(lambda own: own.closing_ratio), _ratio),
         number("ratio\nfwd", whole(lambda own: own.forward_closing_ratio), _ratio, drop=2),
         number("ratio\nbwd", whole(lambda own: own.backward_closing_ratio), _ratio, drop=2),
-        number("ratio\nparts", whole(lambda own: own.backward_parts_ratio), _ratio, drop=1, shown=parts),
+        number("ratio\nparts", whole(lambda own: own.backward_parts_ratio), _ratio, drop=1, visible=parts),
         number("spread\n", whole(lambda own: own.spread), percent, drop=1),
     ]
     title = "Layer sum vs. end-to-end time; ratio: layer-sum coverage"

@@ -88,8 +88,8 @@ def _json() -> str:
 
     from ..cost_models.schedules import SCHEDULES
 
-    made = [_record(own) for own in SCHEDULES.values()]
-    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+    records = [_record(own) for own in SCHEDULES.values()]
+    return json.dumps(records, indent=1, ensure_ascii=False) + "\n"
 
 
 def _record(own: Schedule) -> dict[str, Any]:

@@ -53,12 +53,12 @@ _OTHERS = {
 
 def _parse_either(text: str, path: Path) -> Profile | Plan:
     """A profile or a plan, told apart by their keys (by the name where the keys do not tell)."""
-    from ..cost_models.document import kind_of
     from ..cost_models.errors import FileError
+    from ..cost_models.file_kind import detect_kind
     from ..planner.plan_file import Plan
     from ..profiler.profile_file import Profile
 
-    kind = kind_of(text)
+    kind = detect_kind(text)
     if kind in _OTHERS:
         raise FileError(f"{path}: this is a {kind}, show takes profiles and plans", _OTHERS[kind])
     if kind == "plan" or (kind is None and path.name.endswith(".plan.json")):

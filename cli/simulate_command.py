@@ -69,23 +69,23 @@ def simulate_command(
         _refuse_with_costs({"PLAN": plan_file, "--profile": profile_file})
         _refuse_with_costs({FIELDS[name]: typed_text(name) for name in ("replicas", *vars(machine))})
         pictures.check()
-        found = _simulate_costs(costs, overrides)
+        simulation = _simulate_costs(costs, overrides)
     else:
         from ..api.load import read_plan
         from ..api.simulate import simulate_files
 
         read = read_plan(_plan_file(plan_file), profile_file)
         pictures.check(read.plan_file, read.profile_file, machine.topology)
-        found = simulate_files(read, overrides, machine)
-    show(found, pictures, as_json=as_json, actions=actions)
+        simulation = simulate_files(read, overrides, machine)
+    show(simulation, pictures, as_json=as_json, actions=actions)
 
 
-def _plan_file(named: Path | None) -> Path:
+def _plan_file(path: Path | None) -> Path:
     """The plan that is named, or the newest. Raises FileError where there is none."""
     from .output import named_or_newest
 
     try:
-        return named_or_newest(named, ("plan",))
+        return named_or_newest(path, ("plan",))
     except FileError as error:
         costs = "or give costs: --forward-ms 18.5 --backward-ms 37"
         raise FileError(error.what, f"{error.hint}; {costs}") from error
@@ -100,18 +100,18 @@ def _refuse_with_costs(others: dict[str, Any]) -> None:
             )
 
 
-def _simulate_costs(costs: CostOptions, asked: Overrides) -> Simulation:
+def _simulate_costs(costs: CostOptions, overrides: Overrides) -> Simulation:
     """A step of the costs given. Raises UsageError."""
     from ..api.simulate import simulate_costs
 
-    given = _stage_costs(costs)
+    seconds = _stage_costs(costs)
     return simulate_costs(
-        given,
+        seconds,
         replace(
-            asked,
-            schedule=_needed("--schedule", "1f1b", asked.schedule),
-            stages=_needed("--stages", "8", asked.stages or _stages_of(given)),
-            micro_batches=_needed("--micro-batches", "32", asked.micro_batches),
+            overrides,
+            schedule=_require("--schedule", "1f1b", overrides.schedule),
+            stages=_require("--stages", "8", overrides.stages or _count_stages(seconds)),
+            micro_batches=_require("--micro-batches", "32", overrides.micro_batches),
         ),
     )
 
@@ -120,14 +120,14 @@ def _stage_costs(costs: CostOptions) -> StageCosts:
     from ..api.stage_costs import StageCosts
 
     return StageCosts(
-        forward=_needed("--forward-ms", "18.5", costs.seconds("forward_ms")),
-        backward=_needed("--backward-ms", "37", costs.seconds("backward_ms")),
+        forward=_require("--forward-ms", "18.5", costs.seconds("forward_ms")),
+        backward=_require("--backward-ms", "37", costs.seconds("backward_ms")),
         weight=costs.seconds("weight_ms"),
         transfer=costs.seconds("transfer_ms") or (0.0,),
     )
 
 
-def _needed(name: str, example: str, value: T | None) -> T:
+def _require(name: str, example: str, value: T | None) -> T:
     if value is None:
         raise UsageError(
             f"simulate: missing option '{name}'", f"Costs without a plan need it, as in {name} {example}."
@@ -135,7 +135,7 @@ def _needed(name: str, example: str, value: T | None) -> T:
     return value
 
 
-def _stages_of(given: StageCosts) -> int | None:
+def _count_stages(costs: StageCosts) -> int | None:
     """The stages, where values are given for each."""
-    most = max(len(given.forward), len(given.backward), len(given.weight or ()))
+    most = max(len(costs.forward), len(costs.backward), len(costs.weight or ()))
     return most if most > 1 else None

@@ -10,82 +10,86 @@ from ..api.simulation import Simulation
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.simulator.result import StageTime
 from ..planner.plan_records import TIE
-from .number_format import compared, percent, ranges, three_digits
+from .number_format import compare_steps, percent, ranges, three_digits
 from .plan_tables import StageMemory, print_ledger
 from .table import Column, number, print_head, print_notes, print_table, text
 from .timeline_drawing import print_drawing
 
 
-def print_simulation(found: Simulation, console: Console) -> None:
+def print_simulation(simulation: Simulation, console: Console) -> None:
     """Prints everything about a simulated step."""
-    print_head(console, answer_lines(found))
+    print_head(console, answer_lines(simulation))
     console.print()
-    print_drawing(found.timeline, console)
-    _print_stages(found, console)
-    if found.memory is not None:
-        own = [StageMemory(stage.terms, stage.bytes, stage.limit_bytes) for stage in found.memory]
+    print_drawing(simulation.timeline, console)
+    _print_stages(simulation, console)
+    if simulation.memory is not None:
+        own = [StageMemory(stage.terms, stage.bytes, stage.limit_bytes) for stage in simulation.memory]
         print_ledger(own, console)
-    print_notes(console, found.notes)
+    print_notes(console, simulation.notes)
 
 
-def answer_lines(found: Simulation) -> list[str]:
+def answer_lines(simulation: Simulation) -> list[str]:
     """The step in a line, and what else there is to know of it."""
-    timeline = found.timeline
+    timeline = simulation.timeline
     step = timeline.step_seconds
-    samples = found.samples_per_second
+    samples = simulation.samples_per_second
     rate = "" if samples is None else f", {three_digits(samples)} samples/s"
     lines = [
-        f"{found.title}: {format_seconds(step)} for all of them."
-        if found.steady
-        else f"{found.title}: {format_seconds(step)} a step{rate}.",
+        f"{simulation.title}: {format_seconds(step)} for all of them."
+        if simulation.steady
+        else f"{simulation.title}: {format_seconds(step)} a step{rate}.",
         f"Bubble {percent(timeline.bubble)} of all stages' time; {percent(timeline.bubble_rate_span)} of the "
         "longest span of a stage, from its first to its last action.",
     ]
-    if found.steady is not None:
-        pace = format_seconds(found.steady.seconds_per_micro_batch)
-        nearly = "" if found.steady.exact else " (a mean: it does not repeat exactly)"
+    if simulation.steady is not None:
+        pace = format_seconds(simulation.steady.seconds_per_micro_batch)
+        nearly = "" if simulation.steady.exact else " (a mean: it does not repeat exactly)"
         lines.append(f"Steady: {pace} a micro-batch{nearly}{rate}.")
-    if found.plan_seconds is not None:
-        lines.append(_against_the_plan(found.plan, step, found.plan_seconds))
+    if simulation.plan_seconds is not None:
+        lines.append(_against_the_plan(simulation.plan, step, simulation.plan_seconds))
     return lines
 
 
 def _against_the_plan(plan: str, step: float, own: float) -> str:
-    found = compared(step, own)
-    verb = "" if found.endswith("the same") else "this is "
-    return f"{plan} as it is takes {format_seconds(own)}: {verb}{found}."
+    difference = compare_steps(step, own)
+    verb = "" if difference.endswith("the same") else "this is "
+    return f"{plan} as it is takes {format_seconds(own)}: {verb}{difference}."
 
 
-def _print_stages(found: Simulation, console: Console) -> None:
+def _print_stages(simulation: Simulation, console: Console) -> None:
     """A row a stage; columns that have nothing to say are left out."""
-    chunks, memory = found.layers or (), found.memory or ()
+    chunks, memory = simulation.layers or (), simulation.memory or ()
     columns: list[Column[int]] = [
         number("stage", lambda row: row),
-        text("layers", lambda row: _layers(chunks[row]), drop=2, min_width=9, shown=bool(found.layers)),
-        *_times(found),
-        number("in flight", lambda row: found.timeline.peak_in_flight[row], "{:g}".format, drop=6),
-        *_weights(found),
-        number("memory", lambda row: memory[row].bytes, format_bytes, drop=7, shown=bool(memory)),
+        text(
+            "layers", lambda row: _layers(chunks[row]), drop=2, min_width=9, visible=bool(simulation.layers)
+        ),
+        *_times(simulation),
+        number("in flight", lambda row: simulation.timeline.peak_in_flight[row], "{:g}".format, drop=6),
+        *_weights(simulation),
+        number("memory", lambda row: memory[row].bytes, format_bytes, drop=7, visible=bool(memory)),
         number(
             "limit",
             lambda row: memory[row].limit_bytes,
             format_bytes,
             drop=1,
-            shown=any(own.limit_bytes is not None for own in memory),
+            visible=any(own.limit_bytes is not None for own in memory),
         ),
     ]
-    print_table(console, columns, range(found.stages), title="Where the time of each stage goes")
+    print_table(console, columns, range(simulation.stages), title="Where the time of each stage goes")
 
 
 def _layers(chunks: Sequence[tuple[int, int]]) -> str:
     return ranges({layer for first, last in chunks for layer in range(first, last + 1)})
 
 
-def _times(found: Simulation) -> list[Column[int]]:
-    times = found.timeline.stage_times
+def _times(simulation: Simulation) -> list[Column[int]]:
+    times = simulation.timeline.stage_times
 
     def seconds(heading: str, value: Callable[[StageTime], float], drop: int = 0) -> Column[int]:
-        return number(heading, lambda row: _tidy(value(times[row]), found.timeline.step_seconds), drop=drop)
+        return number(
+            heading, lambda row: _tidy(value(times[row]), simulation.timeline.step_seconds), drop=drop
+        )
 
     columns = [
         seconds("compute", lambda own: own.compute),
@@ -99,13 +103,13 @@ def _times(found: Simulation) -> list[Column[int]]:
     return columns
 
 
-def _weights(found: Simulation) -> list[Column[int]]:
+def _weights(simulation: Simulation) -> list[Column[int]]:
     """Of an asynchronous schedule."""
-    if found.schedule.synchronous:
+    if simulation.schedule.synchronous:
         return []
     return [
-        number("versions", lambda row: found.weight_versions[row], "{:g}".format, drop=4),
-        number("stale by", lambda row: found.staleness[row], drop=3),
+        number("versions", lambda row: simulation.weight_versions[row], "{:g}".format, drop=4),
+        number("stale by", lambda row: simulation.staleness[row], drop=3),
     ]
 
 

@@ -73,13 +73,13 @@ def solve_command(
         ("--sweep gpus=2,4,8", bool(grid.sweep), ["csv", "backend", "jobs"]),
     )
     if "gpus" not in grid.sweep and machine.gpus is None:
-        machine = replace(machine, gpus=_gpus_of(machine.topology))
+        machine = replace(machine, gpus=_count_gpus(machine.topology))
     aim = "--robust" if plan_options.robust else f"--objective {objective.objective}"
     _check_together(bool(grid.sweep), frontier, output, aim)
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(as_text(content, path, "profile"), str(path))
-    given = {
+    keywords = {
         **vars(machine),
         **vars(plan_options),
         **vars(objective),
@@ -87,19 +87,20 @@ def solve_command(
         "profile_sha256": sha256(content),
     }
     if grid.sweep:
-        run_sweep(grid, sweep_options, profile, given, force=force, as_json=as_json)
+        run_sweep(grid, sweep_options, profile, keywords, force=force, as_json=as_json)
         return
     about = {
         "model": profile.model,
         "profile.file": path.name,
         "profile.layers_sha256": profile.layers_sha256,
     }
-    target = chosen_target(output, f"{file_stem(profile.model)}.plan.json", force=force, about=about)
+    name = f"{file_stem(profile.model)}.plan.json"
+    target = chosen_target(output, name, force=force, about=about, kind="plan")
     target.check(path, machine.topology)
     beside = _frontier_target(target)
     if frontier:
         beside.check(path, machine.topology)
-    plan = solve(profile, **given)
+    plan = solve(profile, **keywords)
     origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
     plan = plan.model_copy(update={"made_by": origin})
     quiet = frontier and as_json
@@ -109,16 +110,16 @@ def solve_command(
         show=lambda: None if quiet else _show(plan, target.path, details=details),
     )
     if frontier:
-        found = _frontier(profile, frontier_options, given).model_copy(update={"made_by": origin})
-        beside.write(found, as_json=as_json, show=lambda: _show_frontier(found))
+        curve = _frontier(profile, frontier_options, keywords).model_copy(update={"made_by": origin})
+        beside.write(curve, as_json=as_json, show=lambda: _show_frontier(curve))
 
 
 def _check_owners(*owners: tuple[str, bool, Sequence[str]]) -> None:
     """Raises UsageError for options that belong to another one, which is not given."""
     from ..cost_models.errors import UsageError
 
-    for owner, given, fields in owners:
-        for name in () if given else fields:
+    for owner, is_given, fields in owners:
+        for name in () if is_given else fields:
             if (text := typed_text(name)) is not None:
                 raise UsageError(
                     f"{FIELDS[name]} {text}: is of {owner.split()[0]}", f"Give {owner}, say, or omit it."
@@ -144,17 +145,17 @@ def _check_together(sweep: bool, frontier: bool, output: Path | None, aim: str) 
 def _frontier_target(plan: Target) -> Target:
     """NAME.frontier.json beside NAME.plan.json."""
     stem = plan.path.name.removesuffix(".json").removesuffix(".plan")
-    return replace(plan, path=plan.path.with_name(f"{stem}.frontier.json"))
+    return replace(plan, path=plan.path.with_name(f"{stem}.frontier.json"), kind="frontier")
 
 
-def _frontier(profile: Profile, options: FrontierOptions, given: Mapping[str, Any]) -> Frontier:
+def _frontier(profile: Profile, options: FrontierOptions, keywords: Mapping[str, Any]) -> Frontier:
     from ..api.solve import frontier
 
-    own = {name: value for name, value in given.items() if name not in ("objective", "price")}
+    own = {name: value for name, value in keywords.items() if name not in ("objective", "price")}
     return frontier(profile, **vars(options), **own)
 
 
-def _gpus_of(topology: Path | None) -> int:
+def _count_gpus(topology: Path | None) -> int:
     """The number of GPUs of the topology, where the command line names none. Raises UsageError."""
     from ..cost_models.errors import UsageError
     from ..cost_models.machines.topology_options import named_topology

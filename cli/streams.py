@@ -25,10 +25,10 @@ def console() -> Console:
 
 def printable(text: str) -> str:
     """`text` with its control characters escaped: a name in a file may not steer the terminal."""
-    return text if text.isprintable() else "".join(map(_escaped, text))
+    return text if text.isprintable() else "".join(map(_escape, text))
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     return repr(character)[1:-1] if unicodedata.category(character) in _STEERS else character
 
 
@@ -62,6 +62,6 @@ def result(text: str) -> None:
     sys.stdout.write(text)
 
 
-def watched() -> bool:
+def is_watched() -> bool:
     """Whether somebody watches standard error: a bar makes sense."""
     return sys.stderr.isatty()

@@ -33,12 +33,12 @@ def run_sweep(
     grid: GridOptions,
     options: SweepOptions,
     profile: Profile,
-    given: Mapping[str, Any],
+    keywords: Mapping[str, Any],
     *,
     force: bool,
     as_json: bool,
 ) -> None:
-    """Solves the grid and prints it; `given` are the arguments of `solve` that the options hold.
+    """Solves the grid and prints it; `keywords` are the arguments of `solve` that the options hold.
 
     What the grid has replaces what is given. Raises UsageError, FileError, MachineError.
     """
@@ -46,18 +46,18 @@ def run_sweep(
 
     if grid.csv is not None:
         Target(grid.csv, force).check()
-    fixed = {name: value for name, value in given.items() if name not in grid.sweep}
-    made = sweep(profile, grid.sweep, **vars(options), **fixed)
-    origin = made_by(made.made_by, command=command_line(), measured=profile.made_by)
-    made = made.model_copy(update={"made_by": origin})
+    fixed = {name: value for name, value in keywords.items() if name not in grid.sweep}
+    outcome = sweep(profile, grid.sweep, **vars(options), **fixed)
+    origin = made_by(outcome.made_by, command=command_line(), measured=profile.made_by)
+    outcome = outcome.model_copy(update={"made_by": origin})
     if as_json:
-        result(made.to_json())
+        result(outcome.to_json())
     else:
-        print_sweep(made, console())
+        print_sweep(outcome, console())
     if grid.csv is not None:
-        write_whole(grid.csv, as_csv(made), force=force)
+        write_whole(grid.csv, as_csv(outcome), force=force)
         remark(f"Wrote {grid.csv}")
-    if all(row.step_seconds is None for row in made.rows):
+    if all(row.step_seconds is None for row in outcome.rows):
         raise InfeasibleError("no point of the sweep has a plan", "Every row says why.")
 
 
@@ -84,7 +84,7 @@ def print_sweep(sweep: SweepResult, console: Console) -> None:
             drop=6,
             min_width=16,
         ),
-        word("schedule", lambda row: row.schedule, drop=2, shown="schedule" not in keys),
+        word("schedule", lambda row: row.schedule, drop=2, visible="schedule" not in keys),
         text("configuration / reason", _configuration, min_width=20),
     ]
     print_table(console, columns, sweep.rows)
@@ -109,9 +109,9 @@ def _rates(value: Any) -> str:
 def _configuration(row: SweepRow) -> str:
     if row.step_seconds is None:
         return row.reason or ""
-    found = f"{row.schedule}, " if row.schedule != row.point.get("schedule", row.schedule) else ""
+    schedule = f"{row.schedule}, " if row.schedule != row.point.get("schedule", row.schedule) else ""
     recompute = (row.recompute or "").replace("_", "-")
-    return f"{found}{row.micro_batches} of {row.micro_batch_size}, recompute {recompute}"
+    return f"{schedule}{row.micro_batches} of {row.micro_batch_size}, recompute {recompute}"
 
 
 def as_csv(sweep: SweepResult) -> str:

@@ -13,7 +13,7 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Option, Options, declared, option
 from ..cost_models.typed_text import whole_number
-from .option_parameters import flag_of
+from .option_parameters import option_flag
 
 _PANEL = "Many problems"
 
@@ -21,7 +21,7 @@ _PANEL = "Many problems"
 def _keys() -> dict[str, tuple[str, Option]]:
     """By the names of the options that can be swept, their fields: all that hold one value of several."""
     return {
-        flag_of(name, own).removeprefix("--"): (name, own)
+        option_flag(name, own).removeprefix("--"): (name, own)
         for model in (MachineOptions, PlanOptions, ObjectiveOptions)
         for name, own in declared(model).items()
         if own.help and own.form and not own.repeats
@@ -48,30 +48,30 @@ def read_grid(texts: Sequence[str], name: str) -> dict[str, list[Any]]:
     return grid
 
 
-def _key(shown: str, name: str) -> tuple[str, Option]:
+def _key(text: str, name: str) -> tuple[str, Option]:
     if name not in KEYS:
         near = difflib.get_close_matches(name, KEYS, n=1)
         guess = f"Did you mean {near[0]}? " if near else ""
-        raise UsageError(f"{shown}: {name!r} cannot be swept", f"{guess}Keys: {', '.join(KEYS)}.")
+        raise UsageError(f"{text}: {name!r} cannot be swept", f"{guess}Keys: {', '.join(KEYS)}.")
     return KEYS[name]
 
 
-def _values(shown: str, name: str, own: Option, part: str) -> list[Any]:
+def _values(text: str, name: str, own: Option, part: str) -> list[Any]:
     first, dots, last = part.partition("..")
     if not dots:
         if not part:
-            raise UsageError(f"{shown}: a value is missing", "Write values between the commas.")
+            raise UsageError(f"{text}: a value is missing", "Write values between the commas.")
         return [own.value(part, name)]
     if not own.is_count:
-        raise UsageError(f"{shown}: has no ranges", "List its values, with commas between them.")
+        raise UsageError(f"{text}: has no ranges", "List its values, with commas between them.")
     low, high = whole_number(1)(first.strip(), name), whole_number(1)(last.strip(), name)
-    found = [2**power for power in range(high.bit_length()) if low <= 2**power <= high]
-    if not found:
+    powers = [2**power for power in range(high.bit_length()) if low <= 2**power <= high]
+    if not powers:
         raise UsageError(
-            f"{shown}: no power of two lies from {low} to {high}",
+            f"{text}: no power of two lies from {low} to {high}",
             "Write the smaller number first, as in 64..1024, or list the values.",
         )
-    return found
+    return powers
 
 
 @dataclass(frozen=True)

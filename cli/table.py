@@ -31,8 +31,8 @@ class Column(Generic[Row]):
 
     `drop`: 0 stays on every terminal; of the others those with the smallest number are dropped first, those
     with the same number together. `min_width`: for a text, the width that other columns do not take from it;
-    it is folded where it is longer. None: numbers and words that stay on one line. `shown`: whether the table
-    has the column at all.
+    it is folded where it is longer. None: numbers and words that stay on one line. `visible`: whether the
+    table has the column at all.
     """
 
     heading: str
@@ -40,7 +40,7 @@ class Column(Generic[Row]):
     drop: int = 0
     min_width: int | None = None
     right: bool = False
-    shown: bool = True
+    visible: bool = True
 
     def needs(self, natural: int) -> int:
         """The width below which another column is dropped for this one."""
@@ -54,10 +54,10 @@ def word(
     drop: int = 0,
     *,
     none: str = "-",
-    shown: bool = True,
+    visible: bool = True,
 ) -> Column[Row]:
     """A column of short words."""
-    return Column(heading, _cell(value, format, none), drop, shown=shown)
+    return Column(heading, _cell(value, format, none), drop, visible=visible)
 
 
 def number(
@@ -67,10 +67,10 @@ def number(
     drop: int = 0,
     *,
     none: str = "-",
-    shown: bool = True,
+    visible: bool = True,
 ) -> Column[Row]:
     """A column of numbers, to the right."""
-    return Column(heading, _cell(value, format, none), drop, right=True, shown=shown)
+    return Column(heading, _cell(value, format, none), drop, right=True, visible=visible)
 
 
 def text(
@@ -81,10 +81,10 @@ def text(
     *,
     min_width: int = 24,
     none: str = "-",
-    shown: bool = True,
+    visible: bool = True,
 ) -> Column[Row]:
     """A column of texts of any length."""
-    return Column(heading, _cell(value, format, none), drop, min_width, shown=shown)
+    return Column(heading, _cell(value, format, none), drop, min_width, visible=visible)
 
 
 def _cell(
@@ -122,17 +122,17 @@ def table(
 
     A row that is None stands for those that are left out; totals stand below an empty line.
     """
-    columns = [column for column in columns if column.shown]
+    columns = [column for column in columns if column.visible]
     cells = [
         ["..." if row is None else printable(as_options(column.cell(row))) for column in columns]
         for row in (*rows, *totals)
     ]
     apart = gap(console)
     natural = [_width(c.heading, *(row[i] for row in cells)) for i, c in enumerate(columns)]
-    kept = _kept(columns, natural, console.width, apart)
-    widths = _widths([columns[i] for i in kept], [natural[i] for i in kept], console.width, apart)
+    indices = _fitting_columns(columns, natural, console.width, apart)
+    widths = _widths([columns[i] for i in indices], [natural[i] for i in indices], console.width, apart)
     whole = sum(widths) + apart * (len(widths) - 1)
-    made = Table(
+    grid = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, apart - 1, 0, 0),
         pad_edge=False,
@@ -140,15 +140,15 @@ def table(
         header_style="",
         width=whole if whole > console.width else None,
     )
-    headings = _headings([columns[i] for i in kept])
-    for index, heading, width in zip(kept, headings, widths, strict=True):
+    headings = _headings([columns[i] for i in indices])
+    for index, heading, width in zip(indices, headings, widths, strict=True):
         right = columns[index].right
-        made.add_column(heading, justify="right" if right else "left", width=width, overflow="fold")
+        grid.add_column(heading, justify="right" if right else "left", width=width, overflow="fold")
     for position, row in enumerate(cells):
         if totals and position == len(rows):
-            made.add_section()
-        made.add_row(*(row[index] for index in kept))
-    return made
+            grid.add_section()
+        grid.add_row(*(row[index] for index in indices))
+    return grid
 
 
 def _headings(columns: Sequence[Column[Row]]) -> list[str]:
@@ -167,23 +167,25 @@ def _width(*texts: str) -> int:
     return max(cell_len(line) for text in texts for line in text.split("\n"))
 
 
-def _kept(columns: Sequence[Column[Row]], natural: Sequence[int], width: int, apart: int) -> list[int]:
+def _fitting_columns(
+    columns: Sequence[Column[Row]], natural: Sequence[int], width: int, apart: int
+) -> list[int]:
     """Indices of the columns that are not dropped."""
-    kept = list(range(len(columns)))
+    indices = list(range(len(columns)))
     while True:
-        needed = sum(columns[i].needs(natural[i]) for i in kept) + apart * (len(kept) - 1)
-        least = min((columns[i].drop for i in kept if columns[i].drop), default=None)
+        needed = sum(columns[i].needs(natural[i]) for i in indices) + apart * (len(indices) - 1)
+        least = min((columns[i].drop for i in indices if columns[i].drop), default=None)
         if needed <= width or least is None:
-            return kept
-        kept = [i for i in kept if columns[i].drop != least]
+            return indices
+        indices = [i for i in indices if columns[i].drop != least]
 
 
 def _widths(columns: Sequence[Column[Row]], natural: Sequence[int], width: int, apart: int) -> list[int]:
     """Widths of the shown columns: what is left over goes to the texts, from left to right."""
-    widths = [column.needs(wanted) for column, wanted in zip(columns, natural, strict=True)]
+    widths = [column.needs(length) for column, length in zip(columns, natural, strict=True)]
     spare = width - sum(widths) - apart * (len(widths) - 1)
-    for index, wanted in enumerate(natural):
-        more = max(0, min(spare, wanted - widths[index]))
+    for index, length in enumerate(natural):
+        more = max(0, min(spare, length - widths[index]))
         widths[index] += more
         spare -= more
     return widths

@@ -51,7 +51,7 @@ def print_drawing(timeline: Timeline, console: Console) -> None:
     colour = console.is_terminal and not console.no_color and console.color_system is not None
     for label, own in zip(labels, spans_by_stage(timeline), strict=True):
         row = Text(label.ljust(margin))
-        row.append_text(drawn(own, cells(own, timeline.step_seconds, columns), colour=colour))
+        row.append_text(draw_row(own, cells(own, timeline.step_seconds, columns), colour=colour))
         console.print(row, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
     end = format_seconds(timeline.step_seconds)
     line(console, " " * margin + "0" + end.rjust(columns - 1))
@@ -82,7 +82,7 @@ def cells(spans: Sequence[Span], seconds: float, columns: int) -> list[Cell]:
     """What fills most of each column, where `columns` make up these seconds."""
     filled = np.zeros((IDLE + 1, columns))
     filled[IDLE] = 1.0
-    longest, shown = np.zeros((IDLE, columns)), np.full((IDLE, columns), -1, dtype=np.int64)
+    longest, span_indices = np.zeros((IDLE, columns)), np.full((IDLE, columns), -1, dtype=np.int64)
     for index, span in enumerate(spans):
         first, parts = _parts(span.start / seconds * columns, span.end / seconds * columns, columns)
         kind, where = KINDS.index(span.action.kind), slice(first, first + len(parts))
@@ -90,10 +90,10 @@ def cells(spans: Sequence[Span], seconds: float, columns: int) -> list[Cell]:
         filled[IDLE, where] -= parts
         longer = parts > longest[kind, where] + EXACT
         longest[kind, where][longer] = parts[longer]
-        shown[kind, where][longer] = index
+        span_indices[kind, where][longer] = index
     # Rounded: of equal ones the first is shown, an action before a pause, whatever the last bits say.
     winners = np.round(filled / EXACT).argmax(axis=0).tolist()
-    return [Cell(k, -1 if k == IDLE else int(shown[k, c])) for c, k in enumerate(winners)]
+    return [Cell(k, -1 if k == IDLE else int(span_indices[k, c])) for c, k in enumerate(winners)]
 
 
 def _parts(start: float, end: float, columns: int) -> tuple[int, npt.NDArray[np.float64]]:
@@ -104,7 +104,7 @@ def _parts(start: float, end: float, columns: int) -> tuple[int, npt.NDArray[np.
     return first, np.diff(edges)
 
 
-def drawn(spans: Sequence[Span], row: Sequence[Cell], *, colour: bool) -> Text:
+def draw_row(spans: Sequence[Span], row: Sequence[Cell], *, colour: bool) -> Text:
     """A row as text: blocks of one action, each with its letter and, where there is room, its number."""
     text = Text()
     first = 0

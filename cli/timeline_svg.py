@@ -23,21 +23,21 @@ MOST_TRANSFERS = 5000
 """Lines beyond which they would hide the rows."""
 
 
-def timeline_svg(found: Simulation) -> str:
+def timeline_svg(simulation: Simulation) -> str:
     """The whole file."""
-    return "\n".join(_lines(found)) + "\n"
+    return "\n".join(_lines(simulation)) + "\n"
 
 
-def _lines(found: Simulation) -> Iterator[str]:
-    timeline = found.timeline
-    height = TOP + found.stages * (ROW + GAP) + 40
+def _lines(simulation: Simulation) -> Iterator[str]:
+    timeline = simulation.timeline
+    height = TOP + simulation.stages * (ROW + GAP) + 40
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" '
         f'width="{WIDTH:g}" height="{height:g}" font-family="sans-serif" font-size="11">'
     )
-    yield f"<title>{escape(found.title)}</title>"
+    yield f"<title>{escape(simulation.title)}</title>"
     yield f'<rect width="{WIDTH:g}" height="{height:g}" fill="white"/>'
-    first, *more = answer_lines(found)
+    first, *more = answer_lines(simulation)
     yield _text(MARGIN, 26, first, "font-size='16' font-weight='bold'")
     yield _text(MARGIN, 46, " ".join(more), "font-size='12'")
     yield from _legend(timeline)
@@ -50,7 +50,7 @@ def _lines(found: Simulation) -> Iterator[str]:
         yield '<g stroke="#555555" stroke-opacity="0.55">'
         yield from (_transfer(sent, timeline) for sent in timeline.transfers if sent.end > sent.start)
         yield "</g>"
-    yield from _axis(timeline, _row(found.stages))
+    yield from _axis(timeline, _row(simulation.stages))
     yield "</svg>"
 
 

@@ -28,19 +28,19 @@ def print_machines(console: Console) -> None:
         word("name", lambda own: own.name),
         text("machine", lambda own: own.title, drop=1),
         word("GPUs", lambda own: f"{own.gpus.value:g} x {PRESETS[own.gpu].title}"),
-        text("inside", lambda own: _joined(own.inside), drop=3),
-        text("between", _between, drop=2),
+        text("inside", lambda own: _link_text(own.inside), drop=3),
+        text("between", _nodes_text, drop=2),
     ]
     print_table(console, columns, list(MACHINES.values()))
 
 
-def _joined(link: PresetLink) -> str:
+def _link_text(link: PresetLink) -> str:
     return f"{link.name} {format_rate(link.bandwidth.value)}"
 
 
-def _between(machine: Machine) -> str:
+def _nodes_text(machine: Machine) -> str:
     shared = machine.gpus_per_adapter.value
-    return _joined(machine.between) + ("" if shared == 1 else f" for {_gpus(shared)}")
+    return _link_text(machine.between) + ("" if shared == 1 else f" for {_gpus(shared)}")
 
 
 def _gpus(shared: float) -> str:
@@ -50,7 +50,7 @@ def _gpus(shared: float) -> str:
 
 def machines_json() -> str:
     """The machines as JSON, with the source of each figure."""
-    return _written([asdict(machine) for machine in MACHINES.values()])
+    return _json_value([asdict(machine) for machine in MACHINES.values()])
 
 
 def print_topology(topology: Topology, title: str, console: Console) -> None:
@@ -84,7 +84,7 @@ def _print_devices(topology: Topology, console: Console) -> None:
             lambda row: row[0].profile,
             drop=2,
             none="",
-            shown=any(device.profile for device in topology.kinds),
+            visible=any(device.profile for device in topology.kinds),
         ),
     ]
     print_table(console, columns, rows, title="Devices")
@@ -112,7 +112,7 @@ def _levels(topology: Topology) -> Iterator[tuple[Level, int | None]]:
 
 
 def _print_transfers(topology: Topology, console: Console) -> None:
-    seconds = {(made.level, made.bytes): made.seconds for made in transfers(topology)}
+    seconds = {(time.level, time.bytes): time.seconds for time in transfers(topology)}
 
     def of(size: int) -> Column[Level]:
         return number(_size(size), lambda level: seconds[level.name, size], format_seconds)
@@ -124,20 +124,20 @@ def _print_transfers(topology: Topology, console: Console) -> None:
 
 def _print_all_reduces(reduced: list[AllReduceTime], console: Console) -> None:
     def by(way: str) -> Column[AllReduceTime]:
-        return number(way, lambda made: _starred(made, way))
+        return number(way, lambda time: _star_best(time, way))
 
     columns: list[Column[AllReduceTime]] = [
-        text("over", lambda made: made.over),
-        number("of", lambda made: made.bytes, _size),
-        *map(by, dict.fromkeys(way for made in reduced for way in made.seconds)),
+        text("over", lambda entry: entry.over),
+        number("of", lambda entry: entry.bytes, _size),
+        *map(by, dict.fromkeys(way for entry in reduced for way in entry.seconds)),
     ]
     print_table(console, columns, reduced, title="All-reduces; the best has a *")
 
 
-def _starred(made: AllReduceTime, way: str) -> str:
-    if way not in made.seconds:
+def _star_best(time: AllReduceTime, way: str) -> str:
+    if way not in time.seconds:
         return "-  "
-    return f"{format_seconds(made.seconds[way])} {'*' if way == made.best else ' '}"
+    return f"{format_seconds(time.seconds[way])} {'*' if way == time.best else ' '}"
 
 
 def _size(size: int) -> str:
@@ -166,15 +166,15 @@ def _level_sources(level: Level) -> dict[str, str]:
 
 def topology_json(topology: Topology, title: str) -> str:
     """What `print_topology` prints, as JSON: bytes, seconds, bytes per second (null: unlimited)."""
-    return _written(
+    return _json_value(
         {
             "title": title,
             "gpus": topology.gpus,
             "gpus_per_node": topology.gpus_per_node,
             "devices": [{**asdict(device), "number": number} for device, number in topology.groups],
             "levels": [_level_record(level) for level in topology.levels],
-            "transfers": [asdict(made) for made in transfers(topology)],
-            "all_reduces": [asdict(made) for made in all_reduces(topology)],
+            "transfers": [asdict(time) for time in transfers(topology)],
+            "all_reduces": [asdict(time) for time in all_reduces(topology)],
         }
     )
 
@@ -192,5 +192,5 @@ def _level_record(level: Level) -> dict[str, Any]:
     }
 
 
-def _written(content: Any) -> str:
+def _json_value(content: Any) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

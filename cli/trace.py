@@ -24,25 +24,27 @@ Journey = tuple[int, int, int]
 takes no time)."""
 
 
-def trace_json(found: Simulation) -> str:
+def trace_json(simulation: Simulation) -> str:
     """The whole file."""
     content = {
-        "traceEvents": list(_events(found)),
+        "traceEvents": list(_events(simulation)),
         "displayTimeUnit": "ms",
-        "otherData": {"schedule": found.schedule.name, "plan": found.plan},
+        "otherData": {"schedule": simulation.schedule.name, "plan": simulation.plan},
     }
     # Without spaces: a large pipeline has hundreds of thousands of events.
     return json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def _events(found: Simulation) -> Iterator[Event]:
-    timeline = found.timeline
-    yield from _named(PIPELINE, found.title, [f"stage {stage}" for stage in range(found.stages)])
+def _events(simulation: Simulation) -> Iterator[Event]:
+    timeline = simulation.timeline
+    yield from _name_events(
+        PIPELINE, simulation.title, [f"stage {stage}" for stage in range(simulation.stages)]
+    )
     journeys, threads = _journeys(timeline)
     reducing = sorted({stage for reduction in timeline.reductions for stage in reduction.stages})
     names = [*threads, *(f"all-reduce of stage {stage}" for stage in reducing)]
     if names:
-        yield from _named(LINKS, "links", names)
+        yield from _name_events(LINKS, "links", names)
     yield from _computing(timeline)
     yield from _transfers(timeline, journeys)
     yield from _arrows(timeline, journeys)
@@ -51,10 +53,10 @@ def _events(found: Simulation) -> Iterator[Event]:
             thread = len(threads) + reducing.index(stage)
             name = f"all-reduce of part {reduction.part}"
             yield _slice(LINKS, thread, name, "all-reduce", reduction.start, reduction.end, {})
-    yield from _counters(found)
+    yield from _counters(simulation)
 
 
-def _named(process: int, name: str, threads: Sequence[str]) -> Iterator[Event]:
+def _name_events(process: int, name: str, threads: Sequence[str]) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     for thread, own in enumerate(threads):
@@ -84,13 +86,15 @@ def _slice(
     }
 
 
-def _told(action: Action) -> dict[str, Any]:
+def _action_arguments(action: Action) -> dict[str, Any]:
     return {"micro_batch": action.micro_batch, "chunk": action.chunk}
 
 
 def _computing(timeline: Timeline) -> Iterator[Event]:
     for stage, action, start, end in timeline.spans:
-        yield _slice(PIPELINE, stage, str(action), CATEGORIES[action.kind], start, end, _told(action))
+        yield _slice(
+            PIPELINE, stage, str(action), CATEGORIES[action.kind], start, end, _action_arguments(action)
+        )
 
 
 def _journeys(timeline: Timeline) -> tuple[list[Journey], list[str]]:
@@ -99,7 +103,7 @@ def _journeys(timeline: Timeline) -> tuple[list[Journey], list[str]]:
     order, run = timeline.order, timeline.run
     names: list[str] = []
     lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    made = []
+    journeys = []
     for i in sorted(order.sends.tolist(), key=lambda i: (float(run.begin[i]), i)):
         begin, end = _nanoseconds(float(run.begin[i])), _nanoseconds(float(run.arrival[i]))
         target, thread = int(order.target[i]), NONE
@@ -112,8 +116,8 @@ def _journeys(timeline: Timeline) -> tuple[list[Journey], list[str]]:
                 names.append(f"{pair[0]} to {pair[1]}" + (f", {lane + 1}" if lane else ""))
             thread = own[lane][0]
             own[lane] = (thread, end)
-        made.append((i, target, thread))
-    return made, names
+        journeys.append((i, target, thread))
+    return journeys, names
 
 
 def _transfers(timeline: Timeline, journeys: Iterable[Journey]) -> Iterator[Event]:
@@ -122,9 +126,9 @@ def _transfers(timeline: Timeline, journeys: Iterable[Journey]) -> Iterator[Even
         if thread != NONE:
             action, begin = order.actions[i], float(run.begin[i])
             waited = _nanoseconds(begin - float(run.end[i])) / 1e3
-            told = {**_told(action), "waited_for_the_link_us": waited}
+            arguments = {**_action_arguments(action), "waited_for_the_link_us": waited}
             name = f"{'activation' if action.kind == 'F' else 'gradient'} {action}"
-            yield _slice(LINKS, thread, name, "transfer", begin, float(run.arrival[i]), told)
+            yield _slice(LINKS, thread, name, "transfer", begin, float(run.arrival[i]), arguments)
 
 
 def _arrows(timeline: Timeline, journeys: Iterable[Journey]) -> Iterator[Event]:
@@ -135,23 +139,23 @@ def _arrows(timeline: Timeline, journeys: Iterable[Journey]) -> Iterator[Event]:
         common = {"name": "sent", "cat": "sent", "id": number}
         start, end = _nanoseconds(float(run.start[i])), _nanoseconds(float(run.end[i]))
         here, there = int(order.device[i]), int(order.device[target])
-        left, arrives = max(start, end - 1) / 1e3, _nanoseconds(float(run.start[target])) / 1e3
-        yield {"ph": "s", **common, "pid": PIPELINE, "tid": here, "ts": left}
+        departs, arrives = max(start, end - 1) / 1e3, _nanoseconds(float(run.start[target])) / 1e3
+        yield {"ph": "s", **common, "pid": PIPELINE, "tid": here, "ts": departs}
         if thread != NONE:
             begin = _nanoseconds(float(run.begin[i])) / 1e3
             yield {"ph": "t", **common, "pid": LINKS, "tid": thread, "ts": begin}
         yield {"ph": "f", "bp": "e", **common, "pid": PIPELINE, "tid": there, "ts": arrives}
 
 
-def _counters(found: Simulation) -> Iterator[Event]:
+def _counters(simulation: Simulation) -> Iterator[Event]:
     """Bytes of every stage where a plan was simulated, else its micro-batches in flight."""
-    for stage in range(found.stages):
-        if found.memory is None:
-            name, unit, levels = "in flight", "micro-batches", _in_flight(found.timeline, stage)
+    for stage in range(simulation.stages):
+        if simulation.memory is None:
+            name, unit, levels = "in flight", "micro-batches", _in_flight(simulation.timeline, stage)
         else:
-            own = found.memory[stage]
+            own = simulation.memory[stage]
             name, unit = "memory", "bytes"
-            levels = own.over_time(found.timeline, stage)
+            levels = own.over_time(simulation.timeline, stage)
         for second, level in levels:
             yield {
                 "ph": "C",

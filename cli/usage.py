@@ -20,13 +20,13 @@ def is_usage_error(error: Exception) -> bool:
     return isinstance(error, typer.Abort) or hasattr(error, "format_message")
 
 
-def explain_usage(error: Exception, root: Any, given: Sequence[str]) -> UsageError:
-    """The refusal of the arguments `given`, with the nearest options or verbs of `root`, the program."""
+def explain_usage(error: Exception, root: Any, words: Sequence[str]) -> UsageError:
+    """The refusal of the arguments `words`, with the nearest options or verbs of `root`, the program."""
     if isinstance(error, typer.Abort):
         return UsageError("aborted", "Nothing was done.")
     refusal: Any = error
     message = str(refusal.format_message()).rstrip(".")
-    verb = next((word for word in given if word in root.commands), "")
+    verb = next((word for word in words if word in root.commands), "")
     path, where = (f"pplan {verb}", f"{verb}: ") if verb else ("pplan", "")
     if message.startswith("No such command"):
         unknown = message.split("'")[1]

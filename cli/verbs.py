@@ -60,8 +60,8 @@ class Session:
     debug: bool = False
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(version: bool) -> None:
+    if version:
         from ..api.provenance import installed
 
         print(f"pplan {installed('pplan') or '(not installed)'}")

@@ -57,12 +57,13 @@ def _print(report: Report, screen: Console) -> None:
     ]
     print_table(screen, columns, report.lines)
     screen.print()
-    left = len(report.unchecked)
-    kept = len(report.lines) - left - len(report.differing)
+    unchecked = len(report.unchecked)
+    confirmed = len(report.lines) - unchecked - len(report.differing)
     against = f" with {report.profile}" if report.profile else ""
     line(
         screen,
-        f"{report.plan}{against}: {kept} lines ok, {len(report.differing)} differ, {left} not checked",
+        f"{report.plan}{against}: {confirmed} lines ok, {len(report.differing)} differ, "
+        f"{unchecked} not checked",
         style="bold",
     )
 
@@ -75,8 +76,8 @@ def _difference(own: Line) -> str:
     """What differs, with both values where there are two."""
     if own.said is None and own.found is None:
         return own.detail
-    return f"{own.detail}: the plan says {_shown(own.said)}, worked out {_shown(own.found)}"
+    return f"{own.detail}: the plan says {_value_text(own.said)}, worked out {_value_text(own.found)}"
 
 
-def _shown(value: Value) -> str:
+def _value_text(value: Value) -> str:
     return "nothing" if value is None else f"{value:.12g}" if isinstance(value, float) else str(value)[:200]

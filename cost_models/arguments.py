@@ -21,9 +21,9 @@ def whole(name: str, value: Any, *, at_least: int = 1, at_most: int | None = Non
     except TypeError:
         raise _wrong(name, value, "a whole number", hint) from None
     if number < at_least:
-        raise UsageError(f"{name}={_told(number)}: must be at least {at_least}", hint)
+        raise UsageError(f"{name}={_short_number(number)}: must be at least {at_least}", hint)
     if at_most is not None and number > at_most:
-        raise UsageError(f"{name}={_told(number)}: must be at most {at_most}", hint)
+        raise UsageError(f"{name}={_short_number(number)}: must be at most {at_most}", hint)
     return number
 
 
@@ -70,13 +70,13 @@ def pins(name: str, values: Any) -> tuple[tuple[str, int], ...]:
     example = f'For example: {name}=[("features.10", 1)], a layer and the number of its stage, from 0.'
     if isinstance(values, Mapping) or not _goes_through(values):
         raise _wrong(name, values, "a list of layers with their stages", example)
-    made = []
+    pairs = []
     for index, pin in enumerate(values):
         at = f"{name}[{index}]"
         if not isinstance(pin, tuple | list) or len(pin) != 2 or not isinstance(pin[0], str):
             raise _wrong(at, pin, "a layer and the number of its stage", example)
-        made.append((pin[0], whole(f"{at}[1]", pin[1], at_least=0)))
-    return tuple(made)
+        pairs.append((pin[0], whole(f"{at}[1]", pin[1], at_least=0)))
+    return tuple(pairs)
 
 
 def settings(name: str, value: Any) -> dict[str, object] | None:
@@ -98,10 +98,10 @@ def by_level(name: str, values: Any, example: str) -> Sequence[float] | None:
     """One number, or numbers inside a node and between nodes, or None. Raises UsageError."""
     if values is None:
         return None
-    given = (values,) if isinstance(values, Real) else tuple(values) if _goes_through(values) else ("",)
-    if not all(isinstance(value, Real) and not isinstance(value, bool) for value in given):
+    items = (values,) if isinstance(values, Real) else tuple(values) if _goes_through(values) else ("",)
+    if not all(isinstance(value, Real) and not isinstance(value, bool) for value in items):
         raise _wrong(name, values, "a number or two", f"For example: {name}={example}.")
-    return tuple(float(value) for value in given)
+    return tuple(float(value) for value in items)
 
 
 def word(name: str, value: Any) -> str:
@@ -141,7 +141,7 @@ def instance(name: str, value: Any, kind: type, hint: str) -> None:
         raise _wrong(name, value, f"a {kind.__name__}", hint)
 
 
-def _told(number: int) -> str:
+def _short_number(number: int) -> str:
     """The number; Python writes none of more than 4300 digits."""
     return str(number) if number.bit_length() <= 256 else f"(a number of {number.bit_length()} bits)"
 
@@ -155,7 +155,7 @@ def _goes_through(values: Any) -> bool:
     return not isinstance(values, str)
 
 
-def _wrong(name: str, value: Any, wanted: str, hint: str) -> UsageError:
-    shown = repr(value)
-    shown = f"{shown[:60]}…" if len(shown) > 60 else shown
-    return UsageError(f"{name}={shown}: is not {wanted} but of type {type(value).__name__}", hint)
+def _wrong(name: str, value: Any, expected_type: str, hint: str) -> UsageError:
+    text = repr(value)
+    text = f"{text[:60]}…" if len(text) > 60 else text
+    return UsageError(f"{name}={text}: is not {expected_type} but of type {type(value).__name__}", hint)

@@ -138,13 +138,13 @@ def _seconds(
 
 
 def _smaller(one: Amount, other: Amount) -> Amount:
-    made: Amount = np.minimum(one, other)
-    return made
+    minimum: Amount = np.minimum(one, other)
+    return minimum
 
 
 def _larger(one: Amount, other: Amount) -> Amount:
-    made: Amount = np.maximum(one, other)
-    return made
+    maximum: Amount = np.maximum(one, other)
+    return maximum
 
 
 def _twice(way: _Way[Amount]) -> _Way[Amount]:
@@ -156,7 +156,7 @@ def _pass(link: Link, share: float, bytes: Amount, steps: int) -> Amount:
     return share * bytes / link.bandwidth_bytes_per_second + steps * link.latency_seconds * (bytes > 0)
 
 
-def _used(topology: Topology, ranks: list[int]) -> list[Link]:
+def _ring_links(topology: Topology, ranks: list[int]) -> list[Link]:
     """The links that a ring over the ranks in order goes over; it crosses each shared port once."""
     joined = zip(topology.levels, topology.members(ranks), strict=True)
     return [level.link for level, members in joined if max(members) > 1]
@@ -165,7 +165,7 @@ def _used(topology: Topology, ranks: list[int]) -> list[Link]:
 def _ring(topology: Topology, ranks: list[int], bytes: Amount) -> Amount:
     """n - 1 steps, in each of which all send bytes / n to the next; the slowest link sets the pace."""
     n = len(ranks)
-    return reduce(_larger, [_pass(link, (n - 1) / n, bytes, n - 1) for link in _used(topology, ranks)])
+    return reduce(_larger, [_pass(link, (n - 1) / n, bytes, n - 1) for link in _ring_links(topology, ranks)])
 
 
 def _tree(topology: Topology, ranks: list[int], bytes: Amount) -> Amount:
@@ -175,7 +175,7 @@ def _tree(topology: Topology, ranks: list[int], bytes: Amount) -> Amount:
     behind a shared port has one place in each tree.
     """
     depth = math.ceil(math.log2(len(ranks)))
-    return reduce(_larger, [_pass(link, 2.0, bytes, 2 * depth) for link in _used(topology, ranks)])
+    return reduce(_larger, [_pass(link, 2.0, bytes, 2 * depth) for link in _ring_links(topology, ranks)])
 
 
 def _hierarchical(topology: Topology, ranks: list[int], bytes: Amount) -> Amount:
@@ -183,12 +183,12 @@ def _hierarchical(topology: Topology, ranks: list[int], bytes: Amount) -> Amount
 
     Devices that share a port have rings through it at the same time, each with its part of the bandwidth.
     """
-    total, left = bytes * 0.0, 1.0
+    total, remainder = bytes * 0.0, 1.0
     for level, (n,) in zip(topology.levels, topology.members(ranks), strict=True):
         if n > 1:
             at_once = _at_once(ranks, level.devices_per_port)
-            total = total + _pass(level.link, at_once * left * (n - 1) / n, bytes, n - 1)
-        left /= n
+            total = total + _pass(level.link, at_once * remainder * (n - 1) / n, bytes, n - 1)
+        remainder /= n
     return total
 
 

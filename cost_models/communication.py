@@ -51,13 +51,13 @@ def gradient_buckets(
     it, by any amount: a parameter is never split. The first bucket is small, the last holds what is left.
     """
     buckets: list[tuple[int, int]] = []
-    start, held, size = 0, 0.0, first_bytes
+    start, bytes_so_far, size = 0, 0.0, first_bytes
     for index, own in enumerate(parameter_bytes):
-        held += own
-        if held >= size:
+        bytes_so_far += own
+        if bytes_so_far >= size:
             buckets.append((start, index + 1))
-            start, held, size = index + 1, 0.0, bucket_bytes
-    if held > 0:
+            start, bytes_so_far, size = index + 1, 0.0, bucket_bytes
+    if bytes_so_far > 0:
         buckets.append((start, len(parameter_bytes)))
     return buckets
 
@@ -98,7 +98,7 @@ def exposed_all_reduce_seconds(
     if len(devices) == 1 or not gradients.any():
         return 0.0
     done = np.cumsum(backward)
-    last, sizes = _completed(gradients)
+    last, sizes = _bucket_ends(gradients)
     end = bucketed_all_reduce_end(done[last], sizes, topology, devices, algorithm)
     return max(0.0, end - float(done[-1]))
 
@@ -116,13 +116,13 @@ def exposed_all_reduces(
     if len(devices) == 1 or not gradients.any():
         return end
     done = np.cumsum(layer_backward_seconds[:, ::-1], axis=1)
-    for layer, size in zip(*_completed(gradients), strict=True):
+    for layer, size in zip(*_bucket_ends(gradients), strict=True):
         end = np.maximum(end, done[:, layer]) + all_reduce_seconds(topology, devices, size, algorithm)
     exposed: npt.NDArray[np.float64] = np.maximum(end - done[:, -1], 0.0)
     return exposed
 
 
-def _completed(gradients: npt.NDArray[np.float64]) -> tuple[list[int], list[float]]:
+def _bucket_ends(gradients: npt.NDArray[np.float64]) -> tuple[list[int], list[float]]:
     """By bucket the index of its last gradient, in the order in which they become ready, and its bytes."""
     buckets = gradient_buckets(gradients)
     # A bucket is complete with its last gradient; layers without parameters add nothing to wait for.

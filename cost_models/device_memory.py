@@ -98,16 +98,16 @@ def device_ledger(
     together, at the action at which their sum is largest. Transfers: the largest received and the largest
     sent tensor of a chunk; none between chunks of the device. Raises UsageError.
     """
-    held = held_by_action(program, device, chunk_bytes, recompute)
-    peak = int(np.argmax(held.bytes))
+    usage = held_by_action(program, device, chunk_bytes, recompute)
+    peak = int(np.argmax(usage.bytes))
     whole = _together(chunk_bytes)
     terms = {
         **training.states(whole),
         "weight_versions": _versions(program, chunk_bytes, training, weight_versions, copies),
-        "activations": float(held.activations[peak]),
-        "stage_inputs": float(held.stage_inputs[peak]),
+        "activations": float(usage.activations[peak]),
+        "stage_inputs": float(usage.stage_inputs[peak]),
         "communication": _transfers(program, device, chunk_bytes) + training.exchanged(whole),
-        "workspace": float(held.workspace[peak]),
+        "workspace": float(usage.workspace[peak]),
     }
     closed = {name: float(amount) for name, amount in with_reserve(terms, context_bytes).items()}
     alive = tuple(_alive(program, device, chunk_bytes, recompute, peak))
@@ -122,10 +122,10 @@ def _alive(
     for stay in _stays(program, device, recompute):
         if stay.start <= position <= stay.end:
             own = sizes[stay.chunk][stay.saves]
-            held = own.activations + own.inputs
+            amount = own.activations + own.inputs
             if position >= stay.backward:
-                held += own.rebuilt
-            yield Alive(stay.micro_batch, stay.chunk, stay.share * held)
+                amount += own.rebuilt
+            yield Alive(stay.micro_batch, stay.chunk, stay.share * amount)
 
 
 class _Sizes(NamedTuple):
@@ -185,10 +185,12 @@ def _over_time(
         for kind, start in ((waiting, stay.start), (again, stay.backward)):
             counts[start, kind] += stay.share
             counts[stay.end + 1, kind] -= stay.share
-    held = np.cumsum(changes, axis=0)[:-1]
+    totals = np.cumsum(changes, axis=0)[:-1]
     table = np.array(sizes)
     activations = np.stack([table[..., 0], table[..., 2]], axis=-1)
-    return np.tensordot(held, activations, axes=3), np.tensordot(held[..., waiting], table[..., 1], axes=2)
+    return np.tensordot(totals, activations, axes=3), np.tensordot(
+        totals[..., waiting], table[..., 1], axes=2
+    )
 
 
 def _together(chunks: Sequence[StageBytes]) -> StageBytes:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from .errors import FileError
+from .errors import SHOWN, FileError, shown
+from .file_kind import FOR_A_RUNTIME, kinds_of
 from .runtime import RUNTIMES
 from .text_files import read_text, sealed, write_whole
 
@@ -79,24 +80,6 @@ class Document(Record):
             write_whole(file, text, force=force)
 
 
-def kind_of(text: str) -> str | None:
-    """Which of pplan's files this is, by the keys that only one kind has; None where they do not tell."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return next(iter(_kinds(content)), None) if isinstance(content, dict) else None
-
-
-FOR_A_RUNTIME = "file for a runtime"
-KINDS = {
-    "profile": "layers",
-    "plan": "prediction",
-    "simulation": "bubble_rate_span",
-    "frontier": "points",
-    FOR_A_RUNTIME: "step_seconds",
-}
-"""A key at the top of a file that only files of this kind have, and those named before it."""
 _VERBS = {
     "profile": "profile",
     "plan": "solve",
@@ -104,15 +87,9 @@ _VERBS = {
     "frontier": "solve frontier=True",
     **{name: f"export {name}" for name in RUNTIMES},
 }
-SHOWN = 80
-"""Characters of a wrong value that an error shows."""
 
 
-def _kinds(content: dict[str, Any]) -> list[str]:
-    return [name for name, key in KINDS.items() if key in content]
-
-
-def _named(kind: str) -> str:
+def _file_words(kind: str) -> str:
     return f"{kind} file" if kind in RUNTIMES else kind
 
 
@@ -128,19 +105,21 @@ def _parse_json(text: str, where: str, kind: str) -> Any:
             f"{where}: not a whole JSON file (line {error.lineno}: {error.msg})", _again(kind)
         ) from error
     except RecursionError as error:
-        raise FileError(f"{where}: not a {_named(kind)} of pplan: nested too deep", _again(kind)) from error
+        raise FileError(
+            f"{where}: not a {_file_words(kind)} of pplan: nested too deep", _again(kind)
+        ) from error
     except ValueError as error:
         raise FileError(
-            f"{where}: not a {_named(kind)} of pplan: a number is too long", _again(kind)
+            f"{where}: not a {_file_words(kind)} of pplan: a number is too long", _again(kind)
         ) from error
 
 
 def _check_content(content: Any, where: str, document: type[Document]) -> None:
     """Raises FileError for another kind of file, and for one of a later pplan."""
-    kind, name = document.kind, _named(document.kind)
+    kind, name = document.kind, _file_words(document.kind)
     if not isinstance(content, dict) or "schema" not in content:
         raise FileError(f"{where}: not a {name} of pplan (it has no key 'schema')", _again(kind))
-    found, own = _kinds(content), FOR_A_RUNTIME if kind in RUNTIMES else kind
+    found, own = kinds_of(content), FOR_A_RUNTIME if kind in RUNTIMES else kind
     if found and own not in found:
         raise FileError(f"{where}: this is a {found[0]}, a {name} is needed here", _again(kind))
     version = content["schema"]
@@ -158,17 +137,17 @@ def _refusal(error: ValidationError, where: str, kind: str) -> FileError:
     message = _shortened(first["msg"].removeprefix("Value error, "), 4 * SHOWN)
     more = error.error_count() - 1
     return FileError(
-        f"{where}: {at}{message}{_seen(first)}" + (f" (and {more} more)" if more else ""),
+        f"{where}: {at}{message}{_input_text(first)}" + (f" (and {more} more)" if more else ""),
         f"Mend the file, or make it again with `pplan {_VERBS.get(kind, kind)}`.",
     )
 
 
-def _seen(error: ErrorDetails) -> str:
+def _input_text(error: ErrorDetails) -> str:
     """The wrong value; not where it is missing, nor a whole object: its message names what is wrong in it."""
     value = error["input"]
     if error["type"] == "missing" or not error["loc"] or isinstance(value, dict):
         return ""
-    return f", the value is {_shortened(repr(value), SHOWN)}"
+    return f", the value is {shown(value)}"
 
 
 def _shortened(text: str, most: int) -> str:

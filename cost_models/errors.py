@@ -17,8 +17,25 @@ Exit status 1 is kept for defects of pplan itself (`DefectError`, beside whateve
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
+
+LONGEST_WORD, SHOWN, LONGEST = 320, 80, 2_000
+"""Characters of a word of a message (a path may be long), of what is shown of a longer one, of a message."""
+
+
+def shown(value: object) -> str:
+    """What stands there, cut where it is long."""
+    text = repr(value)
+    return f"{text[:SHOWN]}…" if len(text) > SHOWN else text
+
+
+def _shortened(text: str) -> str:
+    """The message without most of what it repeats of a long input."""
+    if len(text) > LONGEST_WORD:
+        text = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:SHOWN]}…", text)
+    return f"{text[:LONGEST]}…" if len(text) > LONGEST else text
 
 
 class PplanError(Exception):
@@ -29,8 +46,8 @@ class PplanError(Exception):
 
     def __init__(self, what: str, hint: str = "") -> None:
         super().__init__(what, hint)
-        self.what = what
-        self.hint = hint
+        self.what = _shortened(what)
+        self.hint = _shortened(hint)
 
     def __str__(self) -> str:
         return f"{self.what}\n{self.hint}" if self.hint else self.what

@@ -11,14 +11,15 @@ import numpy.typing as npt
 
 from .errors import UsageError
 from .quantities import format_rate, format_seconds
+from .ranges import LEAST_RATE, LEAST_SPEED, MOST_BYTES, MOST_MEMBERS, MOST_RATE, MOST_SECONDS, MOST_SPEED
 
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 
 
 def _source() -> str:
     """A field that says where a figure is from; it makes no difference between two things."""
-    made: str = field(default="", compare=False, repr=False)
-    return made
+    source: str = field(default="", compare=False, repr=False)
+    return source
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,15 @@ class Device:
     memory_source: str = _source()
 
     def __post_init__(self) -> None:
-        if self.memory_bytes is not None and self.memory_bytes < 1:
+        if self.memory_bytes is not None and not 1 <= self.memory_bytes <= MOST_BYTES:
+            wanted = "at least one byte" if self.memory_bytes < 1 else f"at most {MOST_BYTES} bytes"
             raise UsageError(
-                f"memory_bytes={self.memory_bytes}: must be at least one byte", "Give a size such as 16GiB."
+                f"memory_bytes={self.memory_bytes}: must be {wanted}", "Give a size such as 16GiB."
             )
-        if not 0 < self.speed < math.inf:
+        if not LEAST_SPEED <= self.speed <= MOST_SPEED:
             raise UsageError(
-                f"speed {self.speed:g} of {self.name}: must be above 0",
+                f"speed {self.speed:g} of {self.name}: must be above 0, "
+                f"from {LEAST_SPEED:g} to {MOST_SPEED:g}",
                 "Give it relative to the profiled device: 2.0 is twice as fast, 0.5 half as fast.",
             )
         if self.profile is not None and self.speed != 1:
@@ -78,14 +81,16 @@ class Link:
     latency_source: str = _source()
 
     def __post_init__(self) -> None:
-        if not self.bandwidth_bytes_per_second > 0:
+        rate = self.bandwidth_bytes_per_second
+        if not (LEAST_RATE <= rate <= MOST_RATE or rate == math.inf):
             raise UsageError(
-                f"bandwidth={self.bandwidth_bytes_per_second}: must be above 0 bytes per second",
+                f"bandwidth={rate}: must be above 0 bytes per second, from {LEAST_RATE:g} to {MOST_RATE:g}",
                 "Give a bandwidth such as 25GB/s, or inf for transfers that take no time.",
             )
-        if not 0 <= self.latency_seconds < math.inf:
+        if not 0 <= self.latency_seconds <= MOST_SECONDS:
             raise UsageError(
-                f"latency={self.latency_seconds}: must be a duration from 0", "Give a latency such as 5us."
+                f"latency={self.latency_seconds}: must be a duration from 0 to {MOST_SECONDS:g} s",
+                "Give a latency such as 5us.",
             )
 
     def seconds(self, bytes: Amount) -> Amount:
@@ -120,9 +125,10 @@ class Level:
 
     def __post_init__(self) -> None:
         for what, count in (("size", self.size), ("devices_per_port", self.devices_per_port)):
-            if count is not None and count < 1:
+            if count is not None and not 1 <= count <= MOST_MEMBERS:
+                wanted = "at least 1" if count < 1 else f"at most {MOST_MEMBERS}"
                 raise UsageError(
-                    f"level {self.name}: {what} {count}: must be at least 1", f"Give {what} = 8, for example."
+                    f"level {self.name}: {what} {count}: must be {wanted}", f"Give {what} = 8, for example."
                 )
 
 

@@ -131,8 +131,8 @@ class Chain:
                 f"micro-batch size {size:g} lies outside the measured sizes ({measured})",
                 f"Measure it: pplan profile MODEL micro_batch_sizes='{measured.replace(' ', '')},{size:g}'",
             )
-        known = [*MEASURED, *(name for name in _PARTS if getattr(self, name) is not None)]
-        values = {name: self._value(name, size) for name in known}
+        names = [*MEASURED, *(name for name in _PARTS if getattr(self, name) is not None)]
+        values = {name: self._value(name, size) for name in names}
         return LayerCosts(
             size=size,
             input_bytes=self.input_bytes_per_sample * size,

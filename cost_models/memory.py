@@ -83,7 +83,7 @@ def stage_workspace(saved: Sequence[float], workspace: Sequence[float]) -> float
     save and the workspace of layer i. The peak is the largest of these sums: less than all saved bytes plus
     the largest workspace, where that belongs to an early layer.
     """
-    peak = max(kept + own for kept, own in zip(accumulate(saved), workspace, strict=True))
+    peak = max(before + own for before, own in zip(accumulate(saved), workspace, strict=True))
     return max(peak - sum(saved), 0.0)
 
 
@@ -132,13 +132,13 @@ class Training:
         the optimizer's state on one replica."""
         precision = self.precision
         state = self._optimizer.bytes_per_parameter(precision) - precision.master
-        made: dict[str, Amount] = {
+        terms: dict[str, Amount] = {
             "weights": self._spread(stage.parameters, 3) + stage.buffers,
             "gradients": self._spread(self._gradients(stage.trainable), 2),
         }
         if precision.master:
-            made["master_weights"] = self._spread(stage.trainable * (precision.master / precision.weight), 1)
-        return made | {"optimizer": self._spread(stage.trainable * (state / precision.weight), 1)}
+            terms["master_weights"] = self._spread(stage.trainable * (precision.master / precision.weight), 1)
+        return terms | {"optimizer": self._spread(stage.trainable * (state / precision.weight), 1)}
 
     def versions(self, stage: StageBytes, number: float) -> Amount:
         """Bytes of the weight versions besides the newest; a fraction is an average over layers."""
@@ -245,7 +245,7 @@ def ledger(
     terms = {
         **training.states(stage),
         "weight_versions": training.versions(stage, weight_versions),
-        **_held(stage, in_flight, recompute),
+        **_activations(stage, in_flight, recompute),
         "communication": stage.received + stage.sent + training.exchanged(stage),
         "workspace": stage.workspace,
     }
@@ -263,7 +263,7 @@ def total(terms: dict[str, Amount]) -> Any:
     return sum(terms.values())
 
 
-def _held(stage: StageBytes, in_flight: float, recompute: str) -> dict[str, Amount]:
+def _activations(stage: StageBytes, in_flight: float, recompute: str) -> dict[str, Amount]:
     """Activations and stage inputs of the micro-batches in flight, and of the one at work."""
     whole = stage.saved + stage.saved_input
     if recompute == "never":

@@ -83,7 +83,7 @@ def optimizer_named(name: str) -> Optimizer:
         raise UsageError(f"optimizer {name!r} is unknown", f"Use one of: {', '.join(OPTIMIZERS)}.") from None
 
 
-def precision_of(dtype: str) -> Precision:
+def dtype_precision(dtype: str) -> Precision:
     """The precision of a model profiled in `dtype`, without master weights. Raises UsageError."""
     try:
         return _BY_DTYPE[dtype]

@@ -1,9 +1,9 @@
 """Options: what a user may ask for, each declared once, as a field with type, default, unit and help.
 
 The fields of an `Options` are the keyword arguments of the Python API, the options of the command line
-(`pplan.cli.option_parameters` makes them) and, of a plan's, what its file says under `wishes`. They are plain
-frozen dataclasses: the help of the command line imports no pydantic. To add an option, add a field, and use
-it where it matters.
+(`pplan.cli.option_parameters` makes them) and, of a plan's, what its file says under `options`. They are
+plain frozen dataclasses: the help of the command line imports no pydantic. To add an option, add a field, and
+use it where it matters.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def declared(model: type[Options]) -> dict[str, Option]:
 
 
 def options_from(
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     *models: type[Options],
     of: str = "solve",
     takes: Collection[str] | None = None,
@@ -100,24 +100,24 @@ def options_from(
         for name in declared(model):
             if takes is None or name in takes:
                 owners.setdefault(name, model)
-    for name in given:
+    for name in values:
         if name not in owners:
             raise unknown_option(name, list(owners), of)
     return [
-        model(**{name: value for name, value in given.items() if owners[name] is model}) for model in models
+        model(**{name: value for name, value in values.items() if owners[name] is model}) for model in models
     ]
 
 
-def check_values(given: Mapping[str, Any], *models: type[Options]) -> None:
+def check_values(values: Mapping[str, Any], *models: type[Options]) -> None:
     """Each value by itself, of fields that one of the models has. Raises UsageError."""
     for model in models:
         for name, own in declared(model).items():
-            if name in given:
-                own.check(name, given[name])
+            if name in values:
+                own.check(name, values[name])
 
 
-def unknown_option(name: str, known: list[str], of: str) -> UsageError:
+def unknown_option(name: str, names: list[str], of: str) -> UsageError:
     """What to say of a name that is no option."""
-    near = difflib.get_close_matches(str(name), known, n=1)
+    near = difflib.get_close_matches(str(name), names, n=1)
     guess = f"Did you mean {near[0]}? " if near else ""
-    return UsageError(f"{name}: is no option of {of}", f"{guess}There are: {', '.join(known)}.")
+    return UsageError(f"{name}: is no option of {of}", f"{guess}There are: {', '.join(names)}.")

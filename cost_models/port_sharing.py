@@ -77,22 +77,22 @@ class PortSharings:
     def of(self, ranks: Sequence[Ranks], hops: Sequence[Hop], reductions: Sequence[Reduced]) -> PortSharing:
         """`ranks`: by device of the program, those of its replicas."""
         links = np.full((len(ranks), len(ranks)), NONE, dtype=np.int64)
-        taken: defaultdict[Port, float] = defaultdict(float)
+        seconds_by_port: defaultdict[Port, float] = defaultdict(float)
         for sender, receiver, seconds in hops:
             links[sender, receiver] = self._exit(ranks[sender], ranks[receiver])
             if seconds:
                 for port, part in self._shares(ranks[sender], ranks[receiver]):
-                    taken[port] += part * seconds
+                    seconds_by_port[port] += part * seconds
         loads: dict[int, Loads] = {}
         for own in reductions:
-            made = self._loads(own.ranks)
+            own_loads = self._loads(own.ranks)
             if own.bytes:
-                loads[own.key] = {port: own.bytes * each for port, each in made.items()}
+                loads[own.key] = {port: own.bytes * each for port, each in own_loads.items()}
             bytes = own.bytes * own.times + own.before
-            for (level, owner), each in made.items():
+            for (level, owner), each in own_loads.items():
                 for direction in ("out", "in"):
-                    taken[Port(level, direction, owner)] += bytes * each
-        return PortSharing(links, _of_several(loads), max(taken.values(), default=0.0))
+                    seconds_by_port[Port(level, direction, owner)] += bytes * each
+        return PortSharing(links, _of_several(loads), max(seconds_by_port.values(), default=0.0))
 
     def _exit(self, senders: Ranks, receivers: Ranks) -> int:
         key = senders, receivers
@@ -119,10 +119,10 @@ class PortSharings:
 def _of_several(loads: dict[int, Loads]) -> dict[int, Loads]:
     """Without the ports that a single all-reduce takes: there it waits for no other."""
     uses = Counter(port for own in loads.values() for port in own)
-    made = {
+    contended = {
         key: {port: seconds for port, seconds in own.items() if uses[port] > 1} for key, own in loads.items()
     }
-    return {key: own for key, own in made.items() if own}
+    return {key: own for key, own in contended.items() if own}
 
 
 def end_on_ports(end: float, loads: Loads, free: Loads) -> float:

@@ -91,12 +91,12 @@ def training_precision(
     return TrainingPrecision(name, gradient, Precision(_BYTES[own], _BYTES[gradient], master), autocast)
 
 
-def known_word(field: str, word: str, known: tuple[str, ...], also: str = "") -> None:
+def known_word(field: str, word: str, words: tuple[str, ...], also: str = "") -> None:
     """Raises UsageError, with the nearest of the known words, unless the word is one of them, or `also`."""
-    if word not in (*known, also):
-        near = get_close_matches(word, known, n=1)
+    if word not in (*words, also):
+        near = get_close_matches(word, words, n=1)
         start = f"Did you mean {near[0]}? " if near else ""
-        raise UsageError(f"{field}={word!r}: not known", f"{start}Use one of: {', '.join(known)}.")
+        raise UsageError(f"{field}={word!r}: not known", f"{start}Use one of: {', '.join(words)}.")
 
 
 def _check_passes(name: str, own: str, autocast: bool, amp: str | None) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 
 from .errors import UsageError
+from .ranges import LEAST_RATE, MOST_BYTES, MOST_RATE, MOST_SECONDS
 
 _DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -30,7 +31,7 @@ def parse_bytes(text: str, name: str = "size", *, allow_zero: bool = False) -> i
     factor = _BYTES.get(unit.lower())
     if factor is None:
         raise _unknown_unit(text, name, unit, "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB", example)
-    if not math.isfinite(number * factor):
+    if not number * factor <= MOST_BYTES:
         raise UsageError(f"{name} {text}: too large for a size", example)
     size = round(number * factor)
     if size == 0 and not allow_zero:
@@ -56,8 +57,10 @@ def parse_rate(text: str, name: str = "rate") -> float:
     if factor is None:
         raise _unknown_unit(text, name, unit, "B/s, kB/s, MB/s, GB/s, TB/s, KiB/s, MiB/s, GiB/s", example)
     rate = number * factor
-    if not math.isfinite(rate) or rate == 0:
-        raise UsageError(f"{name} {text}: must be above 0 and within range", example)
+    if not LEAST_RATE <= rate <= MOST_RATE:
+        raise UsageError(
+            f"{name} {text}: must be from {LEAST_RATE:g} to {MOST_RATE:g} bytes per second", example
+        )
     if base != "B":
         raise _bits_refused(text, name, rate, f"{number:g}{prefix}B/s")
     return rate
@@ -77,7 +80,7 @@ def parse_seconds(text: str, name: str = "duration") -> float:
         raise _unknown_unit(text, name, unit, "ns, us, ms, s, m, h", example)
     # Divided, so that 15us is the same float as 15e-6.
     seconds = number / _PER_SECOND[unit] if unit in _PER_SECOND else number * _SECONDS[unit]
-    if not math.isfinite(seconds):
+    if not seconds <= MOST_SECONDS:
         raise UsageError(f"{name} {text}: too long for a duration", example)
     return seconds
 
@@ -132,8 +135,8 @@ def _split(text: str, name: str, kind: str, example: str) -> tuple[float, str]:
     return number, match[2]
 
 
-def _unknown_unit(text: str, name: str, unit: str, known: str, example: str) -> UsageError:
-    what = f"the unit {unit!r} is none of {known}" if unit else "the unit is missing"
+def _unknown_unit(text: str, name: str, unit: str, units: str, example: str) -> UsageError:
+    what = f"the unit {unit!r} is none of {units}" if unit else "the unit is missing"
     return UsageError(f"{name} {text}: {what}", example)
 
 

@@ -18,7 +18,7 @@ class Routes:
     """The ways from stages to stages of a topology, remembered."""
 
     topology: Topology
-    _known: dict[tuple[Ranks, Ranks], tuple[float, float]] = field(default_factory=dict)
+    _routes: dict[tuple[Ranks, Ranks], tuple[float, float]] = field(default_factory=dict)
     _loads: dict[tuple[Ranks, Ranks], Mapping[Port, float]] = field(default_factory=dict)
     _pairs: dict[tuple[int, int], tuple[Link, tuple[Port, Port]]] = field(default_factory=dict)
 
@@ -29,12 +29,12 @@ class Routes:
         concatenation, Fan et al., PPoPP 2021, section 5). Parts that go through one port, as the network
         adapter of a machine, share its bandwidth; the slowest port counts.
         """
-        key = self._shifted(senders), self._shifted(receivers, senders[0])
-        if key not in self._known:
-            self._known[key] = self._route(senders, receivers)
-        return self._known[key]
+        key = self._shift_ranks(senders), self._shift_ranks(receivers, senders[0])
+        if key not in self._routes:
+            self._routes[key] = self._route(senders, receivers)
+        return self._routes[key]
 
-    def _shifted(self, ranks: Ranks, first: int | None = None) -> Ranks:
+    def _shift_ranks(self, ranks: Ranks, first: int | None = None) -> Ranks:
         """The ranks as if `first`, else their own first, were of the first node, where nodes are alike."""
         if not self.alike:
             return ranks
@@ -50,19 +50,19 @@ class Routes:
         return len(self.topology.levels) <= 2 and own_ports
 
     def _route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
-        loads, latency = self._loaded(senders, receivers)
+        loads, latency = self._add_loads(senders, receivers)
         return latency, max(loads.values())
 
     def loads(self, senders: Ranks, receivers: Ranks) -> Mapping[Port, float]:
         """By port that the transfer goes through, leaving or entering: for how many seconds of each byte of a
         whole micro-batch it is taken."""
-        key = self._shifted(senders), self._shifted(receivers, senders[0])
+        key = self._shift_ranks(senders), self._shift_ranks(receivers, senders[0])
         first = senders[0] - key[0][0]
         if key not in self._loads:
-            self._loads[key] = self._moved(self._loaded(senders, receivers)[0], -first)
-        return self._moved(self._loads[key], first) if first else self._loads[key]
+            self._loads[key] = self._shift_loads(self._add_loads(senders, receivers)[0], -first)
+        return self._shift_loads(self._loads[key], first) if first else self._loads[key]
 
-    def _moved(self, loads: Mapping[Port, float], devices: int) -> Mapping[Port, float]:
+    def _shift_loads(self, loads: Mapping[Port, float], devices: int) -> Mapping[Port, float]:
         """The same of ports that belong to devices of so much higher ranks."""
         by_level = [devices // level.devices_per_port for level in self.topology.levels]
         return {
@@ -76,7 +76,7 @@ class Routes:
         leaving = [(-load, port) for port, load in self.loads(senders, receivers).items() if port.leaves]
         return min(leaving)[1]
 
-    def _loaded(self, senders: Ranks, receivers: Ranks) -> tuple[dict[Port, float], float]:
+    def _add_loads(self, senders: Ranks, receivers: Ranks) -> tuple[dict[Port, float], float]:
         """What `loads` returns, and the longest latency."""
         loads: defaultdict[Port, float] = defaultdict(float)
         latency = 0.0

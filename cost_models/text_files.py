@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import FileError
+from .file_kind import check_same_kind, file_kind
 
 KEY = "content_sha256"
 _MADE_BY = '\n "made_by": {\n'
@@ -33,14 +34,14 @@ def sealed(text: str) -> str:
     text = escaped(text)
     if _MADE_BY not in text:
         return text
-    found = _hash(json.loads(text))
-    return text.replace(_MADE_BY, f'{_MADE_BY}  "{KEY}": "{found}",\n', 1)
+    digest = _hash(json.loads(text))
+    return text.replace(_MADE_BY, f'{_MADE_BY}  "{KEY}": "{digest}",\n', 1)
 
 
 def escaped(text: str) -> str:
     """A JSON text in which no character stands as it is that a terminal would obey."""
     text = text.replace("\r", "")
-    return text if text.isascii() and text.replace("\n", "").isprintable() else "".join(map(_escaped, text))
+    return text if text.isascii() and text.replace("\n", "").isprintable() else "".join(map(_escape, text))
 
 
 def sealed_lines(text: str) -> str:
@@ -88,7 +89,7 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     """As JSON may write it in a text. Ends of lines and tabs stay: they can only lie between its parts."""
     if character in "\n\t" or unicodedata.category(character) not in _STEERS:
         return character
@@ -128,14 +129,14 @@ def check_place(path: Path, *, force: bool) -> None:
     replaced.
     """
     try:
-        found, folder, file = os.path.lexists(path), path.is_dir(), path.is_file() or not path.exists()
+        exists, folder, file = os.path.lexists(path), path.is_dir(), path.is_file() or not path.exists()
     except OSError as error:  # a name that is too long, say
         raise FileError(f"{path}: cannot be written: {error.strerror}", "Name a file.") from error
     if folder:
         raise FileError(f"{path}: is a folder", "Name a file.")
     if not file:
         raise FileError(f"{path}: is no file that could be replaced", "Name a file.")
-    if found and not force:
+    if exists and not force:
         raise FileError(f"{path} exists already", "Give `force` to replace it, or another name.")
 
 
@@ -146,6 +147,7 @@ def write_whole(path: Path, text: str, *, force: bool) -> None:
     given, or where the disk refuses.
     """
     check_place(path, force=force)
+    check_same_kind(path, file_kind(text))
     temporary = None
     try:
         target = path.resolve(strict=False) if path.is_symlink() else path

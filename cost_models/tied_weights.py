@@ -102,11 +102,11 @@ def copied_bytes(tied: Sequence[TiedWeight], cut_points: Sequence[int], *, train
     """(n, n): bytes of the copies in the layers from cut point i to before cut point j; those of `trainable`
     weights alone."""
     points = np.array(cut_points)
-    made = np.zeros((len(points),) * 2)
+    copies = np.zeros((len(points),) * 2)
     for weight in tied:
         bytes = weight.trainable_bytes if trainable else weight.bytes
-        made += bytes * (_has_user(weight, points) & (points > weight.layers[0])[:, None])
-    return made
+        copies += bytes * (_has_user(weight, points) & (points > weight.layers[0])[:, None])
+    return copies
 
 
 def least_seconds_after(
@@ -119,7 +119,7 @@ def least_seconds_after(
     """(n, n): seconds that the sums of a stage's weights take at the least, where its layers from cut point i
     to before cut point j have some of their users and not all. Every sum is over its `replicas` and another
     stage's device: each sends 2 (r - 1) / r of the bytes, over the fastest link at best."""
-    points, made = np.array(cut_points), np.zeros((len(cut_points),) * 2)
+    points, total = np.array(cut_points), np.zeros((len(cut_points),) * 2)
     if not any(weight.trainable_bytes for weight in tied) or topology.gpus < 2:
         return 0.0
     fastest = max(level.link.bandwidth_bytes_per_second for level in topology.levels)
@@ -127,8 +127,8 @@ def least_seconds_after(
     for weight in tied:
         has_all = (points <= weight.layers[0])[:, None] & (points > weight.layers[-1])[None, :]
         seconds = share * weight.trainable_bytes / fastest
-        made += seconds * (_has_user(weight, points) & ~has_all)
-    return made
+        total += seconds * (_has_user(weight, points) & ~has_all)
+    return total
 
 
 def _has_user(weight: TiedWeight, points: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -50,7 +50,7 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
     A program's dependencies are worked out once and kept as long as it is; of a schedule by name, for
     `PipelineCosts`, the programs used last are kept.
     """
-    program = schedule if isinstance(schedule, Program) else _named(schedule, costs)
+    program = schedule if isinstance(schedule, Program) else _cached_program(schedule, costs)
     order, general = resolve_order(program), _general(program, costs)
     if general.candidates in (None, 1):
         single = general if general.candidates is None else general.candidate(0)
@@ -82,7 +82,7 @@ def runs_side_by_side(program: Program, costs: Costs) -> bool:
     return statically_served(values) and _ends_alone(values)
 
 
-def _named(schedule: str, costs: PipelineCosts | Costs) -> Program:
+def _cached_program(schedule: str, costs: PipelineCosts | Costs) -> Program:
     if isinstance(costs, Costs):
         raise UsageError(
             f"schedule {schedule} by name, with costs by device and chunk",

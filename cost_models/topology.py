@@ -16,6 +16,7 @@ import numpy.typing as npt
 from .errors import UsageError
 from .hardware import Amount, Device, Group, Level, Link, Port
 from .quantities import format_bytes
+from .ranges import MOST_DEVICES
 
 __all__ = [
     "Amount",
@@ -31,8 +32,6 @@ __all__ = [
 
 FEW_RANKS = 64
 """Up to so many, sets are faster than arrays."""
-MOST_DEVICES = 65_536
-"""Of a topology."""
 NODE = "node"
 """The level of this name is what one process reaches; without one it is the innermost."""
 
@@ -41,9 +40,9 @@ def check_devices(count: int, called: str = "") -> None:
     """Raises UsageError for more devices than are planned for. The count is `called` as a file does; else by
     the field `gpus`."""
     if count > MOST_DEVICES:
-        shown = f"{called} {count}" if called else f"gpus={count}"
+        what = f"{called} {count}" if called else f"gpus={count}"
         raise UsageError(
-            f"{shown}: at most {MOST_DEVICES} devices are planned for",
+            f"{what}: at most {MOST_DEVICES} devices are planned for",
             f"Give up to {MOST_DEVICES}: larger clusters run copies of a plan for fewer.",
         )
 
@@ -135,7 +134,7 @@ class Topology:
         """Whether devices `a` and `b` are on different nodes."""
         return a // self.gpus_per_node != b // self.gpus_per_node
 
-    def level_of(self, a: int, b: int) -> int:
+    def shared_level(self, a: int, b: int) -> int:
         """The index of the innermost level with a group that holds both devices. Raises UsageError."""
         self._check(a, b)
         for index, inner in enumerate(self._inner[1:]):
@@ -145,11 +144,11 @@ class Topology:
 
     def link(self, a: int, b: int) -> Link:
         """The link from device `a` to device `b`. Raises UsageError."""
-        return self.levels[self.level_of(a, b)].link
+        return self.levels[self.shared_level(a, b)].link
 
     def ports(self, a: int, b: int) -> tuple[Port, Port]:
         """What a transfer from `a` to `b` occupies: transfers with a port in common share its bandwidth."""
-        index = self.level_of(a, b)
+        index = self.shared_level(a, b)
         each = self.levels[index].devices_per_port
         return Port(index, "out", a // each), Port(index, "in", b // each)
 
@@ -162,19 +161,19 @@ class Topology:
         self._check(*(min(ranks), max(ranks)) if ranks else ())
         if len(ranks) > FEW_RANKS:
             return self._members_of_many(np.array(sorted(ranks), dtype=np.int64))
-        made = []
+        levels = []
         for index in range(len(self.levels)):
-            held = set(zip(*self.places_in(index, ranks), strict=True))
-            made.append(frozenset(Counter(group for group, _ in held).values()))
-        return made
+            places = set(zip(*self.places_in(index, ranks), strict=True))
+            levels.append(frozenset(Counter(group for group, _ in places).values()))
+        return levels
 
     def _members_of_many(self, ranks: npt.NDArray[np.int64]) -> list[frozenset[int]]:
-        made = []
+        levels = []
         for inner, outer in zip(self._inner, (*self._inner[1:], None), strict=True):
-            held = np.unique(ranks // inner)
-            groups = held * 0 if outer is None else held // (outer // inner)
-            made.append(frozenset(np.unique(groups, return_counts=True)[1].tolist()))
-        return made
+            members = np.unique(ranks // inner)
+            groups = members * 0 if outer is None else members // (outer // inner)
+            levels.append(frozenset(np.unique(groups, return_counts=True)[1].tolist()))
+        return levels
 
     def places_in(self, index: int, ranks: Iterable[int]) -> tuple[list[int], list[int]]:
         """By rank, the group of that level that it is in, and the member of the group."""
@@ -197,16 +196,16 @@ class Topology:
                 f"gpus={gpus}: the topology has {self.gpus} devices, of {len(self.kinds)} kinds",
                 f"Use at most {self.gpus}, or add devices to the file.",
             )
-        kept = [
+        groups = [
             Group(device, min(number, gpus - start))
             for (device, number), start in zip(self.groups, self._starts, strict=False)
             if start < gpus
         ]
-        return replace(self, groups=tuple(kept))
+        return replace(self, groups=tuple(groups))
 
     def describe(self) -> str:
         """One line in words: devices, their memory, devices a node, links."""
-        start = " + ".join(_described(group) for group in self.groups)
+        start = " + ".join(_describe_group(group) for group in self.groups)
         used = self.levels[: 1 + next(i for i, reach in enumerate(self._reach) if reach >= self.gpus)]
         if self.gpus == 1:
             return start
@@ -246,7 +245,7 @@ def two_level_topology(
     return Topology((Group(device, gpus),), (node, Level("network", None, between)))
 
 
-def _described(group: Group) -> str:
+def _describe_group(group: Group) -> str:
     device, number = group
     memory = "no memory limit" if device.memory_bytes is None else format_bytes(device.memory_bytes)
     speed = "" if device.speed == 1 else f", {device.speed:g} x as fast"

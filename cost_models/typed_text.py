@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .errors import UsageError
 
+MOST_DIGITS = 18
+"""Of a whole number: it and its products are what machines count with."""
 _WORDS: dict[str, object] = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -58,7 +60,7 @@ def counts(text: str, name: str) -> tuple[int, ...]:
 
 def sizes(text: str, name: str) -> tuple[int, ...]:
     """`1,2,4,8` as whole numbers of at least 1, ascending and without repeats."""
-    return tuple(sorted({_whole(part.strip(), name, 1, seen=text) for part in text.split(",")}))
+    return tuple(sorted({_whole(part.strip(), name, 1, context=text) for part in text.split(",")}))
 
 
 def by_level(read: Callable[[str, str], float]) -> Callable[[str, str], tuple[float, ...]]:
@@ -82,7 +84,7 @@ def settings(pairs: Sequence[str], name: str) -> dict[str, object]:
     A value is read as JSON or as a Python literal where it is one (true, false and none by any case), and is
     text otherwise; quotes make text of what would be a number.
     """
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         key = key.strip()
@@ -95,12 +97,12 @@ def settings(pairs: Sequence[str], name: str) -> dict[str, object]:
                 f"{name} {pair!r}: {key!r} is no keyword",
                 "Before the = stands a name, as in depth=24.",
             )
-        if key in found:
+        if key in values:
             raise UsageError(
-                f"{name} {key} is given twice, as {found[key]!r} and as {_literal(value)!r}", "Give it once."
+                f"{name} {key} is given twice, as {values[key]!r} and as {_literal(value)!r}", "Give it once."
             )
-        found[key] = _literal(value)
-    return found
+        values[key] = _literal(value)
+    return values
 
 
 def _literal(text: str) -> object:
@@ -116,11 +118,15 @@ def _literal(text: str) -> object:
     return text
 
 
-def _whole(text: str, name: str, least: int, seen: str = "") -> int:
-    shown = f"{name} {seen or text}"
+def _whole(text: str, name: str, least: int, context: str = "") -> int:
+    what = f"{name} {context or text}"
     if not re.fullmatch(r"[+-]?\d+", text):
-        part = f"{text!r} is" if seen else "is"
-        raise UsageError(f"{shown}: {part} not a whole number", f"For example: {name} {max(least, 8)}")
+        part = f"{text!r} is" if context else "is"
+        raise UsageError(f"{what}: {part} not a whole number", f"For example: {name} {max(least, 8)}")
+    if len(text.lstrip("+-")) > MOST_DIGITS:
+        raise UsageError(
+            f"{what}: must have at most {MOST_DIGITS} digits", f"For example: {name} {max(least, 8)}"
+        )
     if int(text) < least:
-        raise UsageError(f"{shown}: must be at least {least}", f"For example: {name} {max(least, 8)}")
+        raise UsageError(f"{what}: must be at least {least}", f"For example: {name} {max(least, 8)}")
     return int(text)

@@ -27,8 +27,8 @@ def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[Alter
     or the problem is too large to solve it again for each."""
     if problem.options.planner != "best" or is_large(problem.space, problem.families):
         return []
-    made = [other for names in _kinds(problem) for other in _for_runtimes(problem, answer, names)]
-    return [*made, *_interleaved(problem, answer)]
+    others = [other for names in _kinds(problem) for other in _for_runtimes(problem, answer, names)]
+    return [*others, *_interleaved_alternative(problem, answer)]
 
 
 def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str]) -> Iterator[Alternative]:
@@ -49,14 +49,14 @@ def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str])
         return
     # Of an answer for another runtime it is proven that it is the best that one runs, as that one runs it.
     answers = problem.options.runtime in (None, names[0]) and _answers(own, answer)
-    found = answer.found if answers else run_search(own, work=WORK, whole=is_small(problem))
-    plan = None if found.best is None else _ranked(own, found.best)
+    result = answer.result if answers else run_search(own, work=WORK, whole=is_small(problem))
+    plan = None if result.best is None else _in_rank_order(own, result.best)
     if plan is not None:
-        found = replace(found, exact=found.exact and plan == found.best)
-        yield _alternative(own, found, plan, names, "")
+        result = replace(result, exact=result.exact and plan == result.best)
+        yield _alternative(own, result, plan, names, "")
 
 
-def _ranked(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
+def _in_rank_order(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     """The plan on the devices from rank 0 on, as a runtime gives them to its stages: one that was found with
     devices left free between its stages takes another time there, and may not fit."""
     devices = _in_order(best)
@@ -69,11 +69,11 @@ def _schedule(problem: Problem, runtime: Runtime) -> str:
     """Of several that are searched, auto; of one, that one: the others are not proven."""
     if problem.options.schedule != "auto":
         return problem.options.schedule
-    known = [name for name in SEARCHED if name in runtime.schedules]
-    return known[0] if len(known) == 1 else "auto"
+    names = [name for name in SEARCHED if name in runtime.schedules]
+    return names[0] if len(names) == 1 else "auto"
 
 
-def _interleaved(problem: Problem, answer: JointSearchResult) -> Iterator[Alternative]:
+def _interleaved_alternative(problem: Problem, answer: JointSearchResult) -> Iterator[Alternative]:
     """The plan of the planner of that name, where the schedule was left open: no answer, as it is not
     searched."""
     plan, best = answer.by_planner.get(INTERLEAVED), answer.best
@@ -88,11 +88,11 @@ def _interleaved(problem: Problem, answer: JointSearchResult) -> Iterator[Altern
         ]
         if not names:
             return
-        found = SearchResult(plan, 0.0, 0.0, exact=False)
+        result = SearchResult(plan, 0.0, 0.0, exact=False)
         ratio = plan.step_seconds / best.step_seconds
         than = f"{ratio:.3g} x slower" if ratio > 1 else f"{1 / ratio:.3g} x faster"
         reason = f"a heuristic's proposal, {than} than the plan: interleaved is not searched"
-        yield _alternative(problem, found, plan, names, reason)
+        yield _alternative(problem, result, plan, names, reason)
 
 
 def _keeps_weights(runtime: Runtime, problem: Problem, plan: ScoredPlan) -> bool:
@@ -112,7 +112,7 @@ def _recomputes(runtime: Runtime, plan: ScoredPlan) -> bool:
 def _answers(own: Problem, answer: JointSearchResult) -> bool:
     """Whether the best plan of all is proven to be the best that the runtime runs, too."""
     best, runtime = answer.best, own.runtime
-    if best is None or runtime is None or not answer.found.exact or runtime.one_process:
+    if best is None or runtime is None or not answer.result.exact or runtime.one_process:
         return False
     if best.config.schedule not in SEARCHED:
         return False  # it is none of those that are searched for the runtime
@@ -127,7 +127,7 @@ def _answers(own: Problem, answer: JointSearchResult) -> bool:
 
 
 def _in_order(best: ScoredPlan) -> tuple[tuple[int, ...], ...]:
-    ranks = iter(range(best.proposal.used))
+    ranks = iter(range(best.proposal.device_count))
     return tuple(tuple(next(ranks) for _ in own) for own in best.proposal.devices)
 
 
@@ -154,7 +154,7 @@ def _kinds(problem: Problem) -> list[list[str]]:
 
 
 def _alternative(
-    problem: Problem, found: SearchResult, plan: ScoredPlan, runtimes: list[str], reason: str
+    problem: Problem, result: SearchResult, plan: ScoredPlan, runtimes: list[str], reason: str
 ) -> Alternative:
     config, step = plan.config, plan.step_seconds
     stages = plan_stages(problem.space, plan)
@@ -171,6 +171,6 @@ def _alternative(
         step_seconds=step,
         samples_per_second=problem.mini_batch / step,
         memory_bytes=[stage.memory_bytes for stage in stages],
-        exact=found.exact,
+        exact=result.exact,
         reason=reason,
     )

@@ -112,8 +112,8 @@ def _by_greed(work: list[float], stages: int) -> list[int]:
     high = work[-1]
     ends = _greedy(work, stages, high)
     while (middle := (low + high) / 2) > low and middle < high:
-        if found := _greedy(work, stages, middle):
-            ends, high = found, min(middle, _largest(work, found))
+        if greedy_ends := _greedy(work, stages, middle):
+            ends, high = greedy_ends, min(middle, _largest(work, greedy_ends))
         else:
             low = middle
     return ends
@@ -153,7 +153,7 @@ def _by_reach(work: Floats, at_cuts: Floats, stages: int) -> list[int]:
         if levels:
             ends = _walk_back(levels, until, since, limit)
             high = min(limit, float(np.max(until[ends] - since[[0, *ends[:-1]]])))
-            windows = _narrowed(until, since, levels, limit)
+            windows = _narrow_windows(until, since, levels, limit)
         else:
             low = limit
         if high - low <= rounding:
@@ -177,14 +177,14 @@ def _reach(until: Floats, since: Floats, windows: list[tuple[int, int]], limit: 
         best = np.maximum.accumulate(best)
         if high - start > len(best):
             best = np.concatenate([best, np.full(high - start - len(best), best[-1])])
-        reached = best[low - start - 1 : high - start] >= until[low : high + 1] - limit
-        where = reached.nonzero()[0]
+        reachable = best[low - start - 1 : high - start] >= until[low : high + 1] - limit
+        where = reachable.nonzero()[0]
         if not len(where):
             return []
         start, end = low + int(where[0]), low + int(where[-1]) + 1
-        reached = reached[start - low : end - low]
-        levels.append((start, reached))
-        best = np.where(reached, since[start:end], -np.inf)
+        reachable = reachable[start - low : end - low]
+        levels.append((start, reachable))
+        best = np.where(reachable, since[start:end], -np.inf)
     return levels
 
 
@@ -204,20 +204,22 @@ def _windows(work: list[float], stages: int, limit: float) -> list[tuple[int, in
     ]
 
 
-def _narrowed(until: Floats, since: Floats, levels: list[_Level], limit: float) -> list[tuple[int, int]]:
+def _narrow_windows(
+    until: Floats, since: Floats, levels: list[_Level], limit: float
+) -> list[tuple[int, int]]:
     """The windows of `levels`, less the places from which the end is not reached in the stages that are left:
     the same search, run backwards. They hold for every smaller limit."""
     last = len(until) - 1
-    mirrored = [(last - start - len(reached) + 1, last - start) for start, reached in levels[-2::-1]]
+    mirrored = [(last - start - len(starts) + 1, last - start) for start, starts in levels[-2::-1]]
     back = _reach(-since[::-1], -until[::-1], mirrored, limit)
-    return [(last - start - len(reached) + 1, last - start) for start, reached in back[::-1]] + [(last, last)]
+    return [(last - start - len(starts) + 1, last - start) for start, starts in back[::-1]] + [(last, last)]
 
 
 def _walk_back(levels: list[_Level], until: Floats, since: Floats, limit: float) -> list[int]:
     """Ends of the stages, from the last place back: the nearest reached place that allows the stage."""
     ends = [len(until) - 1]
-    for start, reached in levels[-2::-1]:
-        stop = min(start + len(reached), ends[-1])
-        allowed = reached[: stop - start] & (since[start:stop] >= until[ends[-1]] - limit)
+    for start, starts in levels[-2::-1]:
+        stop = min(start + len(starts), ends[-1])
+        allowed = starts[: stop - start] & (since[start:stop] >= until[ends[-1]] - limit)
         ends.append(start + int(allowed.nonzero()[0][-1]))
     return ends[::-1]

@@ -29,11 +29,11 @@ class ScoredBaseline:
 def score_baselines(problem: Problem, answer: JointSearchResult) -> list[ScoredBaseline]:
     """One GPU, data parallelism, and what each of the named planners came to."""
     if problem.budget.over:
-        known = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
+        results = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
     else:
         free = accumulating(problem)
-        known = {name: plan_with(planner_named(name), free) for name in FREE}
-    rows = [_row(name, plan) for name, plan in known.items()]
+        results = {name: plan_with(planner_named(name), free) for name in FREE}
+    rows = [_row(name, plan) for name, plan in results.items()]
     return rows + [_row(name, plan) for name, plan in answer.by_planner.items() if name not in FREE]
 
 

@@ -15,7 +15,7 @@ from ..cost_models.topology import Topology
 from .alternatives import find_alternatives
 from .baselines import score_baselines
 from .candidate import ScoredPlan
-from .coverage import covered, describe_search
+from .coverage import describe_coverage, describe_search
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find
 from .mini_batch import choose_mini_batch
@@ -47,7 +47,7 @@ def solve(
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
     name in the topology. Raises UsageError for options that cannot be, InfeasibleError where nothing fits.
     """
-    problem = build_problem(chain, topology, options, profile, profiles or {}).timed()
+    problem = build_problem(chain, topology, options, profile, profiles or {}).with_time_limit()
     answer = find(problem)
     if answer.best is None:
         raise no_plan_fits(problem)
@@ -86,7 +86,7 @@ def build_plan(
     if best is None:
         raise no_plan_fits(problem)
     baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
-    plan = bare_plan(problem, best, answer.found, model=model, profile=profile)
+    plan = bare_plan(problem, best, answer.result, model=model, profile=profile)
     own = list(assemble(problem.space, best.proposal, best.recompute).outside())
     compared = {row.size for row in baselines if row.size is not None}
     compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
@@ -102,7 +102,7 @@ def build_plan(
 
 
 def bare_plan(
-    problem: Problem, best: ScoredPlan, found: SearchResult, *, model: str, profile: ProfileReference
+    problem: Problem, best: ScoredPlan, result: SearchResult, *, model: str, profile: ProfileReference
 ) -> Plan:
     """A candidate as a plan, without what it is compared with."""
     topology, config = problem.topology, best.config
@@ -128,10 +128,10 @@ def bare_plan(
         machine=to_toml(topology),
         stages=stages,
         tied=shared_weights(problem.space, best),
-        prediction=_prediction(problem, best, found),
-        wishes=problem.options,
+        prediction=_prediction(problem, best, result),
+        options=problem.options,
         searched=describe_search(problem),
-        default_mini_batch=choose_mini_batch(problem, tried=False),
+        default_mini_batch=choose_mini_batch(problem, try_others=False),
         layer_names=list(problem.chain.names),
         profile=profile,
     )
@@ -146,11 +146,11 @@ def _balance(best: ScoredPlan) -> list[int]:
     return [end - first for first, end in best.proposal.bounds]
 
 
-def _prediction(problem: Problem, best: ScoredPlan, found: SearchResult) -> Prediction:
-    step, bound = best.step_seconds, _bound(best, found.bound_seconds)
+def _prediction(problem: Problem, best: ScoredPlan, result: SearchResult) -> Prediction:
+    step, bound = best.step_seconds, _bound(best, result.bound_seconds)
     sizes = {divide_batch(best.config.micro_batch_size, count) for count in best.proposal.replicas}
     off = [problem.chain.uncertainty_at(size) for size in sizes]
-    known = [share for share in off if share is not None]
+    shares = [share for share in off if share is not None]
     interval = estimate_interval(problem.space, best)
     return Prediction(
         step_seconds=step,
@@ -158,10 +158,10 @@ def _prediction(problem: Problem, best: ScoredPlan, found: SearchResult) -> Pred
         bubble=bubble(problem.space, best),
         lower_bound_seconds=bound,
         gap=step / bound - 1,
-        exact=found.exact,
-        bound_covers=covered(problem, found),
-        root_bound_seconds=_bound(best, found.root_bound_seconds),
-        uncertainty=max(known) if known else None,
+        exact=result.exact,
+        bound_covers=describe_coverage(problem, result),
+        root_bound_seconds=_bound(best, result.root_bound_seconds),
+        uncertainty=max(shares) if shares else None,
         low_seconds=None if interval is None else interval.low_seconds,
         high_seconds=None if interval is None else interval.high_seconds,
     )
@@ -176,19 +176,19 @@ def _bound(best: ScoredPlan, bound: float) -> float:
 
 def list_warnings(problem: Problem) -> list[str]:
     """What the machine leaves unknown, and whether time, not counted work, ended the search."""
-    said = []
+    warnings = []
     if problem.options.memory_limit is None:
-        said += [
+        warnings += [
             f"the memory of {kind.name} is not known: no plan is refused for what it holds; `memory` gives it"
             for kind in problem.topology.kinds
             if kind.memory_bytes is None
         ]
-    if problem.budget.stopped:
-        said.append(
+    if problem.budget.was_interrupted:
+        warnings.append(
             f"the time limit of {problem.options.time_limit:g} s ended the search: on another run or machine "
             "the answer may be another; `time_limit` gives more"
         )
-    return said
+    return warnings
 
 
 def _notes(problem: Problem) -> list[str]:
@@ -205,9 +205,9 @@ def _notes(problem: Problem) -> list[str]:
         notes.append(
             f"the allowed cuts make at most {counted(most, 'stage')}, fewer than {counted(gpus, 'GPU')}"
         )
-    if problem.reached < gpus and runtime is not None:
-        reached = counted(problem.reached, "GPU")
-        notes.append(f"{runtime.name} is one process: it reaches the {reached} of one node")
+    if problem.usable_gpus < gpus and runtime is not None:
+        usable = counted(problem.usable_gpus, "GPU")
+        notes.append(f"{runtime.name} is one process: it reaches the {usable} of one node")
     return notes
 
 

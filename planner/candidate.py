@@ -35,7 +35,7 @@ class Proposal:
         return tuple(len(own) for own in self.devices)
 
     @property
-    def used(self) -> int:
+    def device_count(self) -> int:
         """How many devices it uses."""
         return len({device for own in self.devices for device in own})
 

@@ -68,9 +68,9 @@ def _runs(family: Family, counts: Sequence[int], position: int = 0) -> Iterator[
                 yield (ranks[begin:end], *later)
 
 
-def covered(problem: Problem, found: SearchResult) -> str:
+def describe_coverage(problem: Problem, result: SearchResult) -> str:
     """The plans that the bound of an answer holds for, in words."""
-    if found.universal:
+    if result.universal:
         return _any_plan(problem, problem.proposable)
     words = describe_exact_search(problem, relaxed=is_large(problem.space, problem.families))
     if others := problem.unsearched:
@@ -139,12 +139,12 @@ def describe_order(problem: Problem, *, any_order: bool = False) -> str:
 def _describe_cuts(problem: Problem) -> str:
     """The fields given that say where stages end."""
     options = problem.options
-    given = {
+    fields = {
         "cut_after": options.cut_after,
         "keep_together": options.keep_together,
         "pins": options.pins,
     }
-    return " and ".join(f"`{field}`" for field, value in given.items() if value)
+    return " and ".join(f"`{field}`" for field, value in fields.items() if value)
 
 
 def _describe_replicas(problem: Problem, *, any_count: bool) -> str:

@@ -52,7 +52,7 @@ class FixedPartition:
 
 def plan_partition(
     problem: Problem,
-    given: FixedPartition,
+    partition: FixedPartition,
     *,
     model: str,
     profile: ProfileReference,
@@ -66,33 +66,33 @@ def plan_partition(
     Raises UsageError for too few devices, a cut that the profile does not allow, and numbers that the
     schedule does not run.
     """
-    if given.gpus > problem.gpus:
+    if partition.gpus > problem.gpus:
         raise UsageError(
-            f"gpus={problem.gpus}: the partition takes {counted(given.gpus, 'GPU')}",
-            f"Give as many: gpus={given.gpus}",
+            f"gpus={problem.gpus}: the partition takes {counted(partition.gpus, 'GPU')}",
+            f"Give as many: gpus={partition.gpus}",
         )
-    _check_cuts(problem, given)
-    proposals = _proposals(problem, given)
+    _check_cuts(problem, partition)
+    proposals = _proposals(problem, partition)
     best = fastest(problem.space, proposals)
     lacking: list[str] = []
     if best is None:
         best, lacking = _too_large(problem, proposals)
     schedules = dict.fromkeys((*problem.proposable, best.config.schedule))
     bound = universal_bound(problem, schedules, best.step_seconds)
-    found = SearchResult(
+    result = SearchResult(
         best=best, bound_seconds=bound, root_bound_seconds=bound, exact=False, universal=True
     )
-    plan = bare_plan(problem, best, found, model=model, profile=profile)
-    made = assemble(problem.space, best.proposal, best.recompute)
-    said = dict.fromkeys([*lacking, *warnings, *list_warnings(problem), *made.outside()])
-    noted = list(dict.fromkeys(notes))
-    return plan.model_copy(update={"searched": GIVEN, "warnings": list(said), "notes": noted})
+    plan = bare_plan(problem, best, result, model=model, profile=profile)
+    assembly = assemble(problem.space, best.proposal, best.recompute)
+    texts = dict.fromkeys([*lacking, *warnings, *list_warnings(problem), *assembly.outside()])
+    all_notes = list(dict.fromkeys(notes))
+    return plan.model_copy(update={"searched": GIVEN, "warnings": list(texts), "notes": all_notes})
 
 
-def _check_cuts(problem: Problem, given: FixedPartition) -> None:
+def _check_cuts(problem: Problem, partition: FixedPartition) -> None:
     chain = problem.chain
     together = problem.cut_chain.cut_after
-    for stage, end in enumerate(given.ends[:-1]):
+    for stage, end in enumerate(partition.ends[:-1]):
         if not chain.cut_after[end - 1]:
             raise UsageError(
                 f"stage {stage} ends after layer {end - 1}, {chain.names[end - 1]}, where the profile allows "
@@ -107,20 +107,20 @@ def _check_cuts(problem: Problem, given: FixedPartition) -> None:
             )
 
 
-def _proposals(problem: Problem, given: FixedPartition) -> list[Proposal]:
+def _proposals(problem: Problem, partition: FixedPartition) -> list[Proposal]:
     """With every configuration that its schedule runs. Raises the UsageError of the last where none does."""
-    made: list[Proposal] = []
+    proposals: list[Proposal] = []
     refusal: UsageError | None = None
     for config in problem.configs:
         try:
-            proposal = given.proposal(config)
+            proposal = partition.proposal(config)
         except UsageError as error:
             refusal = error
             continue
         if possible(problem.space, proposal):
-            made.append(proposal)
-    if made:
-        return made
+            proposals.append(proposal)
+    if proposals:
+        return proposals
     raise refusal or UsageError(
         "the partition cannot be run: a stage has nothing to train, or its replicas have no sample each",
         "Give more samples to a micro-batch (`micro_batches`), or fewer `replicas`.",
@@ -129,24 +129,25 @@ def _proposals(problem: Problem, given: FixedPartition) -> list[Proposal]:
 
 def _too_large(problem: Problem, proposals: Sequence[Proposal]) -> tuple[ScoredPlan, list[str]]:
     """Where none fits: the one that lacks least, recomputing as much as it may, and what it lacks."""
-    tried = [
+    trials = [
         (proposal, modes[-1], assemble(problem.space, proposal, (modes[-1],) * len(proposal.ends)))
         for proposal in proposals
         if (modes := stage_modes(proposal.config))
     ]
-    proposal, mode, made = min(tried, key=lambda item: _most_lacking(problem, item[2])[0])
-    bytes_short, device, needed = _most_lacking(problem, made)
-    step = float(step_seconds(made.program, made.costs())[0])
+    proposal, mode, assembly = min(trials, key=lambda item: _most_lacking(problem, item[2])[0])
+    bytes_short, device, needed = _most_lacking(problem, assembly)
+    step = float(step_seconds(assembly.program, assembly.costs())[0])
     note = (
-        f"it does not fit: device {made.ranks[device][0]} needs {format_bytes(round(needed))} of "
+        f"it does not fit: device {assembly.ranks[device][0]} needs {format_bytes(round(needed))} of "
         f"{format_bytes(round(needed - bytes_short))}"
     )
     return ScoredPlan(proposal, (mode,) * len(proposal.ends), step), [note]
 
 
-def _most_lacking(problem: Problem, made: Assembly) -> tuple[float, int, float]:
+def _most_lacking(problem: Problem, assembly: Assembly) -> tuple[float, int, float]:
     """Bytes that the device which lacks most is short of, which device of the pipeline, and what it needs."""
-    needs = [sum(made.ledger(device).values()) for device in range(made.program.devices)]
+    needs = [sum(assembly.ledger(device).values()) for device in range(assembly.program.devices)]
     return max(
-        (need - problem.space.limit(made.ranks[device]), device, need) for device, need in enumerate(needs)
+        (need - problem.space.limit(assembly.ranks[device]), device, need)
+        for device, need in enumerate(needs)
     )

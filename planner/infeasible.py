@@ -54,7 +54,7 @@ class Tightest:
 def no_plan_fits(problem: Problem) -> InfeasibleError:
     """The error for a problem without a plan that fits."""
     tightest, limited = least_memory(problem), problem.space.limit(range(problem.gpus)) < inf
-    others = _solved_with(problem, replace(problem.options, planner=BEST))
+    others = _solve_with(problem, replace(problem.options, planner=BEST))
     if problem.options.planner != BEST and (others is not None or not limited):
         return _no_plan_of_planner(problem, others)
     if limited and not any(config.schedule in SEARCHED for config in problem.configs):
@@ -62,7 +62,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     if tightest is None or not limited:
         return InfeasibleError(
             _none_left(problem),
-            f"Leave out {_one_of(_narrowing(problem.options))}.",
+            f"Leave out {_either_field(_narrowing(problem.options))}.",
         )
     space = problem.space
     names, cut_points = space.chain.names, space.table(space.chain.sizes[0]).cut_points
@@ -73,7 +73,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         return InfeasibleError(
             f"no plan{searched} that the options allow fits into {format_bytes(limit)} a GPU; without them "
             "one does",
-            f"Leave out {_one_of(_narrowing(problem.options))}.",
+            f"Leave out {_either_field(_narrowing(problem.options))}.",
         )
     terms = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(amount)}"
@@ -125,7 +125,7 @@ def _none_left(problem: Problem) -> str:
 
 def _narrowing(options: PlanOptions) -> list[str]:
     """The fields given that leave plans out."""
-    given = {
+    fields = {
         "pins": options.pins,
         "cut_after": options.cut_after,
         "keep_together": options.keep_together,
@@ -137,21 +137,21 @@ def _narrowing(options: PlanOptions) -> list[str]:
         "recompute": options.recompute != "auto",
         "planner": options.planner != BEST,
     }
-    return [f"`{field}`" for field, value in given.items() if value]
+    return [f"`{field}`" for field, value in fields.items() if value]
 
 
-def _one_of(fields: list[str]) -> str:
+def _either_field(fields: list[str]) -> str:
     return f"{', '.join(fields[:-1])} or {fields[-1]}" if len(fields) > 1 else "".join(fields)
 
 
 def _no_plan_of_planner(problem: Problem, others: ScoredPlan | None) -> InfeasibleError:
     """Of a named planner, which may know why; others may have a plan."""
-    named = problem.options.planner
-    why = plan_with(planner_named(named), problem)
+    planner = problem.options.planner
+    why = plan_with(planner_named(planner), problem)
     hint = "Nor is there any other plan: check the options."
     if others is not None:
         hint = f"Without `planner` there is one: {run_in_words(others)}."
-    return InfeasibleError(f"planner={named!r}: {why}", hint)
+    return InfeasibleError(f"planner={planner!r}: {why}", hint)
 
 
 def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
@@ -186,7 +186,7 @@ def least_memory(problem: Problem) -> Tightest | None:
 
 def _replicas(problem: Problem, config: PipelineConfig, stages: int) -> list[int]:
     """One of each stage, and as many as there are devices for."""
-    runtime, most = problem.runtime, problem.reached // stages
+    runtime, most = problem.runtime, problem.usable_gpus // stages
     if runtime is not None and runtime.replicas == "none":
         return [1] if most else []
     size = config.micro_batch_size
@@ -204,7 +204,7 @@ def _changes(problem: Problem, tightest: Tightest) -> list[str]:
         # holds.
         changes.append(f"gpus={more} mini_batch={problem.mini_batch}")
     enough = f"{tightest.memory_bytes / 2**30 + 0.005:.2f}"
-    if not changes or _solved(_with_memory(problem, float(enough) * 2**30)):
+    if not changes or _solve_quickly(_with_memory(problem, float(enough) * 2**30)):
         changes.append(f"memory='{enough}GiB' a GPU")
     return changes
 
@@ -219,15 +219,15 @@ def _other_runs(problem: Problem) -> list[str]:
         ("schedule", replace(options, schedule="auto")),
     ]
     for field, freed in single:
-        found = _solved_with(problem, freed)
-        if found is not None:
-            ways.append((found.step_seconds, f"{field}='auto' ({run_in_words(found)})"))
+        plan = _solve_with(problem, freed)
+        if plan is not None:
+            ways.append((plan.step_seconds, f"{field}='auto' ({run_in_words(plan)})"))
     if ways:
         return [words for _, words in sorted(ways)]
     with suppress(UsageError):
-        found = _solved_with(problem, problem.freest.options)
-        if found is not None:
-            return [f"{run_in_words(found)} (leave `micro_batches`, `schedule` and `recompute` at auto)"]
+        plan = _solve_with(problem, problem.freest.options)
+        if plan is not None:
+            return [f"{run_in_words(plan)} (leave `micro_batches`, `schedule` and `recompute` at auto)"]
     return []
 
 
@@ -237,21 +237,21 @@ def _lighter_optimizers(problem: Problem) -> Iterator[str]:
     size = {name: optimizer.bytes_per_parameter(precision) for name, optimizer in OPTIMIZERS.items()}
     for name in sorted(size, key=lambda name: -size[name]):
         lighter = size[name] < size[options.optimizer]
-        if lighter and _solved_with(problem, replace(options, optimizer=name)) is not None:
+        if lighter and _solve_with(problem, replace(options, optimizer=name)) is not None:
             yield name
 
 
-def _solved_with(problem: Problem, options: PlanOptions) -> ScoredPlan | None:
+def _solve_with(problem: Problem, options: PlanOptions) -> ScoredPlan | None:
     """The plan under other options, where there is one."""
     if options == problem.options:
         return None
     try:
-        return _solved(replace(problem, options=options))
+        return _solve_quickly(replace(problem, options=options))
     except UsageError:
         return None  # there is nothing to search
 
 
-def _solved(problem: Problem) -> ScoredPlan | None:
+def _solve_quickly(problem: Problem) -> ScoredPlan | None:
     """The plan that solving finds, in a short time."""
     short = replace(problem.options, time_limit=SECONDS)
     return find(replace(problem, options=short), planners=()).best
@@ -287,7 +287,7 @@ def _more_gpus(problem: Problem, limit: int) -> int | None:
             for replicas in _replicas(wider, config, stages)
         )
         fits = any(plan is not None and plan.memory_bytes <= limit for plan in plans)
-        if fits and _solved(wider) is not None:
+        if fits and _solve_quickly(wider) is not None:
             return gpus
     return None
 

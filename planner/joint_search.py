@@ -46,13 +46,13 @@ SMALL = 1_000
 class JointSearchResult:
     """The best plan and what was proven; `by_planner`: what each named planner came to, or why to nothing."""
 
-    found: SearchResult
+    result: SearchResult
     by_planner: Mapping[str, ScoredPlan | str]
 
     @property
     def best(self) -> ScoredPlan | None:
         """The plan, where one fits."""
-        return self.found.best
+        return self.result.best
 
 
 def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSearchResult:
@@ -61,27 +61,27 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSe
     No plan of `planners` is faster, of the schedules that are in the running. Raises UsageError for an
     unknown planner.
     """
-    named = problem.options.planner
-    if named != BEST:
-        plan = plan_with(planner_named(named), problem)
-        own = {named: plan}
+    planner = problem.options.planner
+    if planner != BEST:
+        plan = plan_with(planner_named(planner), problem)
+        own = {planner: plan}
         best = plan if isinstance(plan, ScoredPlan) else None
         return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
     quick = is_small(problem)
     large = is_large(problem.space, problem.families)
     first = [name for name in planners if quick or (name in SIMPLE if large else name not in COSTLY)]
     by_planner = {name: plan_with(planner_named(name), _opened_to(name, problem)) for name in first}
-    found = joint_search(problem, _running(problem, by_planner))
+    result = joint_search(problem, _running(problem, by_planner))
     others = [name for name in planners if name not in first]
     if others:
         by_planner |= {name: plan_with(planner_named(name), _opened_to(name, problem)) for name in others}
-        found = _with(problem, found, _running(problem, by_planner))
-    if not found.exact:
-        found = _with(problem, found, _on_fewer(problem))
-    if found.best is not None and (other := along_other_orders(problem, found.best)) is not None:
+        result = _with(problem, result, _running(problem, by_planner))
+    if not result.exact:
+        result = _with(problem, result, _on_fewer(problem))
+    if result.best is not None and (other := along_other_orders(problem, result.best)) is not None:
         moved = _on_other_devices(problem, [other])
-        found = _with(problem, found, [other] if moved is None else [other, moved])
-    return JointSearchResult(found, by_planner)
+        result = _with(problem, result, [other] if moved is None else [other, moved])
+    return JointSearchResult(result, by_planner)
 
 
 def _opened_to(planner: str, problem: Problem) -> Problem:
@@ -126,12 +126,12 @@ def _plans(by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
     return [plan for plan in by_planner.values() if isinstance(plan, ScoredPlan)]
 
 
-def _with(problem: Problem, found: SearchResult, plans: Iterable[ScoredPlan]) -> SearchResult:
+def _with(problem: Problem, result: SearchResult, plans: Iterable[ScoredPlan]) -> SearchResult:
     """The answer, unless one of the plans is faster: then that, with the bound that holds for it."""
     best = min(plans, key=lambda plan: plan.step_seconds, default=None)
-    if best is None or (found.best is not None and found.best.step_seconds <= best.step_seconds):
-        return found
-    return with_bound(problem, best, found)
+    if best is None or (result.best is not None and result.best.step_seconds <= best.step_seconds):
+        return result
+    return with_bound(problem, best, result)
 
 
 def plan_with(planner: Planner, problem: Problem) -> ScoredPlan | str:
@@ -165,22 +165,22 @@ def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchRe
     """The joint search from these plans, and from them on other devices; of schedules that it does not
     search, plans that are made of its own. With a bound on all of them."""
     seeds = [_as_searched(problem, seed) for seed in seeds]
-    found = run_search(problem, seeds)
-    others = _on_other_devices(problem, [*seeds, *([] if found.best is None else [found.best])])
-    made = fastest(problem.space, transplant(problem, problem.unsearched, found.best))
-    more = [plan for plan in (others, made) if plan is not None]
+    result = run_search(problem, seeds)
+    others = _on_other_devices(problem, [*seeds, *([] if result.best is None else [result.best])])
+    transplanted = fastest(problem.space, transplant(problem, problem.unsearched, result.best))
+    more = [plan for plan in (others, transplanted) if plan is not None]
     # Among equals the one of the searched space.
-    best = found.best
+    best = result.best
     for plan in sorted((*seeds, *more), key=lambda plan: plan.step_seconds):
         if best is None or plan.step_seconds < best.step_seconds * (1 - TIE):
             best = plan
-    return with_bound(problem, best, found)
+    return with_bound(problem, best, result)
 
 
-def _on_other_devices(problem: Problem, known: Sequence[ScoredPlan]) -> ScoredPlan | None:
+def _on_other_devices(problem: Problem, plans: Sequence[ScoredPlan]) -> ScoredPlan | None:
     """A plan that is faster than all these: the fastest of them, on other devices."""
-    limit = min((plan.step_seconds for plan in known), default=inf)
-    return fastest(problem.space, reassign(problem, known, limit), limit * (1 - TIE))
+    limit = min((plan.step_seconds for plan in plans), default=inf)
+    return fastest(problem.space, reassign(problem, plans, limit), limit * (1 - TIE))
 
 
 def _as_searched(problem: Problem, plan: ScoredPlan) -> ScoredPlan:
@@ -188,17 +188,17 @@ def _as_searched(problem: Problem, plan: ScoredPlan) -> ScoredPlan:
     return replace(plan, proposal=as_searched(problem, plan.proposal))
 
 
-def with_bound(problem: Problem, best: ScoredPlan | None, found: SearchResult) -> SearchResult:
-    """This plan of the problem as the answer, with what holds for it of what a search `found`.
+def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) -> SearchResult:
+    """This plan of the problem as the answer, with what holds for it of what a search `result`.
 
     Raises DefectError where the plan is below a bound that should hold for it.
     """
     if best is None:
-        return replace(found, best=None, exact=found.exact and found.bound_seconds == inf)
+        return replace(result, best=None, exact=result.exact and result.bound_seconds == inf)
     best = _as_searched(problem, best)
     step, own = best.step_seconds, problem.unsearched
     inside = is_searched(problem, best.proposal) or best.config.schedule in own
-    bound, universal = found.bound_seconds, found.universal or not inside or not problem.families
+    bound, universal = result.bound_seconds, result.universal or not inside or not problem.families
     if universal:
         bound = universal_bound(problem, problem.proposable, step)
     elif own:
@@ -209,7 +209,7 @@ def with_bound(problem: Problem, best: ScoredPlan | None, found: SearchResult) -
             f"{best.proposal.ends}, devices {best.proposal.devices}"
         )
     exact = bound >= step * (1 - TIE)
-    root = min(bound, found.root_bound_seconds)
+    root = min(bound, result.root_bound_seconds)
     return SearchResult(best, step if exact else bound, root, exact, universal)
 
 

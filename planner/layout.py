@@ -13,8 +13,7 @@ from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain, list_cut_points
 from ..cost_models.machines.topology_file import TopologyFile, parse_topology
 from ..cost_models.runtime import runtime_named
-from ..cost_models.schedules import Program, Schedule, StageSlot, schedule_named
-from .assembly import parts_of
+from ..cost_models.schedules import Program, Schedule, schedule_named
 from .balance import balance
 from .overrides import Overrides
 from .pipeline_config import MOST_MICRO_BATCHES, some
@@ -101,7 +100,7 @@ class Layout:
         return batch // count
 
     @cached_property
-    def kept(self) -> bool:
+    def keeps_stages(self) -> bool:
         """Whether the cuts and the devices are the plan's."""
         own = self.overrides.replicas
         same_replicas = own is None or set(self.plan.replicas) == {own}
@@ -123,10 +122,10 @@ class Layout:
             return 1
         if len(counts) == 1:
             return counts.pop()
-        shown = "-".join(map(str, self.plan.replicas[:16]))
+        text = "-".join(map(str, self.plan.replicas[:16]))
         raise UsageError(
             f"{self.schedule.name} with {self.program.slots} parts: the layers are cut anew, and the plan's "
-            f"replicas ({shown}) are those of its own stages",
+            f"replicas ({text}) are those of its own stages",
             "Say how many each stage is to have: replicas=1, say.",
         )
 
@@ -144,7 +143,11 @@ class Layout:
                 "the plan recomputes selectively, and does not say which stages do",
                 "Simulate a plan with another recomputation.",
             )
-        return tuple(str(own[device]) for device in range(devices)) if self.kept else ("always",) * devices
+        return (
+            tuple(str(own[device]) for device in range(devices))
+            if self.keeps_stages
+            else ("always",) * devices
+        )
 
     @cached_property
     def launches(self) -> bool:
@@ -169,7 +172,7 @@ class Layout:
     @cached_property
     def balance(self) -> list[int]:
         """Layers of each part."""
-        if self.kept:
+        if self.keeps_stages:
             return [stage.layers for stage in self.plan.stages]
         costs = self.chain.at(self.size, past_largest=True)
         recompute = self.plan.recompute != "never"
@@ -179,20 +182,19 @@ class Layout:
     @cached_property
     def ranks(self) -> list[list[int]]:
         """The devices of each stage: its replicas."""
-        if self.kept:
+        if self.keeps_stages:
             return [self.plan.stages[stage].devices for stage in range(self.program.devices)]
         each = self.replicas
         if self.same_devices and set(self.plan.replicas) == {each}:
             return [self.plan.stages[stage].devices for stage in range(self.program.devices)]
         return [list(range(stage * each, (stage + 1) * each)) for stage in range(self.program.devices)]
 
-    @cached_property
-    def part_of(self) -> dict[StageSlot, int]:
-        """The part of the layers that each place computes."""
-        return parts_of(self.program)
-
     def layers(self, device: int) -> tuple[tuple[int, int], ...]:
         """First and last layer of every chunk."""
         cut_points = list_cut_points(self.chain)
-        own = ((chunk, self.bounds[part]) for (at, chunk), part in self.part_of.items() if at == device)
+        own = (
+            (chunk, self.bounds[part])
+            for (at, chunk), part in self.program.parts_by_slot.items()
+            if at == device
+        )
         return tuple((cut_points[i], cut_points[j] - 1) for _, (i, j) in sorted(own))

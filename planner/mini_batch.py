@@ -21,13 +21,13 @@ SHORT = 0.05
 MOST_SECONDS = 1.0
 
 
-def choose_mini_batch(problem: Problem, *, tried: bool) -> DefaultMiniBatch | None:
-    """How the global batch was chosen, `tried` with what half and twice of it would give where the problem is
-    small; None where it was given."""
+def choose_mini_batch(problem: Problem, *, try_others: bool) -> DefaultMiniBatch | None:
+    """How the global batch was chosen, with `try_others` also what half and twice of it would give where the
+    problem is small; None where it was given."""
     if problem.options.mini_batch is not None:
         return None
-    tried = tried and is_small(problem) and not problem.budget.spent
-    others = [_other(problem, batch) for batch in _neighbours(problem)] if tried else []
+    try_others = try_others and is_small(problem) and not problem.budget.spent
+    others = [_other(problem, batch) for batch in _neighbours(problem)] if try_others else []
     return DefaultMiniBatch(samples_per_device=problem.samples_per_device, others=others)
 
 
@@ -67,9 +67,9 @@ def _other(problem: Problem, batch: int) -> OtherMiniBatch:
 
 def _best(problem: Problem) -> ScoredPlan | None:
     """What the quick planners and a short search come to, or the planner that is requested."""
-    named = problem.options.planner
-    if named != BEST:
-        plan = plan_with(planner_named(named), problem)
+    planner = problem.options.planner
+    if planner != BEST:
+        plan = plan_with(planner_named(planner), problem)
         return plan if isinstance(plan, ScoredPlan) else None
     quick = [plan_with(planner_named(name), problem) for name in PLANNERS if name not in COSTLY]
     return joint_search(problem, [plan for plan in quick if isinstance(plan, ScoredPlan)]).best

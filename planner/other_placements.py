@@ -50,7 +50,7 @@ class Symmetry:
 
     def key(self, shape: Shape) -> tuple[object, ...]:
         """The same for assignments that are."""
-        numbers, counts, made = dict[tuple[object, ...], int](), dict[tuple[object, ...], int](), []
+        numbers, counts, stages = dict[tuple[object, ...], int](), dict[tuple[object, ...], int](), []
         for own in shape:
             stage = []
             for rank in own:
@@ -58,15 +58,15 @@ class Symmetry:
                 label: tuple[object, ...] = ()
                 for depth in range(len(groups)):
                     group = tuple(groups[: depth + 1])
-                    alike = (label, self.held(group))
+                    alike = (label, self.contents(group))
                     if group not in numbers:
                         numbers[group] = counts[alike] = counts.get(alike, 0) + 1
-                    label = (*label, self.held(group), numbers[group])
+                    label = (*label, self.contents(group), numbers[group])
                 stage.append((label, kind))
-            made.append(tuple(stage))
-        return tuple(made)
+            stages.append(tuple(stage))
+        return tuple(stages)
 
-    def held(self, group: tuple[object, ...]) -> object:
+    def contents(self, group: tuple[object, ...]) -> object:
         """What a group holds, its parts in the order of the ranks."""
         if group not in self._holds:
             depth, first, parts = len(group), dict[object, int](), list[object]()
@@ -116,12 +116,12 @@ def along_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     topology = problem.topology
     if problem.runtime is not None or problem.gpus > FEW or _is_uniform(topology):
         return None
-    known = {placement.ranks for placement in problem.placements}
+    orders = {placement.ranks for placement in problem.placements}
     most = min(MOST_ORDERS, MOST_ENTRIES // (problem.gpus * problem.space.chain.max_stages))
     placements = [
         make_placement(REORDERED, topology, order)
-        for order in _orders(topology)[: most + len(known)]
-        if order not in known
+        for order in _orders(topology)[: most + len(orders)]
+        if order not in orders
     ]
     families = [
         replace(family, placement=placement)
@@ -190,20 +190,20 @@ def _all_assignments(
     most: int = MOST_ASSIGNMENTS,
 ) -> list[Shape]:
     """Of those that symmetry makes alike one, stage by stage, of `possible` first stages only."""
-    symmetry, found = Symmetry(topology), [Shape()]
+    symmetry, shapes = Symmetry(topology), [Shape()]
     for count in replicas:
         longer = dict[object, Shape]()
-        for shape in found:
-            taken = {rank for own in shape for rank in own}
-            free = [rank for rank in range(topology.gpus) if rank not in taken]
+        for shape in shapes:
+            ranks = {rank for own in shape for rank in own}
+            free = [rank for rank in range(topology.gpus) if rank not in ranks]
             for own in combinations(free, count):
-                made = (*shape, own)
-                if possible is None or possible(made):
-                    longer.setdefault(symmetry.key(made), made)
+                candidate = (*shape, own)
+                if possible is None or possible(candidate):
+                    longer.setdefault(symmetry.key(candidate), candidate)
             if len(longer) > most:
                 break
-        found = list(longer.values())[:most]
-    return found
+        shapes = list(longer.values())[:most]
+    return shapes
 
 
 def _orders(topology: Topology) -> list[tuple[int, ...]]:

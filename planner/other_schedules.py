@@ -54,9 +54,9 @@ def _balanced(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[
         return
     work = work_seconds(problem, size)
     counts = problem.stage_counts
-    chosen = {count for count in counts if count & (count - 1) == 0} | {counts[-1]}
-    chosen |= set() if best is None else {len(best.proposal.ends)} & set(counts)
-    for stages in sorted(chosen):
+    tried_counts = {count for count in counts if count & (count - 1) == 0} | {counts[-1]}
+    tried_counts |= set() if best is None else {len(best.proposal.ends)} & set(counts)
+    for stages in sorted(tried_counts):
         yield linear_pipeline(
             problem.configs[0], add_counts(balance(work, stages, cut_after=space.chain.cut_after))
         )

@@ -58,5 +58,5 @@ def pipeline_configs(
 
 def some(values: Sequence[int]) -> str:
     """The values in words, the first twelve and the last of many."""
-    shown = ", ".join(str(value) for value in values[:12])
-    return shown if len(values) <= 12 else f"{shown}, … {values[-1]}"
+    text = ", ".join(str(value) for value in values[:12])
+    return text if len(values) <= 12 else f"{text}, … {values[-1]}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal, Self
+from warnings import warn
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..cost_models.document import Document, MadeBy
 from ..cost_models.errors import UsageError
+from ..cost_models.field_types import DeviceCount, LayerCount, MicroBatches, MiniBatch, ZeroStage
 from ..cost_models.option_fields import declared
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from .plan_options import PlanOptions
@@ -16,7 +18,6 @@ from .plan_records import (
     Aim,
     Alternative,
     Baseline,
-    Count,
     DefaultMiniBatch,
     PlannedStage,
     Prediction,
@@ -25,11 +26,7 @@ from .plan_records import (
     RuntimeName,
     ScheduleName,
     SharedWeight,
-    ZeroStage,
 )
-
-MOST_MICRO_BATCHES = 2**20
-"""Of a step: orders of actions are written out."""
 
 
 def _read_options(value: Any) -> Any:
@@ -52,13 +49,13 @@ class Plan(Document):
     kind: ClassVar[str] = "plan"
 
     model: str
-    balance: Annotated[list[Count], Field(min_length=1)]
-    mini_batch: Count
-    micro_batches: Count
-    micro_batch_size: Count
+    balance: Annotated[list[LayerCount], Field(min_length=1)]
+    mini_batch: MiniBatch
+    micro_batches: MicroBatches
+    micro_batch_size: MiniBatch
     """Samples of a whole micro-batch; where r replicas share it, each computes 1/r of them, rounded up."""
     schedule: ScheduleName
-    virtual_stages: Count = 1
+    virtual_stages: LayerCount = 1
     optimizer: str = "sgd"
     precision: PrecisionName | None = None
     """Of the weights and states; None in files from before it was said: as usual for the profile."""
@@ -67,9 +64,9 @@ class Plan(Document):
     """What the replicas of a stage spread over them: ZeRO's stage."""
     recompute: Recompute = "never"
     runtime: RuntimeName | None = None
-    gpus: Count | None = None
+    gpus: DeviceCount | None = None
     """Devices that were offered; a plan may use fewer."""
-    gpus_per_node: Count | None = None
+    gpus_per_node: DeviceCount | None = None
     device_kind: Literal["GPU", "CPU"] = "GPU"
     """What it is for: processors where one was profiled and no GPU was named."""
     topology: str = ""
@@ -83,7 +80,8 @@ class Plan(Document):
     objective: Aim | None = None
     baselines: list[Baseline] = []
     alternatives: list[Alternative] = []
-    wishes: Annotated[PlanOptions, BeforeValidator(_read_options)] = PlanOptions()
+    options: Annotated[PlanOptions, BeforeValidator(_read_options)] = PlanOptions()
+    """What was asked for."""
     searched: str = ""
     """The space that `exact` and the bound speak of."""
     warnings: list[str] = []
@@ -94,6 +92,17 @@ class Plan(Document):
     layer_names: list[str] = []
     profile: ProfileReference
     made_by: MadeBy = MadeBy()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_wishes(cls, content: Any) -> Any:
+        """`options` was called `wishes` in files until 0.1; the next release reads it no more."""
+        if not isinstance(content, dict) or "wishes" not in content or "options" in content:
+            return content
+        warn("a plan's `wishes` are called `options`: solve again", DeprecationWarning, stacklevel=2)
+        return {key: value for key, value in content.items() if key != "wishes"} | {
+            "options": content["wishes"]
+        }
 
     @model_validator(mode="before")
     @classmethod
@@ -112,12 +121,17 @@ class Plan(Document):
         _check_mini_batch(self, self.mini_batch)
         _check_precision(self)
         _check_layers(self)
-        if self.virtual_stages == 1:
-            _check_balance(self)
-            _check_devices(self.stages)
+        _check_balance(self)
+        _check_devices(self)
         for number, other in enumerate(self.alternatives):
             _check_alternative(other, self, f"alternatives.{number}: ")
         return self
+
+    @property
+    def wishes(self) -> PlanOptions:
+        """The old name of `options`, for one release."""
+        warn("a plan's `wishes` are called `options`", DeprecationWarning, stacklevel=2)
+        return self.options
 
     @property
     def was_given(self) -> bool:
@@ -145,14 +159,10 @@ _SHARED = ("micro_batches", "micro_batch_size", "recompute")
 """Keys of an alternative whose default is the plan's value."""
 
 
-def _check_mini_batch(made: Plan | Alternative, mini_batch: int, where: str = "") -> None:
-    if made.micro_batches > MOST_MICRO_BATCHES:
+def _check_mini_batch(plan: Plan | Alternative, mini_batch: int, where: str = "") -> None:
+    if plan.micro_batches * plan.micro_batch_size != mini_batch:
         raise ValueError(
-            f"{where}micro_batches is {made.micro_batches}, at most {MOST_MICRO_BATCHES} are read"
-        )
-    if made.micro_batches * made.micro_batch_size != mini_batch:
-        raise ValueError(
-            f"{where}micro_batches {made.micro_batches} times micro_batch_size {made.micro_batch_size} "
+            f"{where}micro_batches {plan.micro_batches} times micro_batch_size {plan.micro_batch_size} "
             f"do not make a mini_batch of {mini_batch}"
         )
 
@@ -196,11 +206,18 @@ def _check_balance(plan: Plan) -> None:
         raise ValueError(f"balance is {plan.balance}, the stages hold {counts} layers")
 
 
-def _check_devices(stages: list[PlannedStage]) -> None:
-    uses = Counter(device for stage in stages for device in stage.devices)
-    twice = sorted(device for device, count in uses.items() if count > 1)
+def _check_devices(plan: Plan) -> None:
+    """Each device has one part of the layers, or as many as there are virtual stages, and is there."""
+    if len(plan.stages) % plan.virtual_stages:
+        raise ValueError(
+            f"virtual_stages is {plan.virtual_stages}, which does not divide the {len(plan.stages)} stages"
+        )
+    uses = Counter(device for stage in plan.stages for device in stage.devices)
+    twice = sorted(device for device, count in uses.items() if count > plan.virtual_stages)
     if twice:
         raise ValueError(f"stages: device {twice[0]} is used {uses[twice[0]]} times")
+    if plan.gpus is not None and max(uses) >= plan.gpus:
+        raise ValueError(f"stages: device {max(uses)} is used, of {plan.gpus} gpus from 0 on")
 
 
 def _check_alternative(other: Alternative, plan: Plan, where: str) -> None:
@@ -209,4 +226,12 @@ def _check_alternative(other: Alternative, plan: Plan, where: str) -> None:
             f"{where}balance {other.balance} adds up to {sum(other.balance)}, "
             f"the plan has {sum(plan.balance)} layers"
         )
+    parts = len(other.balance)
+    if parts % other.virtual_stages:
+        raise ValueError(
+            f"{where}virtual_stages is {other.virtual_stages}, which does not divide the {parts} parts"
+        )
+    for name, values in (("stage_recompute", other.stage_recompute), ("memory_bytes", other.memory_bytes)):
+        if len(values) not in (0, parts):
+            raise ValueError(f"{where}{name} has {len(values)} entries for {parts} parts")
     _check_mini_batch(other, plan.mini_batch, where)

@@ -76,10 +76,10 @@ def read_pins(texts: Sequence[str], name: str) -> tuple[tuple[str, int], ...]:
 
 
 def _read_pin(text: str, name: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(.+)=(?:stage)?(\d+)", text)
-    if not found:
+    match = re.fullmatch(r"(.+)=(?:stage)?(\d+)", text)
+    if not match:
         raise UsageError(f"{name} {text}: is not a layer and its stage", f"Write {name} features.10=stage1.")
-    return found[1], int(found[2])
+    return match[1], int(match[2])
 
 
 @dataclass(frozen=True)
@@ -230,14 +230,14 @@ class PlanOptions(Options):
                 "synchronous ones.",
             )
         modes = tuple(mode for mode in MODES if mode != "by_stage")
-        for field, word, known in (
+        for field, word, words in (
             ("schedule", self.schedule, ("auto", *synchronous)),
             ("recompute", self.recompute, ("auto", *modes)),
             ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
             ("precision", self.precision, ("auto", *PRECISIONS)),
             ("gradient_dtype", self.gradient_dtype, ("auto", *GRADIENT_DTYPES)),
         ):
-            known_word(field, word, known, also="fp64")
+            known_word(field, word, words, also="fp64")
         if self.zero not in ZERO_STAGES:
             raise UsageError(
                 f"zero={self.zero}: there is no such stage",

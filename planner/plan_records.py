@@ -7,6 +7,20 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from ..cost_models.document import Record
+from ..cost_models.field_types import (
+    Bytes,
+    DeviceCount,
+    DeviceIndex,
+    LayerCount,
+    LayerIndex,
+    MicroBatches,
+    MiniBatch,
+    PredictedSeconds,
+    Rate,
+    Ratio,
+    StepSeconds,
+    TotalBytes,
+)
 from ..cost_models.runtime import RUNTIMES
 from ..cost_models.schedules import SCHEDULES
 
@@ -27,13 +41,6 @@ def _known_runtime(name: str) -> str:
 
 
 Recompute = Literal["never", "always", "except_last", "selective"]
-Count = Annotated[int, Field(ge=1, le=2**40)]
-ZeroStage = Annotated[int, Field(ge=0, le=3)]
-Index = Annotated[int, Field(ge=0)]
-Bytes = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0)]
-StepSeconds = Annotated[float, Field(gt=0)]
-Rate = Annotated[float, Field(ge=0)]
 ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 RuntimeName = Annotated[str, AfterValidator(_known_runtime)]
 
@@ -44,15 +51,15 @@ class PlannedStage(Record):
     Seconds are those of one micro-batch on one replica, backward with what it recomputes.
     """
 
-    first_layer: Index
-    last_layer: Index
-    replicas: Count = 1
-    devices: list[Index]
-    forward_seconds: Seconds
-    backward_seconds: Seconds
-    memory_bytes: Bytes
-    memory_limit_bytes: Bytes | None = None
-    memory: dict[str, Bytes] = {}
+    first_layer: LayerIndex
+    last_layer: LayerIndex
+    replicas: DeviceCount = 1
+    devices: list[DeviceIndex]
+    forward_seconds: PredictedSeconds
+    backward_seconds: PredictedSeconds
+    memory_bytes: TotalBytes
+    memory_limit_bytes: TotalBytes | None = None
+    memory: dict[str, TotalBytes] = {}
     """The ledger: bytes by term."""
     recompute: Recompute | None = None
     """The stage's own, where the plan's is `selective`; else as the plan's."""
@@ -78,8 +85,8 @@ class SharedWeight(Record):
 
     tensor: str
     bytes: Bytes
-    stages: Annotated[list[Index], Field(min_length=2)]
-    sum_seconds: Seconds = 0.0
+    stages: Annotated[list[LayerIndex], Field(min_length=2)]
+    sum_seconds: PredictedSeconds = 0.0
 
 
 class Prediction(Record):
@@ -97,12 +104,12 @@ class Prediction(Record):
 
     step_seconds: StepSeconds
     samples_per_second: Rate
-    bubble: float
-    lower_bound_seconds: Seconds
-    gap: float
+    bubble: Ratio
+    lower_bound_seconds: PredictedSeconds
+    gap: Ratio
     exact: bool
     bound_covers: str = ""
-    root_bound_seconds: Seconds | None = None
+    root_bound_seconds: PredictedSeconds | None = None
     uncertainty: Rate | None = None
     low_seconds: StepSeconds | None = None
     high_seconds: StepSeconds | None = None
@@ -139,19 +146,19 @@ class Alternative(Record):
     """
 
     runtimes: list[RuntimeName]
-    balance: Annotated[list[Count], Field(min_length=1)]
-    replicas: Count = 1
+    balance: Annotated[list[LayerCount], Field(min_length=1)]
+    replicas: DeviceCount = 1
     schedule: ScheduleName
-    virtual_stages: Count = 1
+    virtual_stages: LayerCount = 1
     """Of each device; the balance is then by part."""
-    micro_batches: Count
-    micro_batch_size: Count
+    micro_batches: MicroBatches
+    micro_batch_size: MiniBatch
     recompute: Recompute
     stage_recompute: list[Recompute] = []
     """By stage, where `recompute` is `selective`."""
     step_seconds: StepSeconds
     samples_per_second: Rate = 0.0
-    memory_bytes: list[Bytes] = []
+    memory_bytes: list[TotalBytes] = []
     """By stage."""
     exact: bool = False
     reason: str = ""
@@ -163,9 +170,9 @@ class Aim(Record):
     that `covers` names (0: nothing is proven)."""
 
     name: str
-    value: float
+    value: Ratio
     unit: str
-    lower_bound: Annotated[float, Field(ge=0)]
+    lower_bound: Rate
     exact: bool
     detail: str = ""
     covers: str = ""
@@ -174,7 +181,7 @@ class Aim(Record):
 class OtherMiniBatch(Record):
     """What another global batch would give: the best that a short search found; None where no plan was."""
 
-    mini_batch: Count
+    mini_batch: MiniBatch
     step_seconds: StepSeconds | None = None
     samples_per_second: Rate | None = None
 
@@ -183,7 +190,7 @@ class DefaultMiniBatch(Record):
     """The global batch that none was given for: so many samples a device, before it was rounded to what the
     micro-batches make. `others`: half and twice of it, where there was time to try them."""
 
-    samples_per_device: Count
+    samples_per_device: MiniBatch
     others: list[OtherMiniBatch] = []
 
 

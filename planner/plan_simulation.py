@@ -12,10 +12,42 @@ from ..cost_models.runtime import runtime_named
 from ..cost_models.schedules import Schedule
 from ..cost_models.timeline import Timeline, simulate
 from ..cost_models.topology import Topology
-from .assembly import Assembly, DeviceMemory
+from .assembly import Assembly
 from .layout import Layout
 from .overrides import Overrides
 from .plan_file import Plan
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of a device: the ledger as it holds most; and, over time, what it keeps always and what each
+    micro-batch in flight adds on each of its chunks."""
+
+    terms: dict[str, int]
+    resident_bytes: float
+    bytes_in_flight: tuple[float, ...]
+    limit_bytes: int | None
+
+    @property
+    def bytes(self) -> int:
+        """What the device needs."""
+        return sum(self.terms.values())
+
+    def over_time(self, timeline: Timeline, stage: int) -> list[tuple[float, float]]:
+        """(second, bytes from then on) of the device as `stage` of its timeline."""
+        return timeline.memory_over_time(stage, self.resident_bytes, self.bytes_in_flight)
+
+
+def device_memory(assembly: Assembly, device: int, timeline: Timeline) -> DeviceMemory:
+    """The ledger of a device, and what of it comes and goes; the limit is that of its replica with the least
+    memory."""
+    terms = {name: round(amount) for name, amount in assembly.ledger(device).items()}
+    recompute = assembly.recompute[device] != "never"
+    chunks = assembly.chunk_bytes(device)
+    in_flight = tuple(float(own.input if recompute else own.saved + own.saved_input) for own in chunks)
+    most = timeline.peak_memory(device, 0.0, in_flight).bytes
+    limit = assembly.smallest_device(device).memory_bytes
+    return DeviceMemory(terms, sum(terms.values()) - most, in_flight, limit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,17 +83,17 @@ def simulate_plan(
     that cannot stay, and for `profiles` that are missing or of other layers.
     """
     layout = Layout(plan, chain, overrides or Overrides())
-    made = _assembly(layout, topology, of_same_layers(chain, profiles or {}))
-    timeline = simulate(made.program, made.costs())
-    memory = tuple(made.memory(device, timeline) for device in range(made.program.devices))
+    assembly = _assembly(layout, topology, of_same_layers(chain, profiles or {}))
+    timeline = simulate(assembly.program, assembly.costs())
+    memory = tuple(device_memory(assembly, device, timeline) for device in range(assembly.program.devices))
     return SimulatedPlan(
         schedule=layout.schedule,
         virtual_stages=layout.virtual_stages,
         micro_batch_size=layout.size,
         timeline=timeline,
-        layers=tuple(layout.layers(device) for device in range(made.program.devices)),
+        layers=tuple(layout.layers(device) for device in range(assembly.program.devices)),
         memory=memory,
-        notes=(*_notes(layout), *made.outside(), *_too_large(memory)),
+        notes=(*_notes(layout), *assembly.outside(), *_too_large(memory)),
     )
 
 
@@ -112,7 +144,7 @@ def _assembly(layout: Layout, topology: Topology, profiles: Mapping[str, Chain])
 def _notes(layout: Layout) -> Iterator[str]:
     """What is otherwise than in the plan."""
     plan = layout.plan
-    if not layout.kept:
+    if not layout.keeps_stages:
         counts = ", ".join(map(str, layout.balance))
         yield f"the layers are cut anew, the slowest part as fast as can be: {counts}"
         if layout.replicas == 1 and max(plan.replicas) > 1:
@@ -123,7 +155,7 @@ def _notes(layout: Layout) -> Iterator[str]:
         mode = plan.recompute.replace("_", "-")
         if plan.recompute == "except_last":
             yield f"recompute always: {mode} is for gpipe"
-        elif not layout.kept:
+        elif not layout.keeps_stages:
             yield f"recompute {layout.recompute[0]} on every stage: the plan says it for its own stages"
     runtime = plan.runtime
     if runtime is not None and layout.schedule.name not in runtime_named(runtime).schedules:

@@ -18,15 +18,15 @@ def plan_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
     return make_stages(space, assemble(space, plan.proposal, plan.recompute), plan)
 
 
-def make_stages(space: Space, made: Assembly, plan: ScoredPlan) -> list[PlannedStage]:
+def make_stages(space: Space, assembly: Assembly, plan: ScoredPlan) -> list[PlannedStage]:
     """The same of a plan that is made ready for the simulator."""
-    forward, backward = made.by_place("forward"), made.by_place("backward")
+    forward, backward = assembly.by_place("forward"), assembly.by_place("backward")
     mixed = plan_recompute(plan) == "selective"
     stages = []
-    for part, place in enumerate(made.program.pipes[0]):
+    for part, place in enumerate(assembly.program.pipes[0]):
         (first, end), mode = plan.proposal.bounds[part], plan.recompute[part]
         recompute = forward[place][0] if mode != "never" else 0.0
-        ledger = {name: round(amount) for name, amount in made.ledger(place.device).items()}
+        ledger = {name: round(amount) for name, amount in assembly.ledger(place.device).items()}
         stages.append(
             PlannedStage(
                 first_layer=first,
@@ -36,7 +36,7 @@ def make_stages(space: Space, made: Assembly, plan: ScoredPlan) -> list[PlannedS
                 forward_seconds=float(forward[place][0]),
                 backward_seconds=float(backward[place][0] + recompute),
                 memory_bytes=sum(ledger.values()),
-                memory_limit_bytes=_whole(space.limit(made.ranks[place.device])),
+                memory_limit_bytes=_whole(space.limit(assembly.ranks[place.device])),
                 memory=ledger,
                 recompute=mode if mixed else None,
             )
@@ -46,16 +46,16 @@ def make_stages(space: Space, made: Assembly, plan: ScoredPlan) -> list[PlannedS
 
 def shared_weights(space: Space, plan: ScoredPlan) -> list[SharedWeight]:
     """The weights that several of its parts use."""
-    sums = {own.name: own.seconds for own in assemble(space, plan.proposal, plan.recompute).tied}
-    made = []
+    sums = {own.name: own.seconds for own in assemble(space, plan.proposal, plan.recompute).tied_sums}
+    weights = []
     for weight in space.chain.tied:
         parts = [part for part, bounds in enumerate(plan.proposal.bounds) if weight.is_used(*bounds)]
         if len(parts) > 1:
             seconds = sums.get(weight.name, 0.0)
-            made.append(
+            weights.append(
                 SharedWeight(tensor=weight.name, bytes=round(weight.bytes), stages=parts, sum_seconds=seconds)
             )
-    return made
+    return weights
 
 
 def _whole(limit: float) -> int | None:
@@ -78,8 +78,8 @@ def run_in_words(plan: ScoredPlan) -> str:
 
 def bubble(space: Space, plan: ScoredPlan) -> float:
     """Idle share of the devices' time."""
-    made = assemble(space, plan.proposal, plan.recompute)
-    return simulate(made.program, made.costs()).bubble
+    assembly = assemble(space, plan.proposal, plan.recompute)
+    return simulate(assembly.program, assembly.costs()).bubble
 
 
 class PlanSummary(Record):

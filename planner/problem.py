@@ -103,7 +103,7 @@ class Problem:
     def stage_counts(self) -> range:
         """Stage counts: 1 to the devices within reach, to what the cuts allow, or to `max_stages`; with
         replicas to `MOST_STAGES`."""
-        most = min(self.reached, self.space.chain.max_stages, self.options.max_stages or self.gpus)
+        most = min(self.usable_gpus, self.space.chain.max_stages, self.options.max_stages or self.gpus)
         if self._replicated:
             most = min(most, MOST_STAGES)
         return range(1, most + 1)
@@ -114,7 +114,7 @@ class Problem:
         return self.runtime is None or self.runtime.replicas != "none"
 
     @property
-    def reached(self) -> int:
+    def usable_gpus(self) -> int:
         """Devices that the runtime can use for a pipeline: one process has those of one node."""
         one_process = self.runtime is not None and self.runtime.one_process
         return min(self.gpus, self.topology.gpus_per_node) if one_process else self.gpus
@@ -175,8 +175,8 @@ class Problem:
     def proposable(self) -> tuple[str, ...]:
         """The schedules in the running; the planner of interleaved pipelines makes them where all is open."""
         left_open = self.options.schedule == "auto" and self.runtime is None
-        named = self.options.planner == INTERLEAVED and left_open
-        return (*self.schedules, INTERLEAVED) if named else self.schedules
+        proposes_interleaved = self.options.planner == INTERLEAVED and left_open
+        return (*self.schedules, INTERLEAVED) if proposes_interleaved else self.schedules
 
     @property
     def unsearched(self) -> tuple[str, ...]:
@@ -197,13 +197,13 @@ class Problem:
         requested, runtime = self.options.recompute, self.runtime
         if runtime is None:
             # That of torchgpipe differs little from always: not worth as much again on many devices.
-            known: Sequence[Mode] = ("by_stage", "except_last") if self.gpus <= EVERY_COUNT else ("by_stage",)
+            modes: Sequence[Mode] = ("by_stage", "except_last") if self.gpus <= EVERY_COUNT else ("by_stage",)
         elif runtime.recompute_by_stage:
-            known = ("by_stage",)
+            modes = ("by_stage",)
         else:
-            known = [mode for mode in MODES if mode in runtime.recompute]
+            modes = [mode for mode in MODES if mode in runtime.recompute]
         if requested == "auto":
-            return tuple(mode for mode in known if mode != "except_last" or schedule == "gpipe")
+            return tuple(mode for mode in modes if mode != "except_last" or schedule == "gpipe")
         allowed = runtime is None or requested in runtime.recompute
         return tuple(mode for mode in MODES if mode == requested and allowed)
 
@@ -225,19 +225,21 @@ class Problem:
         """Orders of the devices: of those within reach as they are ranked, where a runtime numbers them."""
         if self.runtime is None:
             return placements(self.topology)
-        reached = self.topology if self.reached == self.gpus else self.topology.with_gpus(self.reached)
-        return placements(reached)[:1]
+        topology = (
+            self.topology if self.usable_gpus == self.gpus else self.topology.with_gpus(self.usable_gpus)
+        )
+        return placements(topology)[:1]
 
     @cached_property
     def replica_sets(self) -> list[tuple[int, ...]]:
         """The numbers of replicas that stages may have together."""
         if not self._replicated:
             return [(1,)]
-        reached = self.reached
+        usable = self.usable_gpus
         counts = tuple(
             count
-            for count in range(1, reached + 1)
-            if count <= EVERY_COUNT or count & (count - 1) == 0 or _is_three_halves(count) or count == reached
+            for count in range(1, usable + 1)
+            if count <= EVERY_COUNT or count & (count - 1) == 0 or _is_three_halves(count) or count == usable
         )
         if self.runtime is not None and self.runtime.replicas == "equal":
             return [(count,) for count in counts]
@@ -246,9 +248,9 @@ class Problem:
     def replica_choices(self, size: int) -> list[tuple[int, ...]]:
         """The numbers of replicas that the stages of any plan may have together, searched or not, with
         micro-batches of so many samples. On many devices of those with equal shares the fewest."""
-        most = min(self.reached, size) if self._replicated else 1
+        most = min(self.usable_gpus, size) if self._replicated else 1
         fewest = {-(-size // count): count for count in range(most, 0, -1)}
-        counts = range(1, most + 1) if self.reached <= FEW else sorted(fewest.values())
+        counts = range(1, most + 1) if self.usable_gpus <= FEW else sorted(fewest.values())
         usable = tuple(n for n in counts if self.may_share(size, [n]) and self.space.fits_someone(size, n))
         if self.runtime is None or not self._replicated:
             return [usable] if usable else []
@@ -263,7 +265,7 @@ class Problem:
     def any_count(self) -> bool:
         """Whether the bound is to hold for every number of replicas, too many to search: `proposable` plans
         may have any."""
-        own = self.runtime is None and self.reached > MOST_DEVICES
+        own = self.runtime is None and self.usable_gpus > MOST_DEVICES
         return own or (self.runtime is None and self.space.is_long)
 
     def may_share(self, size: int, replicas: Iterable[int]) -> bool:
@@ -274,7 +276,7 @@ class Problem:
     @property
     def every_replica_count(self) -> bool:
         """Whether no number of replicas was left out."""
-        return self.reached <= EVERY_COUNT or self.families[0].replicas == (1,)
+        return self.usable_gpus <= EVERY_COUNT or self.families[0].replicas == (1,)
 
     def allows(self, proposal: Proposal) -> bool:
         """Whether the options and the runtime leave a proposal."""
@@ -284,15 +286,15 @@ class Problem:
         return (
             config.schedule in self.proposable
             and stages <= (self.options.max_stages or stages)
-            and (not self.options.use_all or proposal.used == self.reached)
+            and (not self.options.use_all or proposal.device_count == self.usable_gpus)
             and self.space.limits.allow(proposal.bounds)
             and (runtime is None or runtime.runs_replicas(proposal.replicas))
             and self.may_share(config.micro_batch_size, proposal.replicas)
             and (runtime is None or not chunked or runtime.virtual_stages)
-            and max(map(max, proposal.devices)) < self.reached
+            and max(map(max, proposal.devices)) < self.usable_gpus
         )
 
-    def timed(self) -> Problem:
+    def with_time_limit(self) -> Problem:
         """The same with its time limit running: everything that is done for it shares what is left."""
         return replace(self, budget=SearchBudget.of_seconds(self.options.time_limit))
 
@@ -309,15 +311,15 @@ class Problem:
 
     def _no_config(self) -> UsageError:
         options, runtime = self.options, self.runtime
-        asked = f"schedule={options.schedule!r}, recompute={options.recompute!r}"
+        request = f"schedule={options.schedule!r}, recompute={options.recompute!r}"
         if runtime is None:
             return UsageError(
-                f"{asked} with 1 micro-batch: there is no such plan",
+                f"{request} with 1 micro-batch: there is no such plan",
                 "except_last needs two micro-batches or more: leave one of the fields at auto.",
             )
         modes = ", ".join(sorted(mode.replace("_", "-") for mode in runtime.recompute))
         return UsageError(
-            f"runtime={runtime.name!r} does not run {asked}",
+            f"runtime={runtime.name!r} does not run {request}",
             f"{runtime.name} runs {', '.join(sorted(runtime.schedules))} with recompute {modes}.",
         )
 

@@ -66,12 +66,12 @@ def list_points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
             raise UsageError(f"sweep={key!r}: {twice} stands twice", "Give every value once.")
     if not grid:
         raise UsageError("`sweep`: the grid is empty", "Give sweep='gpus=2,4,8', say.")
-    made = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    if len(made) > MOST_POINTS:
+    points = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    if len(points) > MOST_POINTS:
         raise UsageError(
-            f"`sweep`: {len(made)} points", f"Give at most {MOST_POINTS}: fewer values, or several sweeps."
+            f"`sweep`: {len(points)} points", f"Give at most {MOST_POINTS}: fewer values, or several sweeps."
         )
-    return made
+    return points
 
 
 def solve_points(
@@ -113,7 +113,7 @@ def make_row(point: Point, plan: Plan) -> SweepRow:
     )
 
 
-def _solved(solve: Callable[..., Plan], point: Point) -> tuple[SweepRow, PplanError | None]:
+def _solve_point(solve: Callable[..., Plan], point: Point) -> tuple[SweepRow, PplanError | None]:
     try:
         return make_row(point, solve(**point)), None
     except PplanError as error:
@@ -126,12 +126,12 @@ def _run(
     if backend not in BACKENDS:
         raise UsageError(f"backend={backend!r}: not known", f"Use one of: {', '.join(BACKENDS)}.")
     if backend == PROCESSES and (jobs == 1 or len(points) == 1):
-        yield from (_solved(solve, point) for point in points)
+        yield from (_solve_point(solve, point) for point in points)
         return
     with _on(backend, jobs, len(points)) as parallel:
         from joblib import delayed
 
-        yield from parallel(delayed(_solved)(solve, point) for point in points)
+        yield from parallel(delayed(_solve_point)(solve, point) for point in points)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import Reduced
 from ..cost_models.tied_weights import TiedSum
 from ..cost_models.topology import Topology
-from .stage_table import Floats, StageTable
+from .stage_table import Floats, StageTable, part_seconds
 
 Indices = npt.NDArray[np.int64]
 
@@ -85,11 +85,11 @@ class ReplicaExchange:
         if self.zero == 3:
             return np.zeros_like(trainable)
         gathered = np.asarray(all_gather_seconds(self.topology, self.devices, trainable, "best"))
-        return gathered if self.zero == 2 else gathered + self._reduced(trainable)
+        return gathered if self.zero == 2 else gathered + self._reduce_seconds(trainable)
 
     def forward(self, table: StageTable, seconds: Floats) -> Floats:
         """Of every stage, whose layers take these seconds."""
-        gathered, (first, last) = self._gathered(table.costs), _ends(table)
+        gathered, (first, last) = self._gather_seconds(table.costs), _ends(table)
         meanwhile = np.maximum(seconds, np.append(gathered[1:], 0.0))
         running = np.append(0.0, np.cumsum(meanwhile))
         return _whole(table, gathered[first] + running[last] - running[first] + seconds[last])
@@ -98,8 +98,8 @@ class ReplicaExchange:
         """Of every stage, whose layers take these seconds. `part`: "backward", whole, or where it is split
         "input", which needs the weights, or "weight", which makes the gradients to reduce."""
         nothing, costs = np.zeros(len(seconds)), table.costs
-        gathered = nothing if part == "weight" else self._gathered(costs)
-        reduced = nothing if part == "input" else self._reduced(costs.trainable_bytes)
+        gathered = nothing if part == "weight" else self._gather_seconds(costs)
+        reduced = nothing if part == "input" else self._reduce_seconds(costs.trainable_bytes)
         before, after = np.append(0.0, gathered[:-1]), np.append(reduced[1:], 0.0)
         running = np.append(0.0, np.cumsum(np.maximum(seconds, before + after)))
         first, last = _ends(table)
@@ -108,13 +108,13 @@ class ReplicaExchange:
         several = np.where(first == last, seconds[first], inner + outer)
         return _whole(table, gathered[last] + several + reduced[first])
 
-    def _gathered(self, costs: LayerCosts) -> Floats:
+    def _gather_seconds(self, costs: LayerCosts) -> Floats:
         """(layers,): seconds of an all-gather of each layer's weights."""
         if self.zero < 3:
             return np.zeros(len(costs.parameter_bytes))
         return np.asarray(all_gather_seconds(self.topology, self.devices, costs.parameter_bytes, "best"))
 
-    def _reduced(self, trainable: Floats) -> Floats:
+    def _reduce_seconds(self, trainable: Floats) -> Floats:
         own = gradient_bytes(np.asarray(trainable), self.precision)
         return np.asarray(reduce_scatter_seconds(self.topology, self.devices, own, "best"))
 
@@ -129,3 +129,18 @@ def _ends(table: StageTable) -> tuple[Indices, Indices]:
 
 def _whole(table: StageTable, seconds: Floats) -> Floats:
     return np.where(table.valid, seconds, 0.0)
+
+
+def stage_figure(table: StageTable, name: str, scale: float, exchange: ReplicaExchange) -> Floats:
+    """A figure of every stage, its seconds on a device that takes `scale` times as long; the host that
+    launches is no slower. With what `exchange` adds to each forward and backward."""
+    if exchange.is_by_layer and name == "forward":
+        return exchange.forward(table, table.costs.forward_seconds * scale)
+    if exchange.is_by_layer and name in ("backward", "input", "weight"):
+        whole = name == "backward"
+        own = table.costs.backward_seconds if whole else part_seconds(table.costs, name)
+        return exchange.backward(table, own * scale, name)
+    if name in ("input", "weight"):
+        return table.stage_sums(part_seconds(table.costs, name)) * scale
+    values: Floats = getattr(table, name)
+    return values * (1.0 if name.endswith("_launch") else scale)

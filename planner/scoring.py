@@ -43,14 +43,14 @@ def fastest(
     space = space if budget is None else space.within(budget)
     unique = list(dict.fromkeys(proposals))
     if space.is_long:
-        return _fastest_of_long(space, unique, limit)
+        return _score_long(space, unique, limit)
     key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.config), len(p.ends))  # noqa: E731
-    tried: list[_Trial] = []
+    trials: list[_Trial] = []
     for _, alike in groupby(sorted(unique, key=key), key=key):
-        if tried and space.budget.over:
+        if trials and space.budget.over:
             break
-        tried += _trials(space, list(alike))
-    return _fastest_of(space, sorted(tried, key=lambda trial: trial.bound), limit)
+        trials += _trials(space, list(alike))
+    return _score_trials(space, sorted(trials, key=lambda trial: trial.bound), limit)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Trial:
     score: Callable[[float], ScoredPlan | None]
 
 
-def _fastest_of(space: Space, trials: Iterable[_Trial], limit: float) -> ScoredPlan | None:
+def _score_trials(space: Space, trials: Iterable[_Trial], limit: float) -> ScoredPlan | None:
     """The fastest of them, which stand with the lowest bounds first; where the time is over, of those that
     were scored by then, one at least."""
     best: ScoredPlan | None = None
@@ -74,9 +74,9 @@ def _fastest_of(space: Space, trials: Iterable[_Trial], limit: float) -> ScoredP
         loose += not trial.tight
         if not trial.tight and loose > MOST_TRIED:
             continue
-        found = trial.score(limit)
-        if found is not None:
-            best, limit = found, found.step_seconds
+        plan = trial.score(limit)
+        if plan is not None:
+            best, limit = plan, plan.step_seconds
     return best
 
 
@@ -88,11 +88,11 @@ def _trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Trial]:
         yield from (trial for proposal in proposals if (trial := _trial(space, proposal)) is not None)
 
 
-def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) -> ScoredPlan | None:
+def _score_long(space: Space, proposals: Sequence[Proposal], limit: float) -> ScoredPlan | None:
     """Of pipelines of a long chain, whose tables of all stages are too large: those with the least work on
     their busiest stage, each by itself."""
     allowed = set(np.flatnonzero(space.chain.cut_after) + 1) | {len(space.chain)}
-    own = [p for p in proposals if allowed.issuperset(p.ends) and reached(space, p)]
+    own = [p for p in proposals if allowed.issuperset(p.ends) and is_measured(space, p)]
     works = [busiest_seconds(space, proposal) for proposal in own]
     best: ScoredPlan | None = None
     fitting = 0
@@ -102,9 +102,9 @@ def _fastest_of_long(space: Space, proposals: Sequence[Proposal], limit: float) 
         narrow = narrow_space(space, own[index].ends)
         linear = own[index].config.schedule in SEARCHED
         fitting += not linear or choose_modes(narrow, own[index]) is not None
-        found = _fastest_of(space, _trials(narrow, [own[index]]), limit)
-        if found is not None:
-            best, limit = found, found.step_seconds
+        plan = _score_trials(space, _trials(narrow, [own[index]]), limit)
+        if plan is not None:
+            best, limit = plan, plan.step_seconds
     return best
 
 
@@ -141,21 +141,21 @@ def _trial(space: Space, proposal: Proposal) -> _Trial | None:
 def _score_any(space: Space, proposal: Proposal, limit: float) -> ScoredPlan | None:
     try:
         whole: list[Recompute] = ["never" for _ in proposal.ends]
-        made = assemble(space, proposal, whole)
+        assembly = assemble(space, proposal, whole)
     except UsageError:
         return None  # the schedule does not run with these numbers
-    modes = _device_modes(space, made, proposal)
+    modes = _device_modes(space, assembly, proposal)
     if modes is None:
         return None
-    step = float(step_seconds(made.program, replace(made, recompute=modes).costs())[0])
-    by_part = tuple(modes[place.device] for place in made.program.pipes[0])
+    step = float(step_seconds(assembly.program, replace(assembly, recompute=modes).costs())[0])
+    by_part = tuple(modes[place.device] for place in assembly.program.pipes[0])
     return ScoredPlan(proposal, by_part, step) if step < limit else None
 
 
 def possible(space: Space, proposal: Proposal) -> bool:
     """Whether its cuts and the samples of its replicas may be, whatever the memory."""
     cut_points = list(space.table(space.chain.sizes[0]).cut_points)
-    return reached(space, proposal) and all(
+    return is_measured(space, proposal) and all(
         first in cut_points
         and end in cut_points
         and space.usable[cut_points.index(first), cut_points.index(end)]
@@ -163,7 +163,7 @@ def possible(space: Space, proposal: Proposal) -> bool:
     )
 
 
-def reached(space: Space, proposal: Proposal) -> bool:
+def is_measured(space: Space, proposal: Proposal) -> bool:
     """Whether the shares of all replicas can be costed."""
     size = proposal.config.micro_batch_size
     return all(count <= size and space.fits_someone(size, count) for count in set(proposal.replicas))
@@ -174,8 +174,8 @@ def make_program(proposal: Proposal) -> Program:
     config, parts = proposal.config, len(proposal.ends)
     if config.schedule in SEARCHED:
         return cached_program(config.schedule, parts, config.micro_batches)
-    stages, left = divmod(parts, config.virtual_stages)
-    if left:
+    stages, remainder = divmod(parts, config.virtual_stages)
+    if remainder:
         raise UsageError(
             f"{parts} parts of the layers with {config.virtual_stages} virtual stages a device",
             "Give as many parts to every device.",
@@ -212,15 +212,15 @@ def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> As
     )
 
 
-def _device_modes(space: Space, made: Assembly, proposal: Proposal) -> tuple[Recompute, ...] | None:
+def _device_modes(space: Space, assembly: Assembly, proposal: Proposal) -> tuple[Recompute, ...] | None:
     """By device, the cheapest way to recompute that fits; None where none does."""
     modes = []
-    for device in range(made.program.devices):
-        limit = space.limit(made.ranks[device])
+    for device in range(assembly.program.devices):
+        limit = space.limit(assembly.ranks[device])
         fitting = (
             mode
             for mode in stage_modes(proposal.config)
-            if limit == inf or sum(made.ledger(device, mode).values()) <= limit
+            if limit == inf or sum(assembly.ledger(device, mode).values()) <= limit
         )
         mode = next(fitting, None)
         if mode is None:
@@ -251,6 +251,6 @@ def least_in_parts(space: Space) -> float:
     for chain in (space.chain, *space.profiles.values()):
         if chain.backward_input_seconds is not None and chain.backward_weight_seconds is not None:
             parts = chain.backward_input_seconds + chain.backward_weight_seconds
-            known = chain.backward_seconds > 0
-            least = min(least, float((parts[known] / chain.backward_seconds[known]).min(initial=1.0)))
+            positive = chain.backward_seconds > 0
+            least = min(least, float((parts[positive] / chain.backward_seconds[positive]).min(initial=1.0)))
     return least

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..cost_models.hardware import Device
 from ..cost_models.layer import Chain, LayerCosts, list_cut_points
-from ..cost_models.machines.preset_lookup import context_of
+from ..cost_models.machines.preset_lookup import device_context
 from ..cost_models.memory import LedgerOptions, StageBytes, ledger, total
 from ..cost_models.optimizers import Precision
 from ..cost_models.precision import training_precision
@@ -32,7 +32,7 @@ def ledger_options(
     """What a device and the training add to every ledger: the context, where the device has a preset, the
     bytes of a parameter (None: those that are usual for a profile in `dtype`) and the stage of ZeRO.
     Raises UsageError for an unknown dtype."""
-    context = context_of(device.name)
+    context = device_context(device.name)
     return {
         "precision": precision or training_precision(dtype).bytes,
         "zero": zero,
@@ -62,7 +62,7 @@ class StageTable:
         """Where i < j."""
         return np.triu(np.ones((self.blocks + 1,) * 2, dtype=bool), 1)
 
-    def between(self, values: Floats) -> Floats:
+    def stage_sums(self, values: Floats) -> Floats:
         """The sum of a figure of the layers, shape (layers,), over each stage."""
         running = np.concatenate([[0.0], np.cumsum(values)])[list(self.cut_points)]
         between: Floats = np.maximum(running[None, :] - running[:, None], 0.0)
@@ -71,22 +71,22 @@ class StageTable:
     @cached_property
     def forward(self) -> Floats:
         """Forward seconds."""
-        return self.between(self.costs.forward_seconds)
+        return self.stage_sums(self.costs.forward_seconds)
 
     @cached_property
     def backward(self) -> Floats:
         """Backward seconds, without any recomputation."""
-        return self.between(self.costs.backward_seconds)
+        return self.stage_sums(self.costs.backward_seconds)
 
     @cached_property
     def forward_launch(self) -> Floats:
         """Host seconds to launch the forward."""
-        return self.between(self.costs.forward_host_seconds)
+        return self.stage_sums(self.costs.forward_host_seconds)
 
     @cached_property
     def backward_launch(self) -> Floats:
         """Host seconds to launch the backward."""
-        return self.between(self.costs.backward_host_seconds)
+        return self.stage_sums(self.costs.backward_host_seconds)
 
     @cached_property
     def crossing(self) -> Floats:
@@ -99,12 +99,12 @@ class StageTable:
         """What the ledger of every stage is made from."""
         costs = self.costs
         starts = np.array(self.cut_points[:-1], dtype=int)
-        whole, copies = self._copied(trainable=False), self._copied(trainable=True)
+        whole, copies = self._copied_bytes(trainable=False), self._copied_bytes(trainable=True)
         return StageBytes(
-            parameters=self.between(costs.parameter_bytes) + whole,
-            trainable=self.between(costs.trainable_bytes) + copies,
-            buffers=self.between(costs.buffer_bytes),
-            saved=self.between(costs.saved_bytes),
+            parameters=self.stage_sums(costs.parameter_bytes) + whole,
+            trainable=self.stage_sums(costs.trainable_bytes) + copies,
+            buffers=self.stage_sums(costs.buffer_bytes),
+            saved=self.stage_sums(costs.saved_bytes),
             saved_input=np.append(costs.saved_input_bytes[starts], 0.0)[:, None],
             input=np.concatenate([[costs.input_bytes], self.crossing[1:]])[:, None],
             received=self.crossing[:, None],
@@ -113,23 +113,23 @@ class StageTable:
             copies=copies,
         )
 
-    def _copied(self, *, trainable: bool) -> Floats | float:
+    def _copied_bytes(self, *, trainable: bool) -> Floats | float:
         """Bytes of weights of each stage that an earlier one has, too; of those that are trained."""
         tied = self.costs.tied
         return copied_bytes(tied, self.cut_points, trainable=trainable) if tied else 0.0
 
-    def reduced(self, zero: int) -> Floats:
+    def reduced_bytes(self, zero: int) -> Floats:
         """Trainable bytes whose gradients the replicas of each stage add up among themselves."""
-        held = self.stage_bytes
-        return np.asarray(held.trainable if zero else held.trainable - held.copies)
+        stages = self.stage_bytes
+        return np.asarray(stages.trainable if zero else stages.trainable - stages.copies)
 
     @cached_property
     def _workspace(self) -> Floats:
         """`stage_workspace` of every stage: counted from layer 0 as its peak and as what all its layers save,
         what lies before the stage cancels."""
-        kept = np.cumsum(self.costs.saved_bytes)
-        peaks = self._largest(kept + self.costs.workspace_bytes)
-        workspace: Floats = np.maximum(peaks - np.append(0.0, kept)[list(self.cut_points)], 0.0)
+        saved = np.cumsum(self.costs.saved_bytes)
+        peaks = self._largest(saved + self.costs.workspace_bytes)
+        workspace: Floats = np.maximum(peaks - np.append(0.0, saved)[list(self.cut_points)], 0.0)
         return workspace
 
     def _largest(self, values: Floats) -> Floats:
@@ -138,7 +138,7 @@ class StageTable:
         return self._running(blocks, blocks)
 
     @cached_property
-    def _gathered(self) -> Floats:
+    def _gathered_bytes(self) -> Floats:
         """`neighbours` of every stage. Each layer counts with the one before it, a stage's first alone."""
         parameters, starts = self.costs.parameter_bytes, np.array(self.cut_points[:-1])
         pairs = parameters + np.append(0.0, parameters[:-1])
@@ -173,7 +173,7 @@ class StageTable:
         )
         return np.broadcast_to(total(terms), self.valid.shape)
 
-    def memory_of(
+    def stage_memory(
         self,
         start: npt.NDArray[np.int64],
         end: npt.NDArray[np.int64],
@@ -211,7 +211,7 @@ class StageTable:
     ) -> dict[str, int]:
         """The ledger of one stage, rounded to whole bytes. Arguments as of `ledger`."""
         terms = ledger(
-            self.bytes_of(i, j, zero=options.get("zero", 0)),
+            self.bytes_between(i, j, zero=options.get("zero", 0)),
             in_flight=in_flight,
             recompute=recompute,
             optimizer=optimizer,
@@ -220,7 +220,7 @@ class StageTable:
         )
         return {name: round(float(amount)) for name, amount in terms.items()}
 
-    def bytes_of(self, i: int, j: int, *, zero: int = 0) -> StageBytes:
+    def bytes_between(self, i: int, j: int, *, zero: int = 0) -> StageBytes:
         """What the ledger of one stage is made from."""
         own: dict[str, Any] = {
             name: float(np.broadcast_to(amount, self.valid.shape)[i, j])
@@ -231,4 +231,19 @@ class StageTable:
 
     def _tables(self, zero: int) -> StageBytes:
         """`stage_bytes`, with what ZeRO has whole at a time where that stage of ZeRO spreads layers."""
-        return self.stage_bytes if zero < 2 else replace(self.stage_bytes, gathered=self._gathered)
+        return self.stage_bytes if zero < 2 else replace(self.stage_bytes, gathered=self._gathered_bytes)
+
+
+WEIGHT_SHARE = 0.5
+"""Of a layer's backward: the gradient of its weights takes as many operations as that of its input, in a
+matrix product or a convolution."""
+
+
+def part_seconds(costs: LayerCosts, part: str) -> Floats:
+    """(layers,): seconds of the `input`'s gradients, or the `weight`s', of every layer: measured, else a
+    share of the whole backward's."""
+    own = costs.backward_input_seconds if part == "input" else costs.backward_weight_seconds
+    if own is None:
+        share = np.where(costs.trainable_bytes > 0, WEIGHT_SHARE, 0.0)
+        own = costs.backward_seconds * (share if part == "weight" else 1 - share)
+    return own

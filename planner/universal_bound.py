@@ -31,10 +31,9 @@ import numpy as np
 
 from ..cost_models.hardware import Device
 from ..cost_models.layer import LayerCosts
-from .assembly import part_seconds
 from .plan_records import TIE
 from .search.space import Space, divide_batch
-from .stage_table import Floats
+from .stage_table import Floats, part_seconds
 
 if TYPE_CHECKING:
     from .problem import Problem
@@ -72,7 +71,7 @@ def work_bound(problem: Problem) -> float:
     """A bound on the seconds between two steps of any schedule, also of one that is never flushed: the work,
     as cheap as any number of replicas makes each layer, shared by all devices."""
     cases = (case for name in ANY for case in _cases(problem, name))
-    return min((case.shared for case in cases), default=inf)
+    return min((case.ideal_seconds for case in cases), default=inf)
 
 
 def _bisected(cases: Sequence[_Case], low: float, step: float) -> float:
@@ -103,7 +102,7 @@ def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
         for counts in problem.replica_choices(size):
             yield _Case(
                 space=problem.space,
-                reached=problem.reached,
+                usable_gpus=problem.usable_gpus,
                 kind=kind,
                 splits=schedule not in STRAIGHT,
                 size=size,
@@ -119,7 +118,7 @@ class _Case:
     replicas; `recompute`: every stage recomputes."""
 
     space: Space
-    reached: int
+    usable_gpus: int
     kind: str
     splits: bool
     size: int
@@ -137,7 +136,7 @@ class _Case:
         """Of the tables of one question."""
         if self.kind != "straight":
             return 0.0
-        rows = sum(self.reached - count + 1 for count in self.counts)
+        rows = sum(self.usable_gpus - count + 1 for count in self.counts)
         return rows * (len(self._cut_points) ** 2 + 3_000.0)
 
     @cached_property
@@ -168,10 +167,10 @@ class _Case:
             return inf
         path = float(np.min([forward + back for forward, back, _ in self._layers], axis=0).sum())
         times = {"naive": float(self.micro_batches), "sliced": 0.5}.get(self.kind, 1.0)
-        return max(self.shared, times * path, self._launches)
+        return max(self.ideal_seconds, times * path, self._launches)
 
     @cached_property
-    def shared(self) -> float:
+    def ideal_seconds(self) -> float:
         """The work of all micro-batches, shared by all devices."""
         if not self.counts:
             return inf
@@ -190,7 +189,7 @@ class _Case:
                 )
                 for per_replica_batch in {divide_batch(self.size, count) for count in self.counts}
             )
-        return sum(paces[topology.device(rank)] for rank in range(self.reached))
+        return sum(paces[topology.device(rank)] for rank in range(self.usable_gpus))
 
     @property
     def _launches(self) -> float:
@@ -209,9 +208,9 @@ class _Case:
 
     def _reaches(self, seconds: float) -> bool:
         last = len(self._cut_points) - 1
-        lead, both = (np.full((self.reached + 1, last + 1), inf) for _ in range(2))
+        lead, both = (np.full((self.usable_gpus + 1, last + 1), inf) for _ in range(2))
         lead[0, 0] = both[0, 0] = 0.0
-        for used in range(1, self.reached + 1):
+        for used in range(1, self.usable_gpus + 1):
             for index, count in enumerate(self.counts):
                 if count > used or not np.isfinite(lead[used - count]).any():
                     continue
@@ -236,17 +235,17 @@ class _Case:
     def _stages(self) -> list[tuple[Floats, Floats, Floats, Floats]]:
         """By number of replicas, (cut points, cut points) each, inf where there is no stage: f, f + b, w, and
         what of the all-reduce follows."""
-        table, made = self.space.table(self.space.chain.sizes[0]), []
-        gradients = self.space.bytes_at_end(table.between(table.costs.trainable_bytes))
+        table, stages = self.space.table(self.space.chain.sizes[0]), []
+        gradients = self.space.bytes_at_end(table.stage_sums(table.costs.trainable_bytes))
         for count, (forward, back, work) in zip(self.counts, self._layers, strict=True):
             exposed_allreduce = np.zeros_like(gradients)
             if count > 1 and not self.splits:
                 reduced = 2 * (count - 1) / count * gradients / self._fastest
-                exposed_allreduce = np.maximum(reduced - table.between(back), 0.0)
-            whole = np.where(table.valid, table.between(work), inf)
+                exposed_allreduce = np.maximum(reduced - table.stage_sums(back), 0.0)
+            whole = np.where(table.valid, table.stage_sums(work), inf)
             after = exposed_allreduce + self.space.least_tied(table, count)
-            made.append((table.between(forward), table.between(forward + back), whole, after))
-        return made
+            stages.append((table.stage_sums(forward), table.stage_sums(forward + back), whole, after))
+        return stages
 
     @property
     def _fastest(self) -> float:
@@ -278,5 +277,5 @@ def _least_backward(costs: LayerCosts, *, recompute: bool) -> Floats:
 
 def _most_of_stage(least: Floats, own: Floats) -> float:
     """The largest share that the least work is of a device's own; 1 where there is no work."""
-    known = own > 0
-    return float((least[known] / own[known]).max(initial=0.0)) or 1.0
+    positive = own > 0
+    return float((least[positive] / own[positive]).max(initial=0.0)) or 1.0

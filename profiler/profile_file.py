@@ -9,14 +9,13 @@ from pydantic import Field, model_validator
 
 from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.errors import UsageError
+from ..cost_models.field_types import Bytes, Samples, Seconds
 from ..cost_models.layer import Chain
 from ..cost_models.memory import workspace_before_loss
+from ..cost_models.ranges import MOST_LAYERS
 from ..cost_models.text_files import sha256
 from ..cost_models.tied_weights import TiedWeight
 
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
-Bytes = Annotated[int, Field(ge=0, lt=2**63)]
-Count = Annotated[int, Field(ge=1, le=2**24)]
 Spread = Annotated[float, Field(ge=0, le=1e9)]
 ClosingRatio = Annotated[float, Field(gt=0, le=1e9)]
 PartRatio = Annotated[float, Field(ge=0, le=1e9)]
@@ -44,7 +43,7 @@ class LayerMeasurement(Record):
     this layer and those before it saved; the larger of forward's and backward's.
     """
 
-    micro_batch_size: Count
+    micro_batch_size: Samples
     forward_seconds: Seconds
     backward_seconds: Seconds
     output_bytes: Bytes
@@ -85,7 +84,7 @@ class WholeMeasurement(Record):
     `closing_ratio` is the sum of the layers' medians over the whole's, forward and backward together.
     """
 
-    micro_batch_size: Count
+    micro_batch_size: Samples
     forward_seconds: Seconds
     backward_seconds: Seconds
     closing_ratio: ClosingRatio
@@ -138,7 +137,7 @@ class InputTensor(Record):
 class Unmeasured(Record):
     """A micro-batch size that was asked for and has no figures."""
 
-    micro_batch_size: Count
+    micro_batch_size: Samples
     reason: Literal["does not fit", "budget", "interrupted"]
     detail: str = ""
 
@@ -174,7 +173,7 @@ class Profile(Document):
     channels_last: bool = False
     amp: Literal["bf16", "fp16"] | None = None
     tf32: bool = False
-    layers: Annotated[list[ProfiledLayer], Field(min_length=1)]
+    layers: Annotated[list[ProfiledLayer], Field(min_length=1, max_length=MOST_LAYERS)]
     edges: list[tuple[str, str]] = []
     whole: list[WholeMeasurement] = []
     loss: MeasuredLoss | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.optimizers import precision_of
+from ..cost_models.optimizers import dtype_precision
 from ..cost_models.option_fields import Options, option, settings_option
 from ..cost_models.quantities import parse_bytes, parse_seconds
 from ..cost_models.typed_text import sizes
@@ -230,7 +230,7 @@ class ProfileImportOptions(Options):
         ):
             if word is not None and word not in known:
                 raise UsageError(f"{field}={word!r}: not known", f"Use one of: {', '.join(known)}.")
-        precision_of(self.dtype)
+        dtype_precision(self.dtype)
 
 
 def _read_byte_sizes(text: str, name: str) -> tuple[int, ...]:

@@ -102,7 +102,7 @@ def _tied_modules(
     this process. It makes them equal when it begins, and adds up their gradients before each update."""
     import torch
 
-    found: dict[str, dict[str, Any]] = {}
+    modules: dict[str, dict[str, Any]] = {}
     for index, weight in enumerate(tied):
         for replica in range(document.replicas):
             ranks = [stage * document.replicas + replica for stage in weight.stages]
@@ -113,8 +113,8 @@ def _tied_modules(
                 own.copies[index].ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
                 name = f"tied_{index}"
                 module.tied_modules[name], module.tied_weight_attrs[name] = holder, ["weight"]
-                found[name] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": holder}
-    return found
+                modules[name] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": holder}
+    return modules
 
 
 def _check_parameters(document: DeepspeedExport, model: nn.Sequential, tied: Sequence[CopiedWeight]) -> None:

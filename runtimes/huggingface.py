@@ -46,7 +46,7 @@ def _others(module: nn.Module, name: str, placed: Collection[str]) -> list[str]:
     if not any(other.startswith(inside) for other in placed):
         return [name]
     tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    found = [f"{inside}{key}" for key, _ in tensors]
+    names = [f"{inside}{key}" for key, _ in tensors]
     for key, child in module.named_children():
-        found += _others(child, f"{inside}{key}", placed)
-    return found
+        names += _others(child, f"{inside}{key}", placed)
+    return names

@@ -122,7 +122,7 @@ def renumberings(topology: Topology) -> list[Ranks]:
     gpus = topology.gpus
     kinds = [topology.device(rank) for rank in range(gpus)]
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
-    level = {(a, b): topology.level_of(a, b) for a, b in pairs}
+    level = {(a, b): topology.shared_level(a, b) for a, b in pairs}
     ports = {
         (a, b): tuple(a // one.devices_per_port == b // one.devices_per_port for one in topology.levels)
         for a, b in pairs

@@ -104,7 +104,7 @@ class _Maker:
         chain = random_chain(self.rng, layers, topology.gpus)
         if self.kind == "tied":
             chain = tie(self.rng, chain)
-        options = self._wishes(chain, topology)
+        options = self._plan_options(chain, topology)
         profiles = {OWN: slower_by_layer(self.rng, chain)} if _has_own(topology) else {}
         topology, options = self._with_memory(chain, topology, options)
         return Case(self.seed, self.kind, chain, topology, options, profiles, self._objective(topology))
@@ -136,7 +136,7 @@ class _Maker:
             most = 4
         return self._between(1 if self.kind in ("plain", "memory") else 2, most + (self.rng.random() < 0.1))
 
-    def _wishes(self, chain: Chain, topology: Topology) -> PlanOptions:
+    def _plan_options(self, chain: Chain, topology: Topology) -> PlanOptions:
         batches = (2, 3, 4, 5, 6, 8, 12) if self.kind != "explain" else (2, 3, 4, 6)
         made: dict[str, Any] = {
             "mini_batch": int(self.rng.choice(batches)),

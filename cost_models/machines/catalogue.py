@@ -56,20 +56,20 @@ def find_machine(name: str) -> Machine | None:
 def unknown_machine(name: str, called: str = "") -> UsageError:
     """The refusal of a name that is none, with the nearest that are. It is `called` as a file or an argument
     does; else by the field `topology`."""
-    shown = f"{called} {name}" if called else f"topology={name!r}"
+    what = f"{called} {name}" if called else f"topology={name!r}"
     gpu = next((preset for preset in PRESETS.values() if name_key(preset.name) == name_key(name)), None)
     if gpu is not None:
         return UsageError(
-            f"{shown}: is a GPU, not a machine",
+            f"{what}: is a GPU, not a machine",
             f"Give gpu={gpu.name!r}, or a machine: {', '.join(MACHINES)}.",
         )
     key = name_key(name)
-    begun = [known for known in _BY_KEY if key and known.startswith(key)]
+    begun = [other for other in _BY_KEY if key and other.startswith(key)]
     near = begun or difflib.get_close_matches(key, _BY_KEY, n=1, cutoff=0.5)
-    names = dict.fromkeys(_BY_KEY[known].name for known in near)
+    names = dict.fromkeys(_BY_KEY[other].name for other in near)
     guess = f"Did you mean {' or '.join(names)}? " if names else ""
     return UsageError(
-        f"{shown}: no such file, and no machine of that name",
+        f"{what}: no such file, and no machine of that name",
         f"{guess}Machines: {', '.join(MACHINES)}; or name a TOML file.",
     )
 

@@ -32,7 +32,7 @@ def match_device(device_name: str) -> Preset | None:
     return None
 
 
-def preset_of(device_name: str) -> Preset | None:
+def device_preset(device_name: str) -> Preset | None:
     """The preset with that title, or of the GPU that the driver calls so; None for one without, as a CPU."""
     titled = (preset for preset in PRESETS.values() if preset.title == device_name)
     return next(titled, None) or match_device(device_name)
@@ -40,7 +40,7 @@ def preset_of(device_name: str) -> Preset | None:
 
 def same_device(a: str, b: str) -> bool:
     """Whether both names are of one kind of device, be it a preset's title or a name of its driver."""
-    one, other = preset_of(a), preset_of(b)
+    one, other = device_preset(a), device_preset(b)
     return a == b or (one is not None and one == other)
 
 
@@ -49,13 +49,13 @@ _GPU_WORDS = re.compile(r"\b(GPU|NVIDIA|GeForce|Tesla|Quadro|RTX|Radeon|Instinct
 
 def is_gpu(device_name: str) -> bool:
     """Whether the name is a preset's, or holds a word that names of GPUs hold."""
-    return preset_of(device_name) is not None or _GPU_WORDS.search(device_name) is not None
+    return device_preset(device_name) is not None or _GPU_WORDS.search(device_name) is not None
 
 
-def context_of(device_name: str) -> Figure | None:
+def device_context(device_name: str) -> Figure | None:
     """What a process's context takes of a device with a preset's title or a name of its driver; None for one
     without preset, as a CPU."""
-    preset = preset_of(device_name)
+    preset = device_preset(device_name)
     return None if preset is None else preset.context_bytes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..errors import UsageError
 from ..hardware import Device
 from ..topology import Topology
-from .preset_lookup import is_gpu, preset_of
+from .preset_lookup import device_preset, is_gpu
 from .topology_options import ProfiledDevice
 
 PROCESSOR = "cpu"
@@ -15,7 +15,7 @@ SECONDS_OF = (PROCESSOR,)
 """What `seconds_of` may say: a processor's seconds are meant to stand for those of a GPU."""
 
 
-def check_seconds_of(word: str | None, profiled: ProfiledDevice) -> None:
+def check_seconds_source(word: str | None, profiled: ProfiledDevice) -> None:
     """Raises UsageError for a word that is not known, or says another device than the profile."""
     if word is None:
         return
@@ -35,17 +35,17 @@ def check_seconds_of(word: str | None, profiled: ProfiledDevice) -> None:
 def check_processor_seconds(profiled: ProfiledDevice, topology: Topology, word: str | None) -> None:
     """Raises UsageError where GPUs are to be planned with a processor's seconds and `seconds_of` does not
     say that this is meant; a kind with a stated speed, or a profile of its own, says what its seconds are."""
-    check_seconds_of(word, profiled)
+    check_seconds_source(word, profiled)
     if word is None:
         for kind in gpus_with_the_seconds(topology):
-            check_processor_seconds_of(profiled, kind)
+            check_seconds_on_kind(profiled, kind)
 
 
-def check_processor_seconds_of(profiled: ProfiledDevice, kind: Device) -> None:
+def check_seconds_on_kind(profiled: ProfiledDevice, kind: Device) -> None:
     """Raises UsageError where the kind is a GPU and its seconds were measured on a processor."""
     if not profiled.is_cpu or not is_gpu(kind.name):
         return
-    preset = preset_of(kind.name)
+    preset = device_preset(kind.name)
     figures = f"analytic:{preset.name if preset else 'FILE.toml'}"
     raise UsageError(
         f"the layers' seconds were measured on a processor, {profiled.name or 'cpu'}: they do not tell how "

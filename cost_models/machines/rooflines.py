@@ -85,8 +85,8 @@ def find_roofline(name: str) -> Roofline:
     try:
         preset = find_preset(name).name
     except UsageError as error:
-        near = [known for known in ROOFLINES if name_key(name) and name_key(known).startswith(name_key(name))]
-        guess = f"Did you mean {' or '.join(f'analytic:{known}' for known in near)}? " if near else ""
+        near = [other for other in ROOFLINES if name_key(name) and name_key(other).startswith(name_key(name))]
+        guess = f"Did you mean {' or '.join(f'analytic:{other}' for other in near)}? " if near else ""
         raise UsageError(f"device='analytic:{name}': no preset of that name", guess + hint) from error
     if preset not in ROOFLINES:
         raise UsageError(f"device='analytic:{name}': there are no figures of its FLOP/s", hint)
@@ -231,13 +231,13 @@ def load_roofline(path: Path) -> Roofline:
         raise FileError(f"{path}: {error.what}", error.hint) from error
 
 
-def _launch(given: str | None, key: str, source: str) -> Figure | None:
-    return None if given is None else Figure(parse_seconds(given, key), source)
+def _launch(text: str | None, key: str, source: str) -> Figure | None:
+    return None if text is None else Figure(parse_seconds(text, key), source)
 
 
-def _finite(rate: float, given: str, source: str) -> Figure:
+def _finite(rate: float, text: str, source: str) -> Figure:
     if not math.isfinite(rate):
-        raise UsageError(f"bandwidth {given}: no memory is endlessly fast", _EXAMPLE)
+        raise UsageError(f"bandwidth {text}: no memory is endlessly fast", _EXAMPLE)
     return Figure(rate, source)
 
 
@@ -260,6 +260,6 @@ def _refusal(path: Path, content: dict[str, Any], error: ValidationError) -> Fil
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, _RooflineKeys.model_fields, n=1)
         guess = f"Did you mean {near[0]}? " if near else ""
-        known = ", ".join(_RooflineKeys.model_fields)
-        return FileError(f"{path}: unknown key {key!r}", f"{guess}Keys: {known}.")
+        keys = ", ".join(_RooflineKeys.model_fields)
+        return FileError(f"{path}: unknown key {key!r}", f"{guess}Keys: {keys}.")
     return FileError(f"{path}: {key}: {first['msg']}, the value is {content[key]!r}", _EXAMPLE)

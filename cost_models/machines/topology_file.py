@@ -176,7 +176,7 @@ def _check_pairs(keys: _FileKeys) -> None:
 
 
 def _kinds(tables: Sequence[_DeviceKeys], gpus: int | None, origin: str) -> tuple[Kind, ...]:
-    made = []
+    kinds = []
     for number, keys in enumerate(tables, start=1):
         where = f"device {number}"
         count = keys.count if keys.count is not None or len(tables) > 1 else gpus
@@ -184,8 +184,8 @@ def _kinds(tables: Sequence[_DeviceKeys], gpus: int | None, origin: str) -> tupl
             raise UsageError(
                 f"{where}: has no count", "Give count = 8, say: how many there are of each kind."
             )
-        made.append(Kind(_device(keys, where, origin), count, keys.gpu))
-    return tuple(made)
+        kinds.append(Kind(_device(keys, where, origin), count, keys.gpu))
+    return tuple(kinds)
 
 
 def _device(keys: _DeviceKeys, where: str, origin: str) -> Device:
@@ -218,7 +218,7 @@ def _total(kinds: Sequence[Kind], gpus: int | None) -> int | None:
 
 def _levels(tables: Sequence[_LevelKeys], gpus: int | None, origin: str) -> tuple[Level, ...]:
     """The levels. Raises UsageError where they do not fit each other, or do not hold the devices."""
-    made: list[Level] = []
+    levels: list[Level] = []
     inner: int | None = 1
     for number, keys in enumerate(tables, start=1):
         where = f"level {number} ({keys.name})"
@@ -229,10 +229,10 @@ def _levels(tables: Sequence[_LevelKeys], gpus: int | None, origin: str) -> tupl
             origin,
             origin,
         )
-        made.append(Level(keys.name, keys.size, link, _devices_per_port(keys, inner, where), origin))
+        levels.append(Level(keys.name, keys.size, link, _devices_per_port(keys, inner, where), origin))
         inner = None if inner is None or keys.size is None else inner * keys.size
-    Topology((Group(Device("device", None), gpus or 1),), tuple(made))
-    return tuple(made)
+    Topology((Group(Device("device", None), gpus or 1),), tuple(levels))
+    return tuple(levels)
 
 
 def _devices_per_port(keys: _LevelKeys, inner: int | None, where: str) -> int:

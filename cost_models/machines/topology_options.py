@@ -113,8 +113,8 @@ def _kinds(
 ) -> tuple[Sequence[Kind], Preset, str]:
     """The devices, the preset whose usual server has the links, and a remark on these."""
     if gpu is None and read.kinds is not None:
-        named = next((kind.gpu for kind in read.kinds if kind.gpu is not None), None)
-        preset, remark = (PRESETS["l4"], _AS_L4) if named is None else (find_preset(named), "")
+        gpu_name = next((kind.gpu for kind in read.kinds if kind.gpu is not None), None)
+        preset, remark = (PRESETS["l4"], _AS_L4) if gpu_name is None else (find_preset(gpu_name), "")
         return read.kinds, preset, remark
     device, preset, remark = _device_and_server(gpu, read, profiled)
     return [Kind(device, None)], preset, remark
@@ -167,9 +167,11 @@ def _usual_levels(preset: Preset, remark: str) -> tuple[Level, ...]:
     )
 
 
-def _with_bandwidth(levels: Sequence[Level], given: Sequence[float] | None, source: str) -> tuple[Level, ...]:
+def _with_bandwidth(
+    levels: Sequence[Level], values: Sequence[float] | None, source: str
+) -> tuple[Level, ...]:
     """With the given bandwidths; such a link has no name, since its kind is not known."""
-    rates = _by_level("bandwidth", given, len(levels))
+    rates = _by_level("bandwidth", values, len(levels))
     changed = [
         replace(level, link=Link(rate, level.link.latency_seconds, "", source, level.link.latency_source))
         for level, rate in zip(levels, rates, strict=False)
@@ -177,8 +179,8 @@ def _with_bandwidth(levels: Sequence[Level], given: Sequence[float] | None, sour
     return (*changed, *levels[len(changed) :])
 
 
-def _with_latency(levels: Sequence[Level], given: Sequence[float] | None, source: str) -> tuple[Level, ...]:
-    waits = _by_level("latency", given, len(levels))
+def _with_latency(levels: Sequence[Level], values: Sequence[float] | None, source: str) -> tuple[Level, ...]:
+    waits = _by_level("latency", values, len(levels))
     changed = [
         replace(level, link=replace(level.link, latency_seconds=wait, latency_source=source))
         for level, wait in zip(levels, waits, strict=False)
@@ -186,17 +188,17 @@ def _with_latency(levels: Sequence[Level], given: Sequence[float] | None, source
     return (*changed, *levels[len(changed) :])
 
 
-def _by_level(field: str, given: Sequence[float] | None, levels: int) -> Sequence[float]:
-    if given is None:
+def _by_level(field: str, values: Sequence[float] | None, levels: int) -> Sequence[float]:
+    if values is None:
         return ()
-    if not 1 <= len(given) <= 2:
+    if not 1 <= len(values) <= 2:
         raise UsageError(
-            f"`{field}`: {len(given)} values, there are two levels",
+            f"`{field}`: {len(values)} values, there are two levels",
             "Give one value, inside a node, or two separated by a comma: inside a node, between nodes.",
         )
-    if len(given) > levels:
-        raise UsageError(f"`{field}`: {len(given)} values, the topology has one level", "Give one value.")
-    return given
+    if len(values) > levels:
+        raise UsageError(f"`{field}`: {len(values)} values, the topology has one level", "Give one value.")
+    return values
 
 
 def _with_node(levels: Sequence[Level], gpus: int | None, source: str) -> tuple[Level, ...]:

@@ -64,6 +64,11 @@ class Program:
         """Entries that go through a pipe."""
         return len(self.pipe_of)
 
+    @cached_property
+    def parts_by_slot(self) -> dict[StageSlot, int]:
+        """The part of the layers that each place computes."""
+        return {slot: part for pipe in self.pipes for part, slot in enumerate(pipe)}
+
     @property
     def slots(self) -> int:
         """Parts that the layers are cut into."""

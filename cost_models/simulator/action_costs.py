@@ -56,21 +56,21 @@ def _empty(order: Order, costs: Costs) -> Array:
     return np.zeros((len(order),) if costs.candidates is None else (len(order), costs.candidates))
 
 
-def _at(order: Order, table: Array, chosen: Indices) -> Array:
+def _at(order: Order, table: Array, actions: Indices) -> Array:
     """Values of a table by (device, chunk, micro-batch), for these actions."""
     columns = (order.device, order.chunk, order.micro_batch)
     index = tuple(
-        column[chosen] if length > 1 else 0 for column, length in zip(columns, table.shape[:3], strict=True)
+        column[actions] if length > 1 else 0 for column, length in zip(columns, table.shape[:3], strict=True)
     )
-    picked: Array = table[index]
-    return picked
+    values: Array = table[index]
+    return values
 
 
-def _shares(order: Order, chosen: Indices, like: Array) -> Array | float:
+def _shares(order: Order, actions: Indices, like: Array) -> Array | float:
     """The part of a micro-batch that each action works on."""
     if order.program.shares is None:
         return 1.0
-    shares = np.asarray(order.program.shares, dtype=np.float64)[order.micro_batch[chosen]]
+    shares = np.asarray(order.program.shares, dtype=np.float64)[order.micro_batch[actions]]
     return shares.reshape(-1, *(1,) * (like.ndim - 1))
 
 
@@ -84,7 +84,7 @@ def _durations(order: Order, costs: Costs) -> Array:
         durations[whole] += _at(order, costs.weight, whole)
         durations[weights] = _at(order, costs.weight, weights)
     if costs.recompute is not None:
-        durations[backwards] += recomputed(order, costs, backwards)
+        durations[backwards] += recompute_seconds(order, costs, backwards)
     if order.program.shares is not None:
         everything = np.arange(len(order))
         durations *= _shares(order, everything, durations)
@@ -97,7 +97,7 @@ def _durations(order: Order, costs: Costs) -> Array:
     return durations
 
 
-def recomputed(order: Order, costs: Costs, backwards: Indices) -> Array:
+def recompute_seconds(order: Order, costs: Costs, backwards: Indices) -> Array:
     """Seconds of the forward that these backwards run again (of a whole micro-batch)."""
     assert costs.recompute is not None
     return _at(order, costs.recompute, backwards) * _at(order, costs.forward, backwards)
@@ -133,9 +133,9 @@ def _by_cut(order: Order, costs: Costs, forward: Array | None, backward: Array |
     pipes, cuts = len(order.program.pipes), order.program.slots - 1
     candidates = () if costs.candidates is None else (costs.candidates,)
     table = np.zeros((2 * pipes * cuts + 1, *candidates))
-    for direction, given in enumerate((forward, backward)):
-        if given is not None:
-            rows = np.broadcast_to(given, (pipes, cuts, *candidates)).reshape(pipes * cuts, *candidates)
+    for direction, amounts in enumerate((forward, backward)):
+        if amounts is not None:
+            rows = np.broadcast_to(amounts, (pipes, cuts, *candidates)).reshape(pipes * cuts, *candidates)
             table[direction * pipes * cuts : (direction + 1) * pipes * cuts] = rows
     return table
 
@@ -152,8 +152,8 @@ def _links(order: Order, costs: Costs, cut: Indices, occupancy: Array) -> Indice
     occupied = np.any(occupancy.reshape(len(occupancy), -1), axis=1)[cut]
     used = np.unique(link[occupied & (link >= 0)])
     numbers = np.searchsorted(used, link)
-    found = np.append(used, FREE)[numbers] == link
-    return np.where(found & (link >= 0), numbers, FREE)
+    matches = np.append(used, FREE)[numbers] == link
+    return np.where(matches & (link >= 0), numbers, FREE)
 
 
 def _launches(order: Order, costs: Costs) -> tuple[Array | None, Array | None]:

@@ -22,9 +22,9 @@ Hosts = Literal["one", "each"]
 
 def transfers_named(name: str) -> Transfers:
     """How a runtime goes about transfers, by its word. Raises UsageError."""
-    for known in TRANSFERS:
-        if name == known:
-            return known
+    for word in TRANSFERS:
+        if name == word:
+            return word
     raise UsageError(f"transfers {name!r}: not known", f"Use one of: {', '.join(TRANSFERS)}.")
 
 
@@ -117,22 +117,22 @@ class Costs:
         """Many in one, of the same runtime and links; all have an array or none has it."""
         stacked: dict[str, Any] = {}
         for name in _ARRAYS:
-            given = [getattr(costs, name) for costs in candidates]
-            if any(values is None for values in given) and any(values is not None for values in given):
+            arrays = [getattr(costs, name) for costs in candidates]
+            if any(values is None for values in arrays) and any(values is not None for values in arrays):
                 raise UsageError(f"{name} is None for some candidates", "Give it to all, or to none.")
-            if given[0] is not None:
-                stacked[name] = np.stack(np.broadcast_arrays(*given), axis=-1)
+            if arrays[0] is not None:
+                stacked[name] = np.stack(np.broadcast_arrays(*arrays), axis=-1)
         return replace(candidates[0], **stacked)
 
     def arrays(self) -> dict[str, Array]:
         """All seconds and shares that are given, by name."""
-        given = ((name, getattr(self, name)) for name in _ARRAYS)
-        return {name: values for name, values in given if values is not None}
+        arrays = ((name, getattr(self, name)) for name in _ARRAYS)
+        return {name: values for name, values in arrays if values is not None}
 
     def candidate(self, index: int) -> Costs:
         """The costs of one of many candidates."""
-        picked: dict[str, Any] = {name: values[..., index] for name, values in self.arrays().items()}
-        return replace(self, **picked)
+        arrays: dict[str, Any] = {name: values[..., index] for name, values in self.arrays().items()}
+        return replace(self, **arrays)
 
     def check(self, program: Program) -> None:
         """Raises UsageError, with the argument, where a shape or a value cannot be."""
@@ -164,10 +164,10 @@ class Costs:
                 f"{self.tied[0].name} is on several stages, and each updates its weights by itself",
                 "Keep the layers that use it on one stage.",
             )
-        for name, known in (("transfers", TRANSFERS), ("hosts", ("one", "each"))):
-            if getattr(self, name) not in known:
+        for name, words in (("transfers", TRANSFERS), ("hosts", ("one", "each"))):
+            if getattr(self, name) not in words:
                 raise UsageError(
-                    f"{name} {getattr(self, name)!r}: not known", f"Use one of: {', '.join(known)}."
+                    f"{name} {getattr(self, name)!r}: not known", f"Use one of: {', '.join(words)}."
                 )
         if (self.forward_launch is None) != (self.backward_launch is None):
             raise UsageError("one of forward_launch and backward_launch is None", "Give both or neither.")
@@ -227,8 +227,8 @@ def check_count(name: str, value: int) -> None:
 def check_shape(name: str, values: Any, shape: tuple[tuple[str, int], ...]) -> None:
     """Raises UsageError where an axis has neither the length it is to have nor 1."""
     lengths = np.shape(values)
-    wanted = tuple(length for _, length in shape)
-    fits = len(lengths) == len(wanted) and all(n in (1, m) for n, m in zip(lengths, wanted, strict=True))
+    expected = tuple(length for _, length in shape)
+    fits = len(lengths) == len(expected) and all(n in (1, m) for n, m in zip(lengths, expected, strict=True))
     if not fits:
         words = ", ".join(f"{name} {length}" for name, length in shape)
         raise UsageError(

@@ -129,7 +129,7 @@ class _Listed:
         first = int(np.searchsorted(self.device, self.device[index]))
         return self.program.actions[int(self.device[index])][index - first]
 
-    def _named(self, index: int) -> str:
+    def _action_text(self, index: int) -> str:
         return f"{self._action(index)} of stage {self.device[index]}"
 
     def _check_known(self) -> None:
@@ -138,7 +138,7 @@ class _Listed:
         odd |= (self.chunk < 0) | (self.chunk >= counts[1])
         if odd.any():
             raise UsageError(
-                f"{self._named(int(odd.argmax()))}: there is no such action",
+                f"{self._action_text(int(odd.argmax()))}: there is no such action",
                 f"Kinds are F, B and W, micro-batches 0 to {counts[0] - 1}, chunks 0 to {counts[1] - 1}.",
             )
 
@@ -148,7 +148,7 @@ class _Listed:
             index = int(astray.argmax())
             pipe = self.program.pipes[int(self.pipe[index])]
             raise UsageError(
-                f"{self._named(index)} stands where its micro-batch does not pass",
+                f"{self._action_text(index)} stands where its micro-batch does not pass",
                 f"Its pipe goes through {', '.join(f'stage {p.device} chunk {p.chunk}' for p in pipe)}.",
             )
 
@@ -169,9 +169,9 @@ class _Listed:
         if len(missing):
             m, place, kind = (int(value) for value in missing[0])
             at = self.program.pipes[self.program.pipe_of[m]][place]
-            named = Action(KINDS[kind], m, at.chunk)  # type: ignore[arg-type]
+            action = Action(KINDS[kind], m, at.chunk)  # type: ignore[arg-type]
             raise UsageError(
-                f"stage {at.device}: {named} is missing{self._waiting_for(table, kind, m, place)}",
+                f"stage {at.device}: {action} is missing{self._waiting_for(table, kind, m, place)}",
                 f"Every place runs F and B of the micro-batches 0 to {self.program.micro_batches - 1}.",
             )
         return table
@@ -182,7 +182,7 @@ class _Listed:
         following = place + (1 if KINDS[kind] == "F" else -1)
         sent = table[kind, m, following] if 0 <= following < self.program.slots else NONE
         waiting = int(sent if sent != NONE else table[kind + 1, m, place])
-        return "" if waiting == NONE else f", and {self._named(waiting)} waits for it"
+        return "" if waiting == NONE else f", and {self._action_text(waiting)} waits for it"
 
     def _wire(self) -> None:
         """What each action waits for: the one before on its device, the one it receives from, its own."""
@@ -192,12 +192,12 @@ class _Listed:
         self.previous = np.where(first, NONE, np.arange(count) - 1)
         self.received, self.own = np.full(count, NONE), np.full(count, NONE)
         forward, backward, weight = (self.kind == code for code in range(3))
-        for chosen, step in ((forward & (self.place > 0), -1), (backward & (self.place < places - 1), 1)):
-            at = (self.kind[chosen], self.micro_batch[chosen], self.place[chosen] + step)
-            self.received[chosen] = self.where[at]
-        for chosen in (backward, weight):
-            at = (self.kind[chosen] - 1, self.micro_batch[chosen], self.place[chosen])
-            self.own[chosen] = self.where[at]
+        for mask, step in ((forward & (self.place > 0), -1), (backward & (self.place < places - 1), 1)):
+            at = (self.kind[mask], self.micro_batch[mask], self.place[mask] + step)
+            self.received[mask] = self.where[at]
+        for mask in (backward, weight):
+            at = (self.kind[mask] - 1, self.micro_batch[mask], self.place[mask])
+            self.own[mask] = self.where[at]
 
     def order(self) -> Order:
         """All in the order of the clock."""
@@ -257,7 +257,7 @@ class _Listed:
         while device not in waits:
             head = heads[device]
             needed = int(self.own[head] if not done[self.own[head]] else self.received[head])
-            waits[device] = f"stage {device} waits at {self._action(head)} for {self._named(needed)}"
+            waits[device] = f"stage {device} waits at {self._action(head)} for {self._action_text(needed)}"
             device = int(self.device[needed])
         circle = list(waits)[list(waits).index(device) :]
         return UsageError(

@@ -53,7 +53,7 @@ class Run:
         return np.asarray(self.columns[4])
 
 
-def chosen(engine: Engine, seconds: float) -> Literal["python", "numba"]:
+def choose_engine(engine: Engine, seconds: float) -> Literal["python", "numba"]:
     """What runs the loops. "auto" takes numba where it is installed, and started already or worth it for what
     plain Python does in about so many seconds.
 
@@ -67,7 +67,7 @@ def chosen(engine: Engine, seconds: float) -> Literal["python", "numba"]:
 
 def run(values: ActionCosts, engine: Engine = "auto") -> Run:
     """Runs one candidate. Raises UsageError where devices wait for each other for ever."""
-    fast = chosen(engine, SECONDS_AN_ACTION * len(values.order)) == "numba"
+    fast = choose_engine(engine, SECONDS_AN_ACTION * len(values.order)) == "numba"
     return _in_order(values, fast) if statically_served(values) else _by_events(values, fast)
 
 
@@ -75,7 +75,7 @@ def run_many(values: ActionCosts, engine: Engine = "auto") -> Array:
     """When each device is done, shape (stages, candidates), where links serve in a known order."""
     order, candidates = values.order, values.duration.shape[1]
     seconds = len(order) * (10 * SECONDS_AN_ACTION + SECONDS_A_CANDIDATE * candidates)
-    if chosen(engine, seconds) == "numba":
+    if choose_engine(engine, seconds) == "numba":
         return _many_compiled(values)
     return _side_by_side(values)
 
@@ -98,13 +98,13 @@ def _plain(values: Any, fast: bool) -> Any:
 
 
 def _link(values: ActionCosts, fast: bool) -> Any:
-    known = values.link is values.order.pair_link and not fast
-    return values.order.lists["pair_link"] if known else _plain(values.link, fast)
+    cached = values.link is values.order.pair_link and not fast
+    return values.order.lists["pair_link"] if cached else _plain(values.link, fast)
 
 
 def _cut(values: ActionCosts, fast: bool) -> Any:
-    known = values.cut is values.order.cut and not fast
-    return values.order.lists["cut"] if known else _plain(values.cut, fast)
+    cached = values.cut is values.order.cut and not fast
+    return values.order.lists["cut"] if cached else _plain(values.cut, fast)
 
 
 def _in_order(values: ActionCosts, fast: bool) -> Run:
@@ -142,7 +142,7 @@ def _by_events(values: ActionCosts, fast: bool) -> Run:
     ready, start, end, begin, arrival = (_blank(count, fast) for _ in range(5))
     free = _blank(order.program.devices, fast)
     loop: Callable[..., Any] = loops.compiled_loops().run_by_events if fast else loops.run_by_events
-    left, in_transfer = _plain(action_waits, fast), _plain(transfer_waits, fast)
+    waits, in_transfer = _plain(action_waits, fast), _plain(transfer_waits, fast)
     columns = (order.device, order.source, order.target, following, values.link)
     seconds = (values.duration, values.cut, values.occupancy, values.latency)
     ran = loop(
@@ -151,7 +151,7 @@ def _by_events(values: ActionCosts, fast: bool) -> Run:
         *_hosted(values, fast),
         sender_waits,
         receiver_waits,
-        left,
+        waits,
         in_transfer,
         ready,
         free,
@@ -162,7 +162,7 @@ def _by_events(values: ActionCosts, fast: bool) -> Run:
         arrival,
     )
     if ran < count:
-        raise _stuck(values, np.asarray(left) > 0, np.asarray(in_transfer) > 0)
+        raise _stuck(values, np.asarray(waits) > 0, np.asarray(in_transfer) > 0)
     return Run((start, end, begin, arrival, free))
 
 

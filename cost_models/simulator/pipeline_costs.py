@@ -118,13 +118,13 @@ def stage_costs(
 
 
 def _by_chunk(program: Program, name: str, seconds: float | Sequence[float], stages: int) -> Array:
-    given = np.atleast_1d(np.asarray(seconds, dtype=np.float64))
-    if given.shape not in ((1,), (stages,)):
+    array = np.atleast_1d(np.asarray(seconds, dtype=np.float64))
+    if array.shape not in ((1,), (stages,)):
         raise UsageError(
-            f"{name}: {given.size} values for {stages} stages", "Give one value, or one for each stage."
+            f"{name}: {array.size} values for {stages} stages", "Give one value, or one for each stage."
         )
-    check_finite(name, given)
-    values = np.broadcast_to(given, stages)
+    check_finite(name, array)
+    values = np.broadcast_to(array, stages)
     table = np.zeros((program.devices, program.chunks, 1))
     for pipe in program.pipes:
         along = list(dict.fromkeys(place.device for place in pipe))

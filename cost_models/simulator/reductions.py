@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..port_sharing import Loads, end_on_ports
-from .action_costs import ActionCosts, recomputed, updating
+from .action_costs import ActionCosts, recompute_seconds, updating
 from .engine import Run
 
 
@@ -35,19 +35,19 @@ def reductions(values: ActionCosts, run: Run) -> tuple[Reduction, ...]:
     that several go through, each takes its turn."""
     table, shared = values.costs.all_reduce, values.costs.reduce_loads
     if (table is None or not table.any()) and not shared:
-        return tuple(_tied(values, run, ()))
+        return tuple(_tied_reductions(values, run, ()))
     free, ports = [0.0] * values.order.program.devices, Loads()
-    made = []
+    done = []
     for request in sorted(_requests(values, run), key=lambda own: own[:3]):
         start = max(request.ready, *(free[stage] for stage in request.stages))
         end = end_on_ports(start + request.seconds, request.loads, ports)
         for stage in request.stages:
             free[stage] = end
-        made.append(Reduction(request.part, request.stages, start, end))
-    return (*made, *_tied(values, run, made))
+        done.append(Reduction(request.part, request.stages, start, end))
+    return (*done, *_tied_reductions(values, run, done))
 
 
-def _tied(values: ActionCosts, run: Run, earlier: Sequence[Reduction]) -> Iterator[Reduction]:
+def _tied_reductions(values: ActionCosts, run: Run, earlier: Sequence[Reduction]) -> Iterator[Reduction]:
     """The sums of weights that several parts use; told as those of the first of these."""
     ends: list[float] = run.free.tolist()
     for reduction in earlier:
@@ -62,8 +62,8 @@ def _tied(values: ActionCosts, run: Run, earlier: Sequence[Reduction]) -> Iterat
 
 def _requests(values: ActionCosts, run: Run) -> list[_Request]:
     program, buckets = values.order.program, values.costs.buckets
-    given = values.costs.all_reduce
-    seconds = np.broadcast_to(0.0 if given is None else given, (program.devices, program.chunks))
+    table = values.costs.all_reduce
+    seconds = np.broadcast_to(0.0 if table is None else table, (program.devices, program.chunks))
     last = _last_actions(values)
     lead = _lead(values)
     requests = []
@@ -90,9 +90,9 @@ def _last_actions(values: ActionCosts) -> dict[tuple[int, int], list[int]]:
     """By (device, chunk), the actions that complete gradients to be reduced."""
     order = values.order
     every = order.program.update_every
-    chosen = np.flatnonzero(order.finishing) if every is None else updating(order)
+    actions = np.flatnonzero(order.finishing) if every is None else updating(order)
     by_chunk: dict[tuple[int, int], list[int]] = {}
-    for i in chosen.tolist():
+    for i in actions.tolist():
         key = (int(order.device[i]), int(order.chunk[i]))
         if every is None:
             by_chunk[key] = [i]
@@ -107,6 +107,6 @@ def _lead(values: ActionCosts) -> list[float]:
     lead = np.zeros(len(order))
     _, backwards, _ = order.of_kind
     if costs.recompute is not None:
-        lead[backwards] = recomputed(order, costs, backwards)
+        lead[backwards] = recompute_seconds(order, costs, backwards)
     listed: list[float] = lead.tolist()
     return listed

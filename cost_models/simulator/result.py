@@ -160,15 +160,15 @@ class Timeline:
         gap_start, gap_end = run.end[before], run.start[after]
         source = self.order.source[after]
         receives = source != NONE
-        made = np.where(receives, run.end[source], np.inf)
+        ready = np.where(receives, run.end[source], np.inf)
         came = np.minimum(np.where(receives, run.arrival[source], -np.inf), gap_end)
-        receiving: Array = np.maximum(came - np.maximum(made, gap_start), 0.0)
+        receiving: Array = np.maximum(came - np.maximum(ready, gap_start), 0.0)
         if self.costs.transfers not in ("rendezvous", "blocking"):
             return float(receiving.sum())
         sends = self.order.target[before] != NONE
-        left = np.where(sends, run.arrival[before], gap_start)
-        both = np.maximum(np.minimum(left, came) - np.maximum(made, gap_start), 0.0)
-        return float((receiving + (left - gap_start) - both).sum())
+        departure = np.where(sends, run.arrival[before], gap_start)
+        both = np.maximum(np.minimum(departure, came) - np.maximum(ready, gap_start), 0.0)
+        return float((receiving + (departure - gap_start) - both).sum())
 
     def _update(self, stage: int, since: float) -> float:
         """All-reduce and optimizer seconds after the last action."""
@@ -220,11 +220,11 @@ class Timeline:
         changes = []
         for i in self._own[stage].tolist():
             action = self.order.actions[i]
-            held = sizes[action.chunk] * self.program.share(action.micro_batch)
+            bytes = sizes[action.chunk] * self.program.share(action.micro_batch)
             if action.kind == "F":
-                changes.append((float(self.run.start[i]), held, action))
+                changes.append((float(self.run.start[i]), bytes, action))
             elif self.order.finishing[i]:
-                changes.append((float(self.run.end[i]), -held, action))
+                changes.append((float(self.run.end[i]), -bytes, action))
         return changes
 
     def _bytes_by_chunk(self, bytes_in_flight: float | Sequence[float]) -> list[float]:

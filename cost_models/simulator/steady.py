@@ -40,7 +40,7 @@ def steady_state(program: Program, costs: Costs, engine: Engine = "auto") -> Ste
         )
     order = resolve_order(program)
     values = lower_costs(order, costs)
-    completed = _completed(order, run(values, engine).end)
+    completed = _completion_times(order, run(values, engine).end)
     late = completed[len(completed) // 2 :]
     if len(late) < 2:
         raise UsageError(
@@ -54,7 +54,7 @@ def steady_state(program: Program, costs: Costs, engine: Engine = "auto") -> Ste
     return SteadyState(max(seconds, least), count, period is not None)
 
 
-def _completed(order: Order, end: Array) -> Array:
+def _completion_times(order: Order, end: Array) -> Array:
     """When micro-batches were done on all places, in that order, but for those of the drain: from the first
     on whose last action any device runs after its last forward."""
     program = order.program

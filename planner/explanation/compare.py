@@ -52,14 +52,16 @@ class PlanComparison(Document):
     notes: list[str] = []
 
 
-def compare(named: Sequence[tuple[str, Plan]], question: ExplainContext | None = None) -> PlanComparison:
+def compare(
+    plans_by_name: Sequence[tuple[str, Plan]], question: ExplainContext | None = None
+) -> PlanComparison:
     """The plans by their names; with the problem of the first, what all named planners make of it, too."""
     answer = None if question is None else find(question.problem)
-    bounds = [_bound(plan) for _, plan in named]
-    rows = [_of_plan(name, plan, _proven(plan, bounds)) for name, plan in named]
+    bounds = [_bound(plan) for _, plan in plans_by_name]
+    rows = [_of_plan(name, plan, _proven_bound(plan, bounds)) for name, plan in plans_by_name]
     if question is not None and answer is not None:
-        own = [*bounds, (_problem(named[0][1]), answer.found.bound_seconds)]
-        rows[0] = _of_plan(*named[0], _proven(named[0][1], own))
+        own = [*bounds, (_problem(plans_by_name[0][1]), answer.result.bound_seconds)]
+        rows[0] = _of_plan(*plans_by_name[0], _proven_bound(plans_by_name[0][1], own))
         rows += _of_planners(question, answer)
     first = rows[0].samples_per_second or 0.0
     rates = [row.samples_per_second for row in rows[1:] if row.samples_per_second is not None]
@@ -71,7 +73,7 @@ def compare(named: Sequence[tuple[str, Plan]], question: ExplainContext | None =
             for row in rows
         ],
         first_slower=max(rates) / first - 1 if rates and first else None,
-        notes=list(_differences(named)),
+        notes=list(_differences(plans_by_name)),
     )
 
 
@@ -88,7 +90,7 @@ def _bound(plan: Plan) -> tuple[Key, float]:
     """What was proven of all plans of the problem; 0 where there was no search, or one of some of them."""
     default = PlanOptions()
     same: dict[str, Any] = {name: getattr(default, name) for name in _NOT_NARROWING}
-    narrowed = replace(plan.wishes, **same) != default
+    narrowed = replace(plan.options, **same) != default
     nothing = plan.was_given or narrowed or plan.objective is not None
     return _problem(plan), 0.0 if nothing else plan.prediction.lower_bound_seconds
 
@@ -97,7 +99,7 @@ _NOT_NARROWING = ("mini_batch", "optimizer", "runtime", "time_limit", "planner",
 """Options that leave the search all plans of a problem, or are of the problem."""
 
 
-def _proven(plan: Plan, bounds: Sequence[tuple[Key, float]]) -> float:
+def _proven_bound(plan: Plan, bounds: Sequence[tuple[Key, float]]) -> float:
     """The best bound on the plan's step, 0 where there is none: its own, or of a search for its problem among
     whose plans it is."""
     step, own = plan.prediction.step_seconds, plan.prediction.lower_bound_seconds
@@ -139,14 +141,14 @@ def _of_planner(
 ) -> Compared:
     if isinstance(plan, str):
         return Compared(name=name, reason=plan)
-    space, config, bound = question.problem.space, plan.config, answer.found.bound_seconds
+    space, config, bound = question.problem.space, plan.config, answer.result.bound_seconds
     return Compared(
         name=name,
         step_seconds=plan.step_seconds,
         samples_per_second=config.mini_batch / plan.step_seconds,
         bubble=bubble(space, plan),
         memory_bytes=max(stage.memory_bytes for stage in plan_stages(space, plan)),
-        devices=plan.proposal.used,
+        devices=plan.proposal.device_count,
         # Of a schedule that is not in the running nothing was proven.
         gap=plan.step_seconds / bound - 1 if 0 < bound <= plan.step_seconds else None,
         balance=[end - first for first, end in plan.proposal.bounds],
@@ -156,9 +158,9 @@ def _of_planner(
     )
 
 
-def _differences(named: Sequence[tuple[str, Plan]]) -> Iterator[str]:
+def _differences(plans_by_name: Sequence[tuple[str, Plan]]) -> Iterator[str]:
     """What the plans do not have in common, so that their figures do not tell of the plans alone."""
-    (first, own), *others = named
+    (first, own), *others = plans_by_name
     for name, plan in others:
         if plan.model != own.model:
             yield f"{name} is for {plan.model}, {first} for {own.model}"

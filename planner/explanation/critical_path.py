@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ...cost_models.simulator.action_costs import FREE, lower_costs, recomputed
+from ...cost_models.simulator.action_costs import FREE, lower_costs, recompute_seconds
 from ...cost_models.simulator.dependencies import NONE, Indices
 from ...cost_models.simulator.result import Timeline
 
@@ -125,7 +125,7 @@ class _Walk:
         seconds = np.zeros(len(self.order))
         _, backwards, _ = self.order.of_kind
         if self.timeline.costs.recompute is not None:
-            seconds[backwards] = recomputed(self.order, self.timeline.costs, backwards)
+            seconds[backwards] = recompute_seconds(self.order, self.timeline.costs, backwards)
             shares = self.order.program.shares
             if shares is not None:
                 seconds *= np.asarray(shares)[self.order.micro_batch]

@@ -80,16 +80,16 @@ def compare_split(question: ExplainContext, current: CurrentSplit) -> SplitCompa
     Raises UsageError for a balance of another number of layers, cuts that are not allowed, too few devices,
     and numbers that the schedule does not run.
     """
-    free = _freed(question.problem, current, given=False)
-    own = _freed(question.problem, current, given=True)
-    given = _given(own, current)
-    if given.gpus > own.gpus:
+    free = _free_problem(question.problem, current, as_split=False)
+    own = _free_problem(question.problem, current, as_split=True)
+    partition = _as_partition(own, current)
+    if partition.gpus > own.gpus:
         raise UsageError(
-            f"`current`: the split takes {counted(given.gpus, 'GPU')}, the plan is for {own.gpus}",
-            f"Explain a plan for as many: pplan solve gpus={given.gpus}",
+            f"`current`: the split takes {counted(partition.gpus, 'GPU')}, the plan is for {own.gpus}",
+            f"Explain a plan for as many: pplan solve gpus={partition.gpus}",
         )
-    made = plan_partition(own, given, model="", profile=ProfileReference(file="", sha256=""))
-    split = score_plan(own, made)
+    plan_of_split = plan_partition(own, partition, model="", profile=ProfileReference(file="", sha256=""))
+    split = score_plan(own, plan_of_split)
     of_the_machine = list_warnings(own)
     plan = question.present
     mine, theirs = simulate_candidate(own, split), question.timeline
@@ -98,14 +98,14 @@ def compare_split(question: ExplainContext, current: CurrentSplit) -> SplitCompa
         plan=_side(question.problem, plan, theirs),
         slower=split.step_seconds / plan.step_seconds - 1,
         causes=_causes(mine, theirs),
-        best_setting=_faster(_best_setting(free, given), split),
+        best_setting=_faster(_best_setting(free, partition), split),
         best_cuts=_faster(_best_cuts(own, split), split),
-        notes=[text for text in made.warnings if text not in of_the_machine] + made.notes,
+        notes=[text for text in plan_of_split.warnings if text not in of_the_machine] + plan_of_split.notes,
     )
 
 
-def _freed(problem: Problem, current: CurrentSplit, *, given: bool) -> Problem:
-    """The problem without the options that are about the plan's own shape; with `given`, the schedule and
+def _free_problem(problem: Problem, current: CurrentSplit, *, as_split: bool) -> Problem:
+    """The problem without the options that are about the plan's own shape; with `as_split`, the schedule and
     micro-batches are those of the split."""
     options = replace(
         problem.options,
@@ -115,21 +115,21 @@ def _freed(problem: Problem, current: CurrentSplit, *, given: bool) -> Problem:
         keep_together=(),
         pins=(),
     )
-    if given and current.schedule is not None:
+    if as_split and current.schedule is not None:
         options = replace(options, schedule=current.schedule)
-    if given and current.micro_batches is not None:
+    if as_split and current.micro_batches is not None:
         options = replace(options, micro_batches=current.micro_batches)
     return replace(problem, options=options)
 
 
-def _given(problem: Problem, current: CurrentSplit) -> FixedPartition:
+def _as_partition(problem: Problem, current: CurrentSplit) -> FixedPartition:
     layers, counted_layers = len(problem.chain), sum(current.balance)
     if counted_layers != layers or min(current.balance, default=0) < 1:
-        shown = ",".join(map(str, current.balance))
+        text = ",".join(map(str, current.balance))
         raise UsageError(
-            f"current='{shown}': holds {counted(counted_layers, 'layer')}, the model has {layers}"
+            f"current='{text}': holds {counted(counted_layers, 'layer')}, the model has {layers}"
             if counted_layers != layers
-            else f"current='{shown}': a stage has no layer",
+            else f"current='{text}': a stage has no layer",
             "Give the number of layers of every stage, as in current='12,34'.",
         )
     return FixedPartition(tuple(accumulate(current.balance)), 1, current.replicas)
@@ -156,7 +156,7 @@ def _causes(current: Timeline, plan: Timeline) -> list[Cause]:
 def _spent(timeline: Timeline) -> dict[str, float]:
     """What the busiest stage does with the step, in words; the sum is the step."""
     stage = find_busiest(timeline).stage
-    times, recomputing = timeline.stage_times[stage], _recomputed(timeline, stage)
+    times, recomputing = timeline.stage_times[stage], _recompute_seconds(timeline, stage)
     return {
         "work of the busiest stage": times.compute - recomputing,
         "recompute": recomputing,
@@ -167,7 +167,7 @@ def _spent(timeline: Timeline) -> dict[str, float]:
     }
 
 
-def _recomputed(timeline: Timeline, stage: int) -> float:
+def _recompute_seconds(timeline: Timeline, stage: int) -> float:
     """Seconds in which a stage runs forwards again."""
     shares = timeline.costs.recompute
     if shares is None:
@@ -188,12 +188,12 @@ def _at(values: Array, place: tuple[int, int, int]) -> float:
     )
 
 
-def _best_setting(problem: Problem, given: FixedPartition) -> ScoredPlan | None:
+def _best_setting(problem: Problem, partition: FixedPartition) -> ScoredPlan | None:
     """The split with any configuration."""
     proposals = []
     for config in problem.configs:
         try:
-            proposals.append(given.proposal(config))
+            proposals.append(partition.proposal(config))
         except UsageError:
             continue  # the schedule does not run with these numbers
     return fastest(problem.space, [proposal for proposal in proposals if problem.allows(proposal)])

@@ -66,7 +66,7 @@ def make_context(
 def plan_options(plan: Plan) -> PlanOptions:
     """What was asked for the plan, its global batch settled, for the joint search."""
     return replace(
-        plan.wishes,
+        plan.options,
         mini_batch=plan.mini_batch,
         optimizer=plan.optimizer,
         precision=plan.trained.name,
@@ -87,11 +87,11 @@ def score_plan(problem: Problem, plan: Plan) -> ScoredPlan:
     modes: tuple[Recompute, ...] = tuple(by_device[place.device] for place in parts)  # type: ignore[misc]
     proposals = [_proposal(plan, mode) for mode in _modes(problem, plan)]
     for proposal in proposals:
-        found = fastest(problem.space, [proposal])
-        if found is not None and found.recompute == modes:
-            return found
-    made = ScoredPlan(proposals[-1], modes, 0.0)
-    return replace(made, step_seconds=simulate_candidate(problem, made).step_seconds)
+        scored = fastest(problem.space, [proposal])
+        if scored is not None and scored.recompute == modes:
+            return scored
+    unfit = ScoredPlan(proposals[-1], modes, 0.0)
+    return replace(unfit, step_seconds=simulate_candidate(problem, unfit).step_seconds)
 
 
 def _check_cuts(problem: Problem, plan: Plan) -> None:
@@ -128,5 +128,5 @@ def assemble_plan(problem: Problem, plan: ScoredPlan) -> Assembly:
 
 def simulate_candidate(problem: Problem, plan: ScoredPlan) -> Timeline:
     """The simulated step of a scored plan."""
-    made = assemble_plan(problem, plan)
-    return simulate(made.program, made.costs())
+    assembly = assemble_plan(problem, plan)
+    return simulate(assembly.program, assembly.costs())

@@ -91,11 +91,11 @@ def _faster(other: ScoredPlan | None, present: ScoredPlan) -> ScoredPlan | None:
 
 
 def _notes(question: ExplainContext, plan: Plan) -> list[str]:
-    step, said = question.present.step_seconds, plan.prediction.step_seconds
+    step, predicted = question.present.step_seconds, plan.prediction.step_seconds
     notes = [] if question.fits else ["the plan does not fit into the memory of its devices"]
-    if format_seconds(step) != format_seconds(said):
+    if format_seconds(step) != format_seconds(predicted):
         notes.append(
-            f"the plan takes {format_seconds(step)} a step here, it says {format_seconds(said)}: it was made "
-            f"for {plan.topology or 'another machine'}"
+            f"the plan takes {format_seconds(step)} a step here, it says {format_seconds(predicted)}: "
+            f"it was made for {plan.topology or 'another machine'}"
         )
     return notes

@@ -30,13 +30,13 @@ def resolve(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECO
     samples of a micro-batch, are searched, and nothing is proven."""
     limited = replace(problem, options=replace(problem.options, time_limit=seconds))
     suited = list(_suited(limited, seeds))
-    if problem.reached > MANY and suited and all(name in SEARCHED for name in problem.schedules):
+    if problem.usable_gpus > MANY and suited and all(name in SEARCHED for name in problem.schedules):
         near = [family for family in limited.families if _is_near(family.config, suited)]
         stages = [len(seed.ends) for seed in suited]
         counts = [count for count in limited.stage_counts if min(stages) <= 2 * count <= 4 * max(stages)]
-        found = search_near(limited.space, near, counts, suited, seconds)
-        return replace(found, exact=False)
-    return joint_search(limited, _scored(limited.space, suited))
+        result = search_near(limited.space, near, counts, suited, seconds)
+        return replace(result, exact=False)
+    return joint_search(limited, _score_seeds(limited.space, suited))
 
 
 def _is_near(config: PipelineConfig, seeds: Iterable[Proposal]) -> bool:
@@ -53,17 +53,17 @@ def search_near(
     seconds: float = SECONDS,
 ) -> SearchResult:
     """The best plan of a part of a problem's space, no slower than the seeds, which lie in it."""
-    known, work = _scored(space, seeds), seconds * WORK_A_SECOND
+    plans, work = _score_seeds(space, seeds), seconds * WORK_A_SECOND
     if is_large(space, families):
-        return search_large(space, families, stage_counts, known, work)
-    return search(space, families, stage_counts, known, work)
+        return search_large(space, families, stage_counts, plans, work)
+    return search(space, families, stage_counts, plans, work)
 
 
-def _scored(space: Space, seeds: Iterable[Proposal]) -> list[ScoredPlan]:
+def _score_seeds(space: Space, seeds: Iterable[Proposal]) -> list[ScoredPlan]:
     """The fastest of those of schedules that are searched, and of the others."""
-    known = list(seeds)
-    linear = [seed for seed in known if seed.config.schedule in SEARCHED]
-    others = [seed for seed in known if seed.config.schedule not in SEARCHED]
+    proposals = list(seeds)
+    linear = [seed for seed in proposals if seed.config.schedule in SEARCHED]
+    others = [seed for seed in proposals if seed.config.schedule not in SEARCHED]
     best = (fastest(space, linear), fastest(space, others))
     return [plan for plan in best if plan is not None]
 

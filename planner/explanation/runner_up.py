@@ -77,13 +77,13 @@ def runners_up(question: ExplainContext, seeds: Sequence[ScoredPlan], busiest: i
     stages = _other_stage_counts(question, seeds)
     cuts = [_without_cut(question, seeds, end) for end in _cuts(question.present.proposal, busiest)]
     every = len(cuts) == len(question.present.proposal.ends) - 1
-    found = [*cuts, _other_devices(question), stages]
-    ties = [plan for best in found for plan in best.ties]
-    slower = [best.plan for best in found if best.plan is not None]
+    bests = [*cuts, _other_devices(question), stages]
+    ties = [plan for best in bests for plan in best.ties]
+    slower = [best.plan for best in bests if best.plan is not None]
     if stages.plan is not None and _as_fast(stages.plan, question.present):
         ties.append(stages.plan)
         slower.remove(stages.plan)
-    proven = every and not ties and all(best.proven for best in found)
+    proven = every and not ties and all(best.proven for best in bests)
     return RunnersUp(
         _rival(question, _Best(_fastest(slower), proven), "cuts, replicas or devices"),
         _rival(question, stages, "number of stages"),
@@ -107,8 +107,8 @@ def _rival(question: ExplainContext, best: _Best, differs: str) -> RunnerUp:
 
 
 def _fastest(plans: Iterable[ScoredPlan | None]) -> ScoredPlan | None:
-    known = [plan for plan in plans if plan is not None]
-    return min(known, key=lambda plan: plan.step_seconds, default=None)
+    fitting = [plan for plan in plans if plan is not None]
+    return min(fitting, key=lambda plan: plan.step_seconds, default=None)
 
 
 def _counts(proposal: Proposal) -> int:
@@ -119,15 +119,15 @@ def _other_stage_counts(question: ExplainContext, seeds: Sequence[ScoredPlan]) -
     problem, own = question.problem, _counts(question.present.proposal)
     counts = [count for count in problem.stage_counts if count != own]
     others = [seed.proposal for seed in seeds if _counts(seed.proposal) != own]
-    return _searched(problem, counts, others)
+    return _search_counts(problem, counts, others)
 
 
-def _searched(problem: Problem, counts: Sequence[int], seeds: Sequence[Proposal]) -> _Best:
+def _search_counts(problem: Problem, counts: Sequence[int], seeds: Sequence[Proposal]) -> _Best:
     """The best plan of so many stages; seeds of schedules that are not searched count, too."""
     linear = [seed for seed in seeds if seed.config.schedule in SEARCHED]
-    found = search_near(problem.space, problem.families, counts, linear, SECONDS / 4)
+    result = search_near(problem.space, problem.families, counts, linear, SECONDS / 4)
     other = fastest(problem.space, [seed for seed in seeds if seed.config.schedule not in SEARCHED])
-    return _Best(_fastest([found.best, other]), found.exact and _all_searched(problem))
+    return _Best(_fastest([result.best, other]), result.exact and _all_searched(problem))
 
 
 def _all_searched(problem: Problem) -> bool:
@@ -161,11 +161,11 @@ def _without(question: ExplainContext, seeds: Sequence[ScoredPlan], forbidden: S
     plan's own."""
     problem, present = question.problem, question.present
     own, parts = problem.space, len(present.proposal.ends)
-    known = [
+    proposals = [
         *(seed.proposal for seed in seeds if len(seed.proposal.ends) == parts),
-        *_moved(problem, present.proposal, forbidden[0]),
+        *_move_cut(problem, present.proposal, forbidden[0]),
     ]
-    others = [proposal for proposal in known if not set(forbidden) & set(proposal.ends)]
+    others = [proposal for proposal in proposals if not set(forbidden) & set(proposal.ends)]
     if present.config.schedule not in SEARCHED:
         return _Best(fastest(own, others), proven=False)
     cut_after = own.chain.cut_after.copy()
@@ -173,11 +173,11 @@ def _without(question: ExplainContext, seeds: Sequence[ScoredPlan], forbidden: S
     space = with_cuts(own, cut_after)
     if parts > space.chain.max_stages:
         return _Best(None, proven=True)
-    found = search_near(space, problem.families, [parts], others, SECONDS / 8)
-    return _Best(found.best, found.exact and _all_searched(problem))
+    result = search_near(space, problem.families, [parts], others, SECONDS / 8)
+    return _Best(result.best, result.exact and _all_searched(problem))
 
 
-def _moved(problem: Problem, proposal: Proposal, end: int) -> Iterator[Proposal]:
+def _move_cut(problem: Problem, proposal: Proposal, end: int) -> Iterator[Proposal]:
     """The plan with one cut at the next place before or after."""
     cut_points = list(problem.space.table(problem.chain.sizes[0]).cut_points)
     at, index = cut_points.index(end), proposal.ends.index(end)
@@ -196,12 +196,12 @@ def _other_devices(question: ExplainContext) -> _Best:
     if present.config.virtual_stages > 1 or present.config.schedule not in SEARCHED:
         return _Best(None, proven=False)
     shapes, every = _shapes(problem, present.proposal)
-    chosen = [devices for devices in shapes if _differs(question, devices)]
+    choices = [devices for devices in shapes if _differs(question, devices)]
     ties: list[ScoredPlan] = []
     while True:
         proposals = [
             proposal
-            for devices in chosen
+            for devices in choices
             for config in problem.configs
             if problem.allows(proposal := Proposal(config, present.proposal.ends, devices))
         ]
@@ -209,7 +209,7 @@ def _other_devices(question: ExplainContext) -> _Best:
         if best is None or not _as_fast(best, present):
             return _Best(best, every, tuple(ties))
         ties.append(best)
-        chosen.remove(best.proposal.devices)
+        choices.remove(best.proposal.devices)
 
 
 def _differs(question: ExplainContext, devices: Shape) -> bool:
@@ -229,14 +229,14 @@ def _shapes(problem: Problem, proposal: Proposal) -> tuple[list[Shape], bool]:
     are all."""
     size = max(config.micro_batch_size for config in problem.configs)
     families = {(id(family.placement), family.replicas): family for family in problem.families}
-    known, every = dict.fromkeys(_neighbours(problem, proposal)), True
+    shapes, every = dict.fromkeys(_neighbours(problem, proposal)), True
     for family in families.values():
         allowed = [count for count in family.replicas if count <= size]
         runs = list(islice(_runs(family.placement, len(proposal.ends), allowed, 0), LISTED + 1))
         every = every and len(runs) <= LISTED
-        known |= dict.fromkeys(runs)
+        shapes |= dict.fromkeys(runs)
     own = proposal.replicas
-    nearest = sorted(known, key=lambda shape: sum(abs(len(a) - b) for a, b in zip(shape, own, strict=True)))
+    nearest = sorted(shapes, key=lambda shape: sum(abs(len(a) - b) for a, b in zip(shape, own, strict=True)))
     return nearest[:MOST_SHAPES], every and len(nearest) <= MOST_SHAPES
 
 
@@ -246,7 +246,7 @@ def _neighbours(problem: Problem, proposal: Proposal) -> Iterator[Shape]:
     for giver in (None, *range(len(own))):
         for taker in (None, *range(len(own))):
             counts = [r + (stage == taker) - (stage == giver) for stage, r in enumerate(own)]
-            if giver != taker and min(counts) > 0 and sum(counts) <= problem.reached:
+            if giver != taker and min(counts) > 0 and sum(counts) <= problem.usable_gpus:
                 yield replicated_pipeline(proposal.config, proposal.ends, counts).devices
 
 

@@ -102,8 +102,8 @@ def _links(problem: Problem) -> Iterator[_Variation]:
 
 def _heaviest(question: ExplainContext, stage: int) -> tuple[int, int]:
     """The layers of a stage: of its first part where it has several."""
-    made = question.assembly
-    part = min(part for place, part in made.part_of.items() if place.device == stage)
+    assembly = question.assembly
+    part = min(part for place, part in assembly.program.parts_by_slot.items() if place.device == stage)
     return question.present.proposal.bounds[part]
 
 
@@ -147,7 +147,7 @@ class _Rivalry:
     @property
     def _probes(self) -> tuple[float, ...]:
         """Where the problem is solved again: powers of a factor."""
-        return (1,) if self._problem(1.0).reached > MANY else (1, 1 / 2)
+        return (1,) if self._problem(1.0).usable_gpus > MANY else (1, 1 / 2)
 
     def _turn(self, factor: float) -> Turn | None:
         plan, rival = self._scores(factor)
@@ -176,13 +176,13 @@ class _Rivalry:
         if factor in self._solved:
             return False
         self._solved.add(factor)
-        found = resolve(self._problem(factor), [self.present, *self.rivals], SECONDS / 4).best
+        plan_there = resolve(self._problem(factor), [self.present, *self.rivals], SECONDS / 4).best
         plan, _ = self._scores(factor)
-        known = {rival.proposal for rival in (self.present, *self.rivals)}
-        if found is None or plan is None or found.proposal in known:
+        proposals = {rival.proposal for rival in (self.present, *self.rivals)}
+        if plan_there is None or plan is None or plan_there.proposal in proposals:
             return False
-        self.rivals.append(found)
-        return found.step_seconds < plan.step_seconds * (1 - WORTH)
+        self.rivals.append(plan_there)
+        return plan_there.step_seconds < plan.step_seconds * (1 - WORTH)
 
     def _scores(self, factor: float) -> tuple[ScoredPlan | None, ScoredPlan | None]:
         """The plan and its best rival."""
@@ -198,20 +198,20 @@ class _Rivalry:
 
     def _first(self, end: float) -> float | None:
         """The factor nearest to 1 at which a known rival beats the plan, to the accuracy of the steps."""
-        held = 1.0
+        best_factor = 1.0
         for factor in _outwards(end):
             if self._beaten(factor):
-                return self._halved(held, factor)
-            held = factor
+                return self._bisect(best_factor, factor)
+            best_factor = factor
         return None
 
-    def _halved(self, held: float, beaten: float) -> float:
+    def _bisect(self, inner: float, beaten: float) -> float:
         for _ in range(HALVINGS):
-            middle = (held * beaten) ** 0.5
+            middle = (inner * beaten) ** 0.5
             if self._beaten(middle):
                 beaten = middle
             else:
-                held = middle
+                inner = middle
         return beaten
 
 

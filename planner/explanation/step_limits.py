@@ -89,8 +89,8 @@ def _by_place(path: Sequence[Segment], step: float) -> list[PathShare]:
 def _without_memory_limit(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> PlanSummary | None:
     best = resolve(with_memory(question.problem, None), seeds).best
     limit = question.present.step_seconds * (1 - TIE)
-    known = min((seed.step_seconds for seed in seeds), default=limit)
+    fastest_seed = min((seed.step_seconds for seed in seeds), default=limit)
     # What is as fast under the limit is not forbidden by it.
-    if best is None or best.step_seconds >= min(limit, known * (1 - TIE)):
+    if best is None or best.step_seconds >= min(limit, fastest_seed * (1 - TIE)):
         return None
     return summarize(best)

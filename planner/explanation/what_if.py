@@ -45,13 +45,13 @@ def solve_what_ifs(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> lis
 
 def _answer(question: ExplainContext, seeds: Sequence[ScoredPlan], words: str, change: Change) -> WhatIf:
     try:
-        found = resolve(change(question.problem), seeds, SECONDS / 2)
+        result = resolve(change(question.problem), seeds, SECONDS / 2)
     except UsageError as error:
         return WhatIf(change=words, reason=error.what)
-    if found.best is None:
+    if result.best is None:
         return WhatIf(change=words, reason="no plan fits")
-    faster = question.present.step_seconds / found.best.step_seconds - 1
-    return WhatIf(change=words, plan=summarize(found.best), faster=faster, proven=found.exact)
+    faster = question.present.step_seconds / result.best.step_seconds - 1
+    return WhatIf(change=words, plan=summarize(result.best), faster=faster, proven=result.exact)
 
 
 def _one_more(problem: Problem) -> Problem:

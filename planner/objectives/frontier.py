@@ -16,12 +16,13 @@ from pydantic import Field
 
 from ...cost_models.document import Document, MadeBy, Record
 from ...cost_models.errors import UsageError
+from ...cost_models.field_types import StepSeconds, TotalBytes
 from ..build_plan import list_warnings
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
 from ..joint_search import BEST, find
 from ..plan_file import Plan
-from ..plan_records import TIE, Bytes, ProfileReference, StepSeconds
+from ..plan_records import TIE, ProfileReference
 from ..problem import Problem
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
@@ -34,7 +35,7 @@ class Point(Record):
     more is faster."""
 
     step_seconds: StepSeconds
-    memory_bytes: Bytes
+    memory_bytes: TotalBytes
     exact: bool
     plan: Plan
 
@@ -62,11 +63,11 @@ SEEDS = 4
 
 
 @dataclass(frozen=True)
-class Reached:
+class FrontierOptimum:
     """A plan of the frontier, and the most that a device holds."""
 
     plan: ScoredPlan
-    found: SearchResult
+    result: SearchResult
     memory_bytes: float
 
 
@@ -92,50 +93,54 @@ def build_frontier(
         raise UsageError(
             "`robust` with `frontier`: it is of the steps by the medians", "Omit one of the two."
         )
-    kept, complete, problem = list[Reached](), False, problem.timed()
-    for reached in _stepping_down(problem, memory_step):
-        if reached is None:
+    optima, complete, problem = list[FrontierOptimum](), False, problem.with_time_limit()
+    for optimum in _stepping_down(problem, memory_step):
+        if optimum is None:
             complete = True
             break
-        while kept and reached.plan.step_seconds <= kept[-1].plan.step_seconds * (1 + TIE):
-            kept.pop()
-        if len(kept) == points:
+        while optima and optimum.plan.step_seconds <= optima[-1].plan.step_seconds * (1 + TIE):
+            optima.pop()
+        if len(optima) == points:
             break
-        kept.append(reached)
-    if not kept:
+        optima.append(optimum)
+    if not optima:
         raise no_plan_fits(problem)
-    made = [_point(problem, reached, model, profile) for reached in kept]
-    said = [*warnings, *list_warnings(problem), *(text for point in made for text in point.plan.warnings)]
+    all_points = [_point(problem, optimum, model, profile) for optimum in optima]
+    texts = [
+        *warnings,
+        *list_warnings(problem),
+        *(text for point in all_points for text in point.plan.warnings),
+    ]
     return Frontier(
         model=model,
-        points=made,
+        points=all_points,
         complete=complete,
         memory_step=memory_step,
-        warnings=list(dict.fromkeys(said)),
+        warnings=list(dict.fromkeys(texts)),
     )
 
 
-def _stepping_down(problem: Problem, memory_step: float) -> Iterator[Reached | None]:
+def _stepping_down(problem: Problem, memory_step: float) -> Iterator[FrontierOptimum | None]:
     """The fastest plans under smaller and smaller limits; at the end None, where nothing smaller fits."""
-    found, seeds = find(problem).found, []
-    while found.best is not None:
-        peak = peak_bytes(problem.space, found.best)
-        yield Reached(found.best, found, peak)
-        seeds.append(found.best)
+    result, seeds = find(problem).result, []
+    while result.best is not None:
+        peak = peak_bytes(problem.space, result.best)
+        yield FrontierOptimum(result.best, result, peak)
+        seeds.append(result.best)
         limit = min(peak - 1, peak * (1 - memory_step))
         if limit <= 0:
             return
-        found = search_again(within(problem, limit), seeds[-SEEDS:])
-    if problem.options.planner == BEST and found.exact:
+        result = search_again(within(problem, limit), seeds[-SEEDS:])
+    if problem.options.planner == BEST and result.exact:
         yield None
 
 
-def _point(problem: Problem, reached: Reached, model: str, profile: ProfileReference) -> Point:
-    plan = plan_alone(problem, reached.plan, reached.found, model=model, profile=profile)
-    outside = assemble(problem.space, reached.plan.proposal, reached.plan.recompute).outside()
+def _point(problem: Problem, optimum: FrontierOptimum, model: str, profile: ProfileReference) -> Point:
+    plan = plan_alone(problem, optimum.plan, optimum.result, model=model, profile=profile)
+    outside = assemble(problem.space, optimum.plan.proposal, optimum.plan.recompute).outside()
     return Point(
-        step_seconds=reached.plan.step_seconds,
-        memory_bytes=round(reached.memory_bytes),
-        exact=reached.found.exact,
+        step_seconds=optimum.plan.step_seconds,
+        memory_bytes=round(optimum.memory_bytes),
+        exact=optimum.result.exact,
         plan=plan.model_copy(update={"warnings": list(outside)}),
     )

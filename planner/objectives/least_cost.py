@@ -12,7 +12,7 @@ from ...cost_models.errors import DefectError, UsageError
 from ...cost_models.quantities import counted
 from ...cost_models.topology import Group, Topology
 from ..candidate import Proposal, ScoredPlan
-from ..coverage import covered
+from ..coverage import describe_coverage
 from ..joint_search import JointSearchResult, find
 from ..plan_records import TIE, Aim
 from ..problem import EVERY_COUNT, Problem
@@ -40,8 +40,8 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
     search = _CostSearch(problem, hourly, answer)
     search.run()
     if search.best is None:
-        return ObjectiveResult(answer.found, answer)
-    used = search.best.proposal.used
+        return ObjectiveResult(answer.result, answer)
+    used = search.best.proposal.device_count
     aim = Aim(
         name="cost",
         value=search.cost,
@@ -49,12 +49,12 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
         lower_bound=min(search.bound, search.cost),
         exact=search.bound >= search.cost * (1 - TIE),
         detail=f"{counted(used, 'device')} at {search.dollars(search.best):g} dollars an hour together",
-        covers=f"{covered(problem, answer.found)}; each on the first so many devices",
+        covers=f"{describe_coverage(problem, answer.result)}; each on the first so many devices",
     )
     notes = [f"a million samples cost {1e6 * search.cost:.4g} dollars"]
     if used < problem.gpus:
         notes.append(f"the cheapest plan uses {used} of the {problem.gpus} devices; the others cost nothing")
-    return ObjectiveResult(of_fastest(problem, answer.found, search.best), answer, aim, tuple(notes))
+    return ObjectiveResult(of_fastest(problem, answer.result, search.best), answer, aim, tuple(notes))
 
 
 @dataclass
@@ -84,9 +84,9 @@ class _CostSearch:
 
     def _look_at_kinds(self) -> None:
         """At plans on devices that are not the first."""
-        for known in self.answer.by_planner.values():
-            if isinstance(known, ScoredPlan):
-                self._take(known)
+        for plan in self.answer.by_planner.values():
+            if isinstance(plan, ScoredPlan):
+                self._take(plan)
         start = 0
         for device, number in self.problem.topology.groups:
             for count in range(1, number + 1):
@@ -101,10 +101,10 @@ class _CostSearch:
         least = self._cost(group.number * self.hourly[start], self._least_step(alone))
         if alone is None or least >= self.cost * (1 - TIE):
             return
-        found = search_again(alone, []).best
-        if found is not None:
+        plan = search_again(alone, []).best
+        if plan is not None:
             # Where the group does not begin with a node, other links are crossed: scored again.
-            moved = _moved(found.proposal, start)
+            moved = _shift_devices(plan.proposal, start)
             scored = fastest(self.problem.space, [moved] if self.problem.allows(moved) else [])
             if scored is not None:
                 self._take(scored)
@@ -118,7 +118,7 @@ class _CostSearch:
             start += number
         bounds = []
         for config in problem.configs:
-            counts = range(1, problem.reached + 1)
+            counts = range(1, problem.usable_gpus + 1)
             works = [
                 hourly * work
                 for hourly, own in kinds
@@ -149,10 +149,10 @@ class _CostSearch:
             return
         seeds = [] if self.best is None else [self.best]
         whole = count == self.problem.gpus
-        found = self.answer.found if whole else search_again(problem, _inside(seeds, count))
-        self._bound(count, found.bound_seconds)
-        if found.best is not None:
-            self._take(found.best)
+        result = self.answer.result if whole else search_again(problem, _inside(seeds, count))
+        self._bound(count, result.bound_seconds)
+        if result.best is not None:
+            self._take(result.best)
 
     def _take(self, plan: ScoredPlan) -> None:
         """Where it is cheaper."""
@@ -186,7 +186,7 @@ class _CostSearch:
         return hourly / HOUR * step / self.problem.mini_batch
 
 
-def _moved(proposal: Proposal, start: int) -> Proposal:
+def _shift_devices(proposal: Proposal, start: int) -> Proposal:
     """The same on devices of later ranks."""
     devices = tuple(tuple(rank + start for rank in own) for own in proposal.devices)
     return replace(proposal, devices=devices)

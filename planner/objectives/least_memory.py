@@ -12,7 +12,7 @@ from math import inf
 
 from ...cost_models.quantities import format_bytes, format_seconds
 from ..candidate import ScoredPlan
-from ..coverage import as_searched, covered, is_searched
+from ..coverage import as_searched, describe_coverage, is_searched
 from ..joint_search import find
 from ..plan_records import TIE, Aim
 from ..problem import Problem
@@ -30,28 +30,28 @@ def least_memory(problem: Problem, slack: float) -> ObjectiveResult:
     answer = find(problem)
     fastest = answer.best
     if fastest is None:
-        return ObjectiveResult(answer.found, answer)
+        return ObjectiveResult(answer.result, answer)
     search = _MemorySearch(problem, fastest, fastest.step_seconds * (1 + slack) * (1 + TIE))
     search.bisect()
     # Whoever found it, of plans outside of the searched space nothing is proven.
-    known = answer.found.exact and is_searched(problem, as_searched(problem, search.best.proposal))
-    exact = search.step_down() and known
+    is_exact = answer.result.exact and is_searched(problem, as_searched(problem, search.best.proposal))
+    exact = search.step_down() and is_exact
     peak, before = (peak_bytes(problem.space, plan) for plan in (search.best, fastest))
     aim = Aim(
         name="memory",
         value=peak,
         unit="bytes",
-        lower_bound=min(search.none_below, peak) if known else 0.0,
+        lower_bound=min(search.none_below, peak) if is_exact else 0.0,
         exact=exact,
         detail=f"the most that a device holds, with a step at most {100 * slack:g} % longer than the fastest",
-        covers=covered(problem, answer.found),
+        covers=describe_coverage(problem, answer.result),
     )
     note = (
         f"the fastest plan takes {format_seconds(fastest.step_seconds)} a step and "
         f"{format_bytes(before)} on a device; with at most {100 * slack:g} % more time, "
         f"{format_bytes(peak)} do"
     )
-    return ObjectiveResult(of_fastest(problem, answer.found, search.best), answer, aim, (note,))
+    return ObjectiveResult(of_fastest(problem, answer.result, search.best), answer, aim, (note,))
 
 
 @dataclass
@@ -70,12 +70,12 @@ class _MemorySearch:
 
     def fits(self, limit: float) -> bool:
         """Whether a plan that is fast enough needs at most `limit` bytes."""
-        found = search_again(within(self.problem, limit), [self.best])
-        if found.best is not None and found.best.step_seconds <= self.most_seconds:
-            self.best = found.best
-            self.peak = min(peak_bytes(self.problem.space, found.best), limit)
+        result = search_again(within(self.problem, limit), [self.best])
+        if result.best is not None and result.best.step_seconds <= self.most_seconds:
+            self.best = result.best
+            self.peak = min(peak_bytes(self.problem.space, result.best), limit)
             return True
-        bound = inf if found.best is None and found.exact else found.bound_seconds
+        bound = inf if result.best is None and result.exact else result.bound_seconds
         self.proven = self.proven and bound > self.most_seconds
         if self.proven:
             self.none_below = limit

@@ -46,9 +46,9 @@ class Objective:
             )
         for kind, dollars in self.prices.items():
             if not (math.isfinite(dollars) and dollars > 0):
-                shown = f"'{kind}={dollars:g}'" if kind else f"{dollars:g}"
+                text = f"'{kind}={dollars:g}'" if kind else f"{dollars:g}"
                 raise UsageError(
-                    f"price={shown}: must be above 0",
+                    f"price={text}: must be above 0",
                     "Give dollars per device hour; of what costs nothing, objective='step-time'.",
                 )
 
@@ -68,13 +68,13 @@ def parse_objective(text: str, prices: Mapping[str, float] | None = None) -> Obj
 
 
 def _share(text: str, share: str) -> float:
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*%?", share.strip())
-    if not found:
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*%?", share.strip())
+    if not match:
         raise UsageError(
             f"objective={text!r}: is not how much longer than the fastest a step may be",
             "Give it in percent: objective='memory:10%'.",
         )
-    return float(found[1]) / 100
+    return float(match[1]) / 100
 
 
 def parse_prices(text: str) -> dict[str, float]:
@@ -101,7 +101,7 @@ def parse_prices(text: str) -> dict[str, float]:
 def price_by_kind(prices: Mapping[str, float], topology: Topology) -> dict[str, float]:
     """Dollars per hour of every kind of device of a topology: of the price with its name, else with the
     longest part of its name. Raises UsageError for a kind without a price, and a price of no kind."""
-    made, used = dict[str, float](), set[str]()
+    by_kind, used = dict[str, float](), set[str]()
     names = [kind.name for kind in topology.kinds]
     for name in names:
         own = [key for key in prices if key.lower() in name.lower()]
@@ -111,7 +111,7 @@ def price_by_kind(prices: Mapping[str, float], topology: Topology) -> dict[str, 
                 f"`price`: no price of {name}",
                 f"Give every kind one: price='{','.join(f'{n}=2.5' for n in names)}'.",
             )
-        made[name] = prices[key]
+        by_kind[name] = prices[key]
         used.add(key)
     idle = [key for key in prices if key not in used]
     if idle:
@@ -119,7 +119,7 @@ def price_by_kind(prices: Mapping[str, float], topology: Topology) -> dict[str, 
         raise UsageError(
             f"price={what}: is of no device here", f"The topology has {', '.join(names)}: name these."
         )
-    return made
+    return by_kind
 
 
 class ObjectiveKeywords(TypedDict, total=False):

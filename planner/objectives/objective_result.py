@@ -16,10 +16,10 @@ from ..search.space import Space
 
 @dataclass(frozen=True)
 class ObjectiveResult:
-    """`found`: the plan, with what was proven of the step of all plans. `answer`: the fastest plan, whose
+    """`result`: the plan, with what was proven of the step of all plans. `answer`: the fastest plan, whose
     comparisons the plan file shows. `aim`: what the plan is the best of, where that is not its step."""
 
-    found: SearchResult
+    result: SearchResult
     answer: JointSearchResult
     aim: Aim | None = None
     notes: tuple[str, ...] = ()
@@ -27,13 +27,13 @@ class ObjectiveResult:
     @property
     def best(self) -> ScoredPlan | None:
         """The plan, where one fits."""
-        return self.found.best
+        return self.result.best
 
 
 def search_again(problem: Problem, seeds: Sequence[ScoredPlan]) -> SearchResult:
     """The fastest plan of a problem whose limits are others than those of which the `seeds` are plans."""
     if problem.options.planner != BEST:
-        return find(problem).found
+        return find(problem).result
     scored = fastest(problem.space, [plan.proposal for plan in seeds])
     return joint_search(problem, [] if scored is None else [scored])
 
@@ -45,10 +45,10 @@ def within(problem: Problem, memory_limit: float) -> Problem:
 
 def peak_bytes(space: Space, plan: ScoredPlan) -> float:
     """What the device that needs most needs."""
-    made = assemble(space, plan.proposal, plan.recompute)
-    return max(sum(made.ledger(device).values()) for device in range(made.program.devices))
+    assembly = assemble(space, plan.proposal, plan.recompute)
+    return max(sum(assembly.ledger(device).values()) for device in range(assembly.program.devices))
 
 
-def of_fastest(problem: Problem, found: SearchResult, plan: ScoredPlan) -> SearchResult:
+def of_fastest(problem: Problem, result: SearchResult, plan: ScoredPlan) -> SearchResult:
     """A plan that need not be the fastest, with what was proven of all steps."""
-    return with_bound(problem, plan, found)
+    return with_bound(problem, plan, result)

@@ -67,19 +67,22 @@ def solve_for(
 
     Raises UsageError, and InfeasibleError where nothing fits.
     """
-    problem = problem.timed()
+    problem = problem.with_time_limit()
     outcome = best_for(objective, problem)
     if outcome.best is None:
-        tried = ((own, best_for(objective, own)) for own in smaller_defaults(problem))
-        smaller = next(((own, made) for own, made in tried if made.best is not None), None)
+        results = ((own, best_for(objective, own)) for own in smaller_defaults(problem))
+        smaller = next(
+            ((own, other) for own, other in results if other.best is not None),
+            None,
+        )
         if smaller is None:
             raise no_plan_fits(problem)
         warnings = [*warnings, _lessened(problem, smaller[0])]
         problem, outcome = smaller
-    plan = _plan_of(objective, problem, outcome, model, profile, notes, warnings, compared=compared)
+    plan = _build_plan(objective, problem, outcome, model, profile, notes, warnings, compared=compared)
     if not compared or plan.objective is not None:
         return plan
-    return plan.model_copy(update={"default_mini_batch": choose_mini_batch(problem, tried=True)})
+    return plan.model_copy(update={"default_mini_batch": choose_mini_batch(problem, try_others=True)})
 
 
 def _lessened(problem: Problem, smaller: Problem) -> str:
@@ -89,7 +92,7 @@ def _lessened(problem: Problem, smaller: Problem) -> str:
     )
 
 
-def _plan_of(
+def _build_plan(
     objective: Objective,
     problem: Problem,
     outcome: ObjectiveResult,
@@ -103,27 +106,29 @@ def _plan_of(
     """The plan of an outcome that holds one."""
     if outcome.best is None:
         raise no_plan_fits(problem)
-    shown: Plan | None = None
+    fastest_plan: Plan | None = None
     if compared and outcome.answer.best is not None:
-        shown = build_plan(
+        fastest_plan = build_plan(
             problem, outcome.answer, model=model, profile=profile, notes=notes, warnings=warnings
         )
         if outcome.best == outcome.answer.best and outcome.aim is None and not outcome.notes:
-            return shown
-    own = plan_alone(problem, outcome.best, outcome.found, model=model, profile=profile)
+            return fastest_plan
+    own = plan_alone(problem, outcome.best, outcome.result, model=model, profile=profile)
     besides = _besides(objective, problem)
     if objective.name == THROUGHPUT and not asynchronous_refusal(problem):
         own = _covering(own, besides)
-    made = assemble(problem.space, outcome.best.proposal, outcome.best.recompute)
-    said = [*warnings, *list_warnings(problem)] if shown is None else shown.warnings
+    assembly = assemble(problem.space, outcome.best.proposal, outcome.best.recompute)
+    texts = [*warnings, *list_warnings(problem)] if fastest_plan is None else fastest_plan.warnings
     return own.model_copy(
         update={
             "objective": outcome.aim,
             "searched": describe_search(problem) + besides,
-            "baselines": [] if shown is None else shown.baselines,
-            "alternatives": [] if shown is None else shown.alternatives,
-            "warnings": list(dict.fromkeys([*said, *made.outside()])),
-            "notes": list(dict.fromkeys([*outcome.notes, *(notes if shown is None else shown.notes)])),
+            "baselines": [] if fastest_plan is None else fastest_plan.baselines,
+            "alternatives": [] if fastest_plan is None else fastest_plan.alternatives,
+            "warnings": list(dict.fromkeys([*texts, *assembly.outside()])),
+            "notes": list(
+                dict.fromkeys([*outcome.notes, *(notes if fastest_plan is None else fastest_plan.notes)])
+            ),
         }
     )
 
@@ -135,10 +140,10 @@ def _covering(plan: Plan, besides: str) -> Plan:
 
 
 def plan_alone(
-    problem: Problem, best: ScoredPlan, found: SearchResult, *, model: str, profile: ProfileReference
+    problem: Problem, best: ScoredPlan, result: SearchResult, *, model: str, profile: ProfileReference
 ) -> Plan:
     """A candidate as a plan, without what it is compared with; of an asynchronous one in its steady state."""
-    plan = bare_plan(problem, best, found, model=model, profile=profile)
+    plan = bare_plan(problem, best, result, model=model, profile=profile)
     if best.config.schedule not in ASYNCHRONOUS:
         return plan
     bubble = plan.prediction.model_copy(update={"bubble": steady_bubble(problem.space, best)})
@@ -154,26 +159,26 @@ def step_time(problem: Problem) -> ObjectiveResult:
         check_known(problem)
     answer = find(problem)
     if not problem.options.robust or answer.best is None:
-        return ObjectiveResult(answer.found, answer)
-    chosen = most_robust(problem, answer)
+        return ObjectiveResult(answer.result, answer)
+    robust = most_robust(problem, answer)
     aim = Aim(
         name="robust",
-        value=chosen.high_seconds,
+        value=robust.high_seconds,
         unit="seconds",
         lower_bound=0.0,
         exact=False,
         detail="the 90th percentile of the step, as the layers' seconds vary",
     )
-    note = _note(chosen, answer.best.step_seconds)
-    return ObjectiveResult(of_fastest(problem, answer.found, chosen.plan), answer, aim, (note,))
+    note = _note(robust, answer.best.step_seconds)
+    return ObjectiveResult(of_fastest(problem, answer.result, robust.plan), answer, aim, (note,))
 
 
-def _note(chosen: RobustPlan, fastest_seconds: float) -> str:
+def _note(robust: RobustPlan, fastest_seconds: float) -> str:
     """How many were compared, and what the fastest has to say for itself."""
-    compared = f"compared at the 90th percentile of their step: {counted(chosen.compared, 'plan')}"
-    high = format_seconds(chosen.fastest_high_seconds)
-    if chosen.is_fastest:
+    compared = f"compared at the 90th percentile of their step: {counted(robust.compared, 'plan')}"
+    high = format_seconds(robust.fastest_high_seconds)
+    if robust.is_fastest:
         return f"{compared}; the fastest plan is the best there, too, with {high}"
-    own = format_seconds(chosen.high_seconds)
+    own = format_seconds(robust.high_seconds)
     fastest = format_seconds(fastest_seconds)
     return f"{compared}; this one has {own}, the one that the search for the fastest found ({fastest}) {high}"

@@ -20,7 +20,7 @@ by number of stages, device, place and replicas decides T, and T is bisected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -28,10 +28,9 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.schedules import schedule_named
-from ..asynchronous import TWO_VERSIONS
+from ..asynchronous import TWO_VERSIONS, pace, reduced_seconds
 from ..candidate import Proposal, ScoredPlan
 from ..pipeline_config import PipelineConfig
 from ..search.pipelines import stage_modes
@@ -85,11 +84,11 @@ class SteadySearch:
         low, high = 0.0, best.step_seconds / count
         while high - low > SAME * high:
             trial = (low + high) / 2
-            found = self.reaching(trial)
-            if found is None:
+            plan = self.reaching(trial)
+            if plan is None:
                 low = trial
             else:
-                best, high = found, min(trial, found.step_seconds / count)
+                best, high = plan, min(trial, plan.step_seconds / count)
         return best, low * count
 
     @cached_property
@@ -118,14 +117,14 @@ class SteadySearch:
     @cached_property
     def groups(self) -> tuple[_Group, ...]:
         """The runs of devices that cost the same."""
-        size, made = self.config.micro_batch_size, dict[int, tuple[ReplicaGroupCosts, list[int]]]()
+        size, groups = self.config.micro_batch_size, dict[int, tuple[ReplicaGroupCosts, list[int]]]()
         for count in self.replicas:
             if count > min(self.devices, size) or not self.space.fits_someone(size, count):
                 continue
             for position in range(self.devices - count + 1):
                 costs = self.space.replica_group(size, self._run(position, count))
-                made.setdefault(id(costs), (costs, []))[1].append(position)
-        return tuple(_Group(costs, np.array(where)) for costs, where in made.values())
+                groups.setdefault(id(costs), (costs, []))[1].append(position)
+        return tuple(_Group(costs, np.array(where)) for costs, where in groups.values())
 
     def _run(self, position: int, count: int) -> tuple[int, ...]:
         return self.placement.ranks[position : position + count]
@@ -163,7 +162,7 @@ class SteadySearch:
     def _endless(self) -> float:
         """Seconds that any pipeline reaches."""
         work = sum(float(np.max(2 * group.costs.forward + group.costs.backward)) for group in self.groups)
-        reduced = max(float(own.max()) for own in self._reduced)
+        reduced = max(float(own.max()) for own in self._reduce_seconds)
         sent = max(float(group.costs.table.crossing.max()) for group in self.groups)
         routes = np.concatenate([latency + sent * each for latency, each in self._routes.values()])
         return 2 * (work + reduced + float(routes[np.isfinite(routes)].max(initial=0.0))) * self.devices + 1.0
@@ -179,7 +178,7 @@ class SteadySearch:
             else:
                 rows.append(self._row(stages, None, rows, seconds))
             if stages in self.counts and (start := self._start(rows[-1])) is not None:
-                return self._built(rows, start, seconds)
+                return self._build_plan(rows, start, seconds)
         return None
 
     @property
@@ -198,19 +197,19 @@ class SteadySearch:
         """Of the stage that is the k-th from the end; `number`: from the start, where some are pinned."""
         self.space.budget.check()
         before = rows[-1] if k > 1 else None
-        made = {replicas: np.full(self.shape, inf) for replicas in self._crossing}
-        afters = {replicas: self._after(replicas, before, seconds) for replicas in made}
+        rows_by_count = {replicas: np.full(self.shape, inf) for replicas in self._crossing}
+        afters = {replicas: self._after(replicas, before, seconds) for replicas in rows_by_count}
         for index, group in enumerate(self.groups):
             positions = group.positions
             after = afters[group.replicas][positions + group.replicas]
             own = self._own(index, k, number, seconds)
             least = np.min(own[None] + np.maximum(after, 0.0)[:, None, :], axis=2)
-            made[group.replicas][positions] = np.where(least <= 0, least, inf)
-        return made
+            rows_by_count[group.replicas][positions] = np.where(least <= 0, least, inf)
+        return rows_by_count
 
     def _own(self, index: int, k: int, number: int | None, seconds: float) -> Floats:
         """(cut points, cut points): f + b - T of every stage that may be, inf of the others."""
-        work = np.where(self._reduced[index] <= seconds, self._work(index, k)[0] - seconds, inf)
+        work = np.where(self._reduce_seconds[index] <= seconds, self._work(index, k)[0] - seconds, inf)
         if number is not None:
             start, end = np.nonzero(np.isfinite(work))
             allowed = self.space.may_be(number, start, end)
@@ -234,14 +233,14 @@ class SteadySearch:
     def _after(self, replicas: int, following: Row | None, seconds: float) -> Floats:
         """(positions + 1, cut points): the least 2 c + h of what follows a stage ending there; 0 at the
         end."""
-        made = np.full(self.shape, inf)
+        after = np.full(self.shape, inf)
         if following is None:
-            made[self.devices if self.on_all else 0 :, -1] = 0.0
-            return made
+            after[self.devices if self.on_all else 0 :, -1] = 0.0
+            return after
         ends, begins = self._follows
         for other, values in following.items():
-            np.minimum.at(made, ends, self._cut(replicas, other, seconds) + values[begins])
-        return made
+            np.minimum.at(after, ends, self._cut(replicas, other, seconds) + values[begins])
+        return after
 
     def _cut(self, replicas: int, other: int, seconds: float) -> Floats:
         """(pairs of `_follows`, cut points): 2 c from a stage of so many replicas to one of so many others;
@@ -251,7 +250,7 @@ class SteadySearch:
             occupancy = np.maximum(self._crossing[replicas], self._crossing[other])[None] * each
         return np.where(occupancy <= seconds, 2 * (occupancy + latency), inf)
 
-    def _built(self, rows: Sequence[Row], start: tuple[int, int], seconds: float) -> ScoredPlan:
+    def _build_plan(self, rows: Sequence[Row], start: tuple[int, int], seconds: float) -> ScoredPlan:
         """The pipeline, from the table; `step_seconds`: of the formula of the module's docstring."""
         (replicas, position), place = start, 0
         ends, devices, modes = list[int](), list[tuple[int, ...]](), list[Recompute]()
@@ -275,11 +274,11 @@ class SteadySearch:
         pairs = np.flatnonzero(self._follows[0] == end)
         choices = []
         for other, values in following.items():
-            reached = (
+            reachable = (
                 self._cut(replicas, other, seconds)[pairs, place] + values[self._follows[1][pairs], place]
             )
-            best = int(np.argmin(reached))
-            choices.append((float(reached[best]), other, int(self._follows[1][pairs[best]])))
+            best = int(np.argmin(reachable))
+            choices.append((float(reachable[best]), other, int(self._follows[1][pairs[best]])))
         _, other, begin = min(choices)
         return other, begin
 
@@ -316,44 +315,11 @@ class SteadySearch:
         )
 
     @cached_property
-    def _reduced(self) -> list[Floats]:
+    def _reduce_seconds(self) -> list[Floats]:
         """By group, (cut points, cut points): the all-reduce of every stage, a micro-batch."""
-        made = []
+        tables = []
         for group in self.groups:
             ranks = self._run(int(group.positions[0]), group.replicas)
             whole = reduced_seconds(self.space, ranks, np.asarray(group.costs.table.stage_bytes.trainable))
-            made.append(whole / self.config.micro_batches)
-        return made
-
-
-def reduced_seconds(space: Space, ranks: Sequence[int], trainable: Floats) -> Floats:
-    """Seconds to add up the gradients of so many bytes of weights over the replicas on these devices."""
-    made: Floats = np.asarray(all_reduce_seconds(space.topology, ranks, space.gradients(trainable), "best"))
-    return made
-
-
-def pace(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> float:
-    """Seconds of a micro-batch in steady state, by the formula of the module's docstring."""
-    return max(_terms(space, proposal, modes))
-
-
-def _terms(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Iterator[float]:
-    config, cut_points = proposal.config, list(space.table(space.chain.sizes[0]).cut_points)
-    groups = [space.replica_group(config.micro_batch_size, own) for own in proposal.devices]
-    work, cuts = [], []
-    for stage, (costs, (first, end)) in enumerate(zip(groups, proposal.bounds, strict=True)):
-        at = cut_points.index(first), cut_points.index(end)
-        recompute = costs.forward[at] if modes[stage] != "never" else 0.0
-        work.append(float(costs.forward[at] + costs.backward[at] + recompute))
-        trainable = np.asarray(np.asarray(costs.table.stage_bytes.trainable)[at], dtype=np.float64)
-        yield float(reduced_seconds(space, proposal.devices[stage], trainable)) / config.micro_batches
-        if stage + 1 < len(groups):
-            latency, each = space.pace(*proposal.devices[stage : stage + 2])
-            occupancy = each * max(float(own.table.crossing[at[1]]) for own in groups[stage : stage + 2])
-            yield occupancy
-            cuts.append(occupancy + latency)
-    for s in range(len(work)):
-        total = 0.0
-        for t in range(s, len(work)):
-            total += work[t] + (2 * cuts[t - 1] if t > s else 0.0)
-            yield total / (t - s + 1)
+            tables.append(whole / self.config.micro_batches)
+        return tables

@@ -42,12 +42,12 @@ def throughput(problem: Problem) -> ObjectiveResult:
     step = inf if answer.best is None else answer.best.step_seconds
     refusal = asynchronous_refusal(problem)
     if refusal:
-        return ObjectiveResult(answer.found, answer, notes=(refusal,))
+        return ObjectiveResult(answer.result, answer, notes=(refusal,))
     best, bound = fastest_asynchronous(problem, step)
-    found = _joined(answer.found, best, bound)
+    result = _join_bounds(answer.result, best, bound)
     if best is None:
-        return ObjectiveResult(found, answer, notes=("no asynchronous pipeline is faster",))
-    return ObjectiveResult(found, answer, notes=tuple(asynchronous_notes(best)))
+        return ObjectiveResult(result, answer, notes=("no asynchronous pipeline is faster",))
+    return ObjectiveResult(result, answer, notes=tuple(asynchronous_notes(best)))
 
 
 def asynchronous_refusal(problem: Problem) -> str:
@@ -66,16 +66,16 @@ def asynchronous_refusal(problem: Problem) -> str:
     return ""
 
 
-def _joined(found: SearchResult, best: ScoredPlan | None, bound: float) -> SearchResult:
+def _join_bounds(result: SearchResult, best: ScoredPlan | None, bound: float) -> SearchResult:
     """Of all plans what was found of the two kinds."""
-    chosen = found.best if best is None else best
-    step = inf if chosen is None else chosen.step_seconds
-    proven = min(found.bound_seconds, bound)
+    plan = result.best if best is None else best
+    step = inf if plan is None else plan.step_seconds
+    proven = min(result.bound_seconds, bound)
     if proven > step * (1 + 10 * TIE):
         raise DefectError(f"a plan of {step!r} s a global batch is below its bound of {proven!r} s")
     exact = proven >= step * (1 - 10 * TIE)
-    root = min(found.root_bound_seconds, proven)
-    return SearchResult(chosen, step if exact else proven, root, exact, found.universal)
+    root = min(result.root_bound_seconds, proven)
+    return SearchResult(plan, step if exact else proven, root, exact, result.universal)
 
 
 def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | None, float]:
@@ -84,19 +84,19 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | N
     # Each stage updates its weights at its own time: those that share one stay together.
     problem = replace(problem, chain=problem.chain.without_tied_cuts())
     searches = list(_searches(problem)) if problem.options.planner == BEST else []
-    known = [plan for plan in _by_planner(problem) if plan.step_seconds < limit] if not _all(searches) else []
-    best = min(known, key=lambda plan: plan.step_seconds, default=None)
+    plans = [plan for plan in _by_planner(problem) if plan.step_seconds < limit] if not _all(searches) else []
+    best = min(plans, key=lambda plan: plan.step_seconds, default=None)
     bound = inf if searches else work_bound(problem)
     for search in searches:
         below = limit if best is None else best.step_seconds
         try:
-            found, proven = search.of.fastest(below)
+            faster, proven = search.of.fastest(below)
         except OutOfTime:
             return best, min(bound, work_bound(problem))
         bound = min(bound, proven if search.whole else work_bound(problem))
-        if found is not None:
-            step = steady_seconds(problem.space, found.proposal, found.recompute)
-            best = replace(found, step_seconds=step) if step < below else best
+        if faster is not None:
+            step = steady_seconds(problem.space, faster.proposal, faster.recompute)
+            best = replace(faster, step_seconds=step) if step < below else best
     return best, bound
 
 
@@ -116,8 +116,8 @@ def _searches(problem: Problem) -> Iterator[_Planned]:
     """One of every configuration and order of the devices; none where even small ones would take too long."""
     configs = asynchronous_configs(problem)
     for space, counts, whole in _spaces(problem):
-        asked = QUESTIONS * len(configs) * len(problem.placements)
-        if asked * _entries(problem, space, counts) <= problem.options.time_limit * ENTRIES_A_SECOND:
+        questions = QUESTIONS * len(configs) * len(problem.placements)
+        if questions * _entries(problem, space, counts) <= problem.options.time_limit * ENTRIES_A_SECOND:
             for config in configs:
                 for placement in problem.placements:
                     search = SteadySearch(
@@ -129,7 +129,7 @@ def _searches(problem: Problem) -> Iterator[_Planned]:
 
 def _spaces(problem: Problem) -> Iterator[tuple[Space, tuple[int, ...], bool]]:
     """Stages and numbers of replicas to search, and whether these are all: fewer and fewer."""
-    space, every = problem.space, tuple(range(1, problem.reached + 1))
+    space, every = problem.space, tuple(range(1, problem.usable_gpus + 1))
     if space.is_long:
         return
     if problem.families:
@@ -144,21 +144,21 @@ def _spaces(problem: Problem) -> Iterator[tuple[Space, tuple[int, ...], bool]]:
 def _entries(problem: Problem, space: Space, counts: tuple[int, ...]) -> float:
     """What one question of the search looks at."""
     blocks, stages = space.table(space.chain.sizes[0]).blocks, problem.stage_counts[-1]
-    return stages * problem.reached * len(counts) * blocks * (blocks + len(counts))
+    return stages * problem.usable_gpus * len(counts) * blocks * (blocks + len(counts))
 
 
 def asynchronous_configs(problem: Problem) -> list[PipelineConfig]:
     """Schedules and micro-batches: of PipeDream the whole global batch, which updates at once; of 2BW as many
     as there are stages, or more."""
     batch = problem.mini_batch
-    made = [
+    configs = [
         PipelineConfig(TWO_VERSIONS, mode, batch // size, size)
         for mode in _modes(problem)
         for size in problem.sizes
         if batch // size > 1
     ]
     whole = [PipelineConfig(PIPEDREAM, mode, 1, batch) for mode in _modes(problem) if batch in problem.sizes]
-    return whole + made
+    return whole + configs
 
 
 def _modes(problem: Problem) -> tuple[Mode, ...]:
@@ -169,20 +169,20 @@ def _by_planner(problem: Problem) -> Iterator[ScoredPlan]:
     """What PipeDream's own programme comes to, in the simulator."""
     for config in asynchronous_configs(problem):
         with suppress(InfeasibleError, UsageError, OutOfTime):
-            made = plan_asynchronous(
+            plan = plan_asynchronous(
                 problem.space,
                 config.micro_batch_size,
                 schedule=config.schedule,
                 recompute="always" if config.recompute == "always" else "never",
                 use_all=problem.options.use_all,
             )
-            if _allowed(problem, config, made.ends):
-                proposal = Proposal(config, made.ends, made.devices)
-                modes = (made.recompute,) * len(made.ends)
+            if _allows(problem, config, plan.ends):
+                proposal = Proposal(config, plan.ends, plan.devices)
+                modes = (plan.recompute,) * len(plan.ends)
                 yield ScoredPlan(proposal, modes, steady_seconds(problem.space, proposal, modes))
 
 
-def _allowed(problem: Problem, config: PipelineConfig, ends: tuple[int, ...]) -> bool:
+def _allows(problem: Problem, config: PipelineConfig, ends: tuple[int, ...]) -> bool:
     bounds = list(zip((0, *ends), ends, strict=False))
     few = config.schedule == PIPEDREAM or len(ends) <= config.micro_batches
     return 2 <= len(ends) <= problem.stage_counts[-1] and few and problem.space.limits.allow(bounds)

@@ -63,7 +63,7 @@ class Alpa:
 
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """The cheapest plan of the most promising micro-batch sizes."""
-        space, gpus = thin(problem.space, BLOCKS), problem.reached
+        space, gpus = thin(problem.space, BLOCKS), problem.usable_gpus
         coarse, most = thin(space, GLANCE), problem.stage_counts[-1]
         glances = [
             (glance.cost_seconds, choice)
@@ -72,10 +72,10 @@ class Alpa:
         ]
         cut_points = space.table(space.chain.sizes[0]).cut_points
         for _, choice in sorted(glances, key=lambda glance: glance[0])[:PROMISING]:
-            found = plan(space, choice, gpus, most)
-            if found is not None:
-                ends = tuple(cut_points[end] for end in found.ends)
-                yield Proposal(choice.config(found.recomputes), ends, place_submeshes(found.replicas))
+            best = plan(space, choice, gpus, most)
+            if best is not None:
+                ends = tuple(cut_points[end] for end in best.ends)
+                yield Proposal(choice.config(best.recomputes), ends, place_submeshes(best.replicas))
 
 
 PLANNER = Alpa()
@@ -122,8 +122,8 @@ def plan(
     rule = count_replicas(space)
     choices = {"any": [sizes], "none": [[1]], "equal": [[size] for size in sizes]}[rule]
     most = min(gpus // each, most_stages or gpus)
-    found = [_Enumeration(space, choice, gpus // each, each, own, most).best(steps) for own in choices]
-    return min((p for p in found if p is not None), key=lambda p: p.cost_seconds, default=None)
+    plans = [_Enumeration(space, choice, gpus // each, each, own, most).best(steps) for own in choices]
+    return min((p for p in plans if p is not None), key=lambda p: p.cost_seconds, default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +140,7 @@ class _Enumeration:
     @cached_property
     def stage_work(self) -> dict[int, ReplicaWork]:
         """What stages cost, by size in groups; none has more devices than there are samples."""
-        made = {}
+        work = {}
         for size in self.sizes:
             if (
                 size % self.each == 0
@@ -151,21 +151,21 @@ class _Enumeration:
                 group = self.space.replica_group(self.choice.size, range(size))
                 gradients = self.space.gradients(np.asarray(group.table.stage_bytes.trainable))
                 reduced = all_reduce_seconds(self.space.topology, range(size), gradients, "best")
-                made[size // self.each] = cost_replicas(self.space, group, self.choice.modes, reduced)
-        return made
+                work[size // self.each] = cost_replicas(self.space, group, self.choice.modes, reduced)
+        return work
 
     @cached_property
     def seconds(self) -> list[dict[int, Floats]]:
         """By number of stages to the last one (from 1 on), and by size: seconds of every stage a micro-batch,
         inf for what does not fit. They are the same from where no more micro-batches are in flight."""
         most = min(self.most_stages, self.cut_points - 1)
-        made: dict[int, dict[int, Floats]] = {}
+        tables: dict[int, dict[int, Floats]] = {}
         for in_flight in {self.choice.in_flight(to_last) for to_last in range(1, most + 1)}:
-            made[in_flight] = {
+            tables[in_flight] = {
                 size: work.work(in_flight) + work.all_reduce / self.choice.micro_batches
                 for size, work in self.stage_work.items()
             }
-        return [made[self.choice.in_flight(to_last)] for to_last in range(1, most + 1)]
+        return [tables[self.choice.in_flight(to_last)] for to_last in range(1, most + 1)]
 
     @property
     def cut_points(self) -> int:
@@ -188,16 +188,16 @@ class _Enumeration:
             rest = max(least_sum, limit)
             if (self.choice.micro_batches - 1) * limit + rest >= best.cost_seconds:
                 break
-            found = self._least_sum(limit)
-            if found is not None and found.plan.cost_seconds < best.cost_seconds:
-                best = found.plan
+            solution = self._least_sum(limit)
+            if solution is not None and solution.plan.cost_seconds < best.cost_seconds:
+                best = solution.plan
         return best
 
     def _tightest(self, limit: float, best: AlpaPlan) -> float:
         """What a micro-batch costs in the better of two plans: of the best known, and under the tightest
         limit."""
-        found = self._least_sum(limit)
-        other = best if found is None else found.plan
+        solution = self._least_sum(limit)
+        other = best if solution is None else solution.plan
         return min(best.cost_seconds, other.cost_seconds) / self.choice.micro_batches
 
     def _limits(self) -> Floats:
@@ -216,18 +216,18 @@ class _Enumeration:
 
     def _least_sum(self, limit: float) -> _Found | None:
         """The plan of the least sum whose stages are no slower than the limit."""
-        sums, reached = self._sums(limit)
-        if not reached:
+        sums, possible = self._sums(limit)
+        if not possible:
             return None
-        stages = min(reached, key=lambda count: sums[count][0, self.groups])
-        return self._traced(sums, stages, limit)
+        stages = min(possible, key=lambda count: sums[count][0, self.groups])
+        return self._trace_back(sums, stages, limit)
 
     def _sums(self, limit: float) -> tuple[list[Floats], list[int]]:
         """By stages s, (cut points, groups + 1): the least sum of s stages from a place to the end on so many
         groups; and the numbers of stages that take all layers and all groups."""
         last = np.full((self.cut_points, self.groups + 1), np.inf)
         last[-1, 0] = 0.0
-        sums, reached = [last], []
+        sums, possible = [last], []
         for tables in self.seconds:
             self.space.budget.check()
             longer = np.full(last.shape, np.inf)
@@ -240,10 +240,10 @@ class _Enumeration:
                 break
             sums.append(longer)
             if np.isfinite(longer[0, self.groups]):
-                reached.append(len(sums) - 1)
-        return sums, reached
+                possible.append(len(sums) - 1)
+        return sums, possible
 
-    def _traced(self, sums: list[Floats], stages: int, limit: float) -> _Found:
+    def _trace_back(self, sums: list[Floats], stages: int, limit: float) -> _Found:
         """The plan behind a least sum."""
         place, groups, ends, replicas, times, recomputes = 0, self.groups, [], [], [], False
         for to_last in range(stages, 0, -1):

@@ -66,7 +66,7 @@ def stage_counts(problem: Problem, parts: int = 1) -> list[int]:
     most = min(problem.stage_counts[-1], problem.space.chain.max_stages // parts)
     counts, last = [], 0
     for count in range(1, most + 1):
-        divides = problem.reached % count == 0
+        divides = problem.usable_gpus % count == 0
         if count <= EVERY_COUNT or count >= last * GROWTH or count == most or divides:
             counts.append(count)
             last = count
@@ -89,7 +89,7 @@ def fewest_stages(problem: Problem) -> int:
 
 def replicated_shapes(problem: Problem) -> Iterator[tuple[int, int]]:
     """Stages and replicas of each, more than one, that together are all devices."""
-    devices, runtime = problem.reached, problem.runtime
+    devices, runtime = problem.usable_gpus, problem.runtime
     for stages in stage_counts(problem):
         replicas = devices // stages
         runs = runtime is None or runtime.runs_replicas([replicas] * stages)
@@ -166,10 +166,10 @@ def nearest_cuts(chain: Chain, ends: Sequence[int]) -> tuple[int, ...]:
     for later, end in zip(range(stages - 2, -1, -1), ends, strict=False):
         most = len(cut_points) - 2 - later
         right = min(max(bisect_left(cut_points, end), least), most)
-        left = max(right - 1, least)
-        chosen = left if end - cut_points[left] <= cut_points[right] - end else right
-        moved.append(cut_points[chosen])
-        least = chosen + 1
+        before = max(right - 1, least)
+        nearest = before if end - cut_points[before] <= cut_points[right] - end else right
+        moved.append(cut_points[nearest])
+        least = nearest + 1
     return (*moved, len(chain))
 
 

@@ -58,7 +58,7 @@ def latency(stages: Sequence[DappleStage], transfers: Sequence[Floats], micro_ba
     """
     before, backwards, exposed = np.zeros(1), np.zeros(1), np.full(1, -np.inf)
     reaches, works = [], []
-    for stage in _joined(stages, transfers):
+    for stage in _with_transfers(stages, transfers):
         work = stage.forward + stage.backward
         reaches.append(before + micro_batches * work)
         works.append(work)
@@ -76,7 +76,7 @@ def latency(stages: Sequence[DappleStage], transfers: Sequence[Floats], micro_ba
     return Latency(whole, np.broadcast_to(pivot, whole.shape))
 
 
-def _joined(stages: Sequence[DappleStage], transfers: Sequence[Floats]) -> Iterator[DappleStage]:
+def _with_transfers(stages: Sequence[DappleStage], transfers: Sequence[Floats]) -> Iterator[DappleStage]:
     for stage, transfer in zip_longest(stages, transfers):
         yield stage
         if transfer is not None:

@@ -35,54 +35,54 @@ Policy = Callable[[Counts, Counts, int], Counts]
 
 def fresh_first(machines: Counts, used: Counts, count: int) -> Counts:
     """Devices of unused machines first: keeps the replicas of a stage on the fast links of one machine."""
-    fresh = [machine for machine, taken in enumerate(used) if taken == 0]
+    fresh = [machine for machine, count_used in enumerate(used) if count_used == 0]
     return _in_order(machines, used, count, [*fresh, *_begun(used)])
 
 
 def append_first(machines: Counts, used: Counts, count: int) -> Counts:
     """What is left of used machines first: leaves no machine half empty."""
-    fresh = [machine for machine, taken in enumerate(used) if taken == 0]
+    fresh = [machine for machine, count_used in enumerate(used) if count_used == 0]
     return _in_order(machines, used, count, [*_begun(used), *fresh])
 
 
 def scatter_first(machines: Counts, used: Counts, count: int) -> Counts:
     """One device in turn of each used machine, where there are several with enough left, else of each machine
     that has any left: transfers from stage to stage then stay inside the machines."""
-    free = [room - taken for room, taken in zip(machines, used, strict=True)]
+    free = [room - count_used for room, count_used in zip(machines, used, strict=True)]
     begun = [machine for machine in _begun(used) if free[machine]]
     enough = len(begun) > 1 and sum(free[machine] for machine in begun) >= count
     pool = begun if enough else range(len(machines))
-    given = [0] * len(machines)
+    counts = [0] * len(machines)
     while count:
         for machine in pool:
-            if count and given[machine] < free[machine]:
-                given[machine] += 1
+            if count and counts[machine] < free[machine]:
+                counts[machine] += 1
                 count -= 1
-    return tuple(given)
+    return tuple(counts)
 
 
 POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
 
 
-def list_ranks(starts: Sequence[int], used: Counts, given: Counts) -> tuple[int, ...]:
-    """The ranks of `given` devices after the `used` ones of machines whose first ranks are `starts`."""
+def list_ranks(starts: Sequence[int], used: Counts, counts: Counts) -> tuple[int, ...]:
+    """The ranks of `counts` devices after the `used` ones of machines whose first ranks are `starts`."""
     return tuple(
-        start + taken + index
-        for start, taken, number in zip(starts, used, given, strict=True)
+        start + count_used + index
+        for start, count_used, number in zip(starts, used, counts, strict=True)
         for index in range(number)
     )
 
 
 def _begun(used: Counts) -> list[int]:
-    return [machine for machine, taken in enumerate(used) if taken]
+    return [machine for machine, count_used in enumerate(used) if count_used]
 
 
 def _in_order(machines: Counts, used: Counts, count: int, order: Sequence[int]) -> Counts:
-    given = [0] * len(machines)
+    counts = [0] * len(machines)
     for machine in order:
-        given[machine] = min(count, machines[machine] - used[machine])
-        count -= given[machine]
-    return tuple(given)
+        counts[machine] = min(count, machines[machine] - used[machine])
+        count -= counts[machine]
+    return tuple(counts)
 
 
 Ints = npt.NDArray[np.int64]
@@ -96,9 +96,9 @@ class Machines:
     starts: tuple[int, ...]
     each: int
 
-    def ranks(self, used: Counts, given: Counts) -> tuple[int, ...]:
+    def ranks(self, used: Counts, counts: Counts) -> tuple[int, ...]:
         """The ranks of so many groups after the used ones."""
-        groups = list_ranks(self.starts, used, given)
+        groups = list_ranks(self.starts, used, counts)
         return tuple(group * self.each + index for group in groups for index in range(self.each))
 
 
@@ -136,7 +136,7 @@ class Moves:
     _used: list[Counts] = field(default_factory=list)
     _from: dict[int, list[int]] = field(default_factory=dict)
     _rest: dict[int, int] = field(default_factory=dict)
-    _made: list[_Move] = field(default_factory=list)
+    _all_moves: list[_Move] = field(default_factory=list)
     _indices: dict[int, int] = field(default_factory=dict)
     _joints: dict[tuple[int, int], int] = field(default_factory=dict)
     _routes: list[tuple[float, float]] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Moves:
 
     def ranks(self, move: int) -> tuple[int, ...]:
         """The devices of a move."""
-        return self._made[move].ranks
+        return self._all_moves[move].ranks
 
     def after(self, states: Ints) -> tuple[Ints, Ints]:
         """Every move from each of the states: positions in `states`, and moves."""
@@ -171,7 +171,7 @@ class Moves:
         """The cut points of their costs in `costs`."""
         return self._column("costs_index")[moves]
 
-    def left(self, states: Ints) -> Ints:
+    def free_devices(self, states: Ints) -> Ints:
         """Devices that are not taken, by state."""
         free = [self.space.topology.gpus - self.machines.each * sum(used) for used in self._used]
         return np.array(free, dtype=np.int64)[states]
@@ -179,8 +179,8 @@ class Moves:
     def joints(self, senders: Ints, receivers: Ints) -> Ints:
         """Numbers for the ways from moves to the moves that follow. Arrays of one length."""
         codes, inverse = np.unique(senders << 32 | receivers, return_inverse=True)
-        made = [self._joint(code >> 32, code & (1 << 32) - 1) for code in codes.tolist()]
-        return np.array(made, dtype=np.int64)[inverse]
+        numbers = [self._joint(code >> 32, code & (1 << 32) - 1) for code in codes.tolist()]
+        return np.array(numbers, dtype=np.int64)[inverse]
 
     def transfer(self, joints: Ints, senders: Ints, receivers: Ints, cut_points: Ints) -> Floats:
         """Seconds of a micro-batch from a stage to the next, cut at a place. Arrays of one length."""
@@ -192,8 +192,8 @@ class Moves:
         if "routes" not in self._arrays or len(self._arrays["routes"]) < len(self._routes):
             self._arrays["routes"] = np.array(self._routes).reshape(-1, 2)
         latency, pace = self._arrays["routes"][joints].T
-        made: Floats = latency + bytes * pace
-        return made
+        seconds: Floats = latency + bytes * pace
+        return seconds
 
     def table(self, name: str) -> Floats:
         """(groups, cut points, cut points): a table of every replica group so far; `crossing` (groups, cut
@@ -233,30 +233,30 @@ class Moves:
         """The moves from a state, those of most devices first."""
         if state not in self._from:
             used = self._used[state]
-            self._from[state] = [self._move(used, given) for given in self._choices(used)]
+            self._from[state] = [self._move(used, counts) for counts in self._choices(used)]
         return self._from[state]
 
     def _choices(self, used: Counts) -> list[Counts]:
         counts = self._counts(sum(self.machines.rooms) - sum(used))
         policies = POLICIES if len(self.machines.rooms) > 1 else POLICIES[:1]
-        made = (policy(self.machines.rooms, used, count) for count in counts for policy in policies)
-        return list(dict.fromkeys(made))
+        choices = (policy(self.machines.rooms, used, count) for count in counts for policy in policies)
+        return list(dict.fromkeys(choices))
 
-    def _counts(self, left: int) -> list[int]:
+    def _counts(self, free: int) -> list[int]:
         """How many groups the next stage may have, the most first: no more devices than samples."""
-        most = min(left, self.choice.size // self.machines.each)
+        most = min(free, self.choice.size // self.machines.each)
         own = range(1, most + 1) if self.counts is None else [c for c in self.counts if c <= most]
-        return sorted((count for count in own if self._costed(count)), reverse=True)
+        return sorted((count for count in own if self._is_measured(count)), reverse=True)
 
-    def _costed(self, count: int) -> bool:
+    def _is_measured(self, count: int) -> bool:
         return self.space.fits_someone(self.choice.size, count * self.machines.each)
 
-    def _move(self, used: Counts, given: Counts) -> int:
+    def _move(self, used: Counts, counts: Counts) -> int:
         self.space.budget.check()
-        ranks = self.machines.ranks(used, given)
-        after = tuple(a + b for a, b in zip(used, given, strict=True))
-        self._made.append(_Move(self._state(after), ranks, self._replica_group(ranks)))
-        return len(self._made) - 1
+        ranks = self.machines.ranks(used, counts)
+        after = tuple(a + b for a, b in zip(used, counts, strict=True))
+        self._all_moves.append(_Move(self._state(after), ranks, self._replica_group(ranks)))
+        return len(self._all_moves) - 1
 
     def _largest(self, state: int) -> int:
         if state not in self._rest:
@@ -281,16 +281,16 @@ class Moves:
 
     def _column(self, name: str) -> Ints:
         """A figure of every move made so far."""
-        known = self._arrays.get(name, np.zeros(0, dtype=np.int64))
-        if len(known) < len(self._made):
-            new = [getattr(move, name) for move in self._made[len(known) :]]
-            self._arrays[name] = np.append(known, np.array(new, dtype=np.int64))
+        column = self._arrays.get(name, np.zeros(0, dtype=np.int64))
+        if len(column) < len(self._all_moves):
+            new = [getattr(move, name) for move in self._all_moves[len(column) :]]
+            self._arrays[name] = np.append(column, np.array(new, dtype=np.int64))
         return self._arrays[name]
 
     def _joint(self, sender: int, receiver: int) -> int:
         if (sender, receiver) not in self._joints:
             self._joints[sender, receiver] = len(self._routes)
-            senders, receivers = self._made[sender].ranks, self._made[receiver].ranks
+            senders, receivers = self._all_moves[sender].ranks, self._all_moves[receiver].ranks
             latency, pace = self.routes.route(senders, receivers)
             self._routes.append((latency, pace * min(len(senders), len(receivers))))
         return self._joints[sender, receiver]

@@ -41,14 +41,14 @@ PROMISING = 3
 class BeamLimits:
     """What a search may do. More devices than `groups` stay together with their neighbours; `entries` next
     stages are looked at side by side, and a third as many plans, by cut points, are kept of each number of
-    stages, `kept` of each state."""
+    stages, `plans_per_state` of each state."""
 
     groups: int = MOST_GROUPS
     entries: int = 400_000
-    kept: int = 4
+    plans_per_state: int = 4
 
 
-FULL, GLANCE = BeamLimits(), BeamLimits(groups=8, entries=20_000, kept=1)
+FULL, GLANCE = BeamLimits(), BeamLimits(groups=8, entries=20_000, plans_per_state=1)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Dapple:
 
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """The plan of least estimated latency for the most promising micro-batch sizes."""
-        space, gpus = thin(problem.space, BLOCKS), problem.reached
+        space, gpus = thin(problem.space, BLOCKS), problem.usable_gpus
         coarse, routes = thin(space, GLANCE_BLOCKS), Routes(space.topology)
         whole = StageLimits(problem.stage_counts[-1], problem.options.use_all)
         glances = []
@@ -91,10 +91,10 @@ class Dapple:
                 glances.append((glance.latency_seconds, choice))
         cut_points = space.table(space.chain.sizes[0]).cut_points
         for _, choice in sorted(glances, key=lambda glance: glance[0])[:PROMISING]:
-            found = plan(space, choice, gpus, whole, routes=routes)
-            if found is not None:
-                ends = tuple(cut_points[end] for end in found.ends)
-                yield Proposal(choice.config(found.recomputes), ends, found.devices)
+            dapple_plan = plan(space, choice, gpus, whole, routes=routes)
+            if dapple_plan is not None:
+                ends = tuple(cut_points[end] for end in dapple_plan.ends)
+                yield Proposal(choice.config(dapple_plan.recomputes), ends, dapple_plan.devices)
 
 
 PLANNER = Dapple()
@@ -116,8 +116,8 @@ def plan(
     routes = routes or Routes(space.topology)
     best: DapplePlan | None = None
     for counts in count_rules(space, machines):
-        found = _DappleSearch(Moves(space, choice, machines, routes, counts), whole, beam).run(best)
-        best = found or best
+        faster = _DappleSearch(Moves(space, choice, machines, routes, counts), whole, beam).run(best)
+        best = faster or best
     return best
 
 
@@ -133,7 +133,7 @@ class _Starts:
     def __len__(self) -> int:
         return int(self.ends.shape[1])
 
-    def chosen(self, which: Ints) -> _Starts:
+    def select(self, which: Ints) -> _Starts:
         """Some of them."""
         return _Starts(self.ends[:, which], self.moves[:, which], self.joints[:, which])
 
@@ -153,9 +153,9 @@ class _DappleSearch:
         self.best: DapplePlan | None = None
         self.limit = np.inf
 
-    def run(self, known: DapplePlan | None = None) -> DapplePlan | None:
+    def run(self, best: DapplePlan | None = None) -> DapplePlan | None:
         """The best plan, where one is faster than the known."""
-        self.limit = known.latency_seconds if known else np.inf
+        self.limit = best.latency_seconds if best else np.inf
         starts = _Starts(*(np.zeros((0, 1), dtype=np.int64) for _ in range(3)))
         while len(starts):
             self.moves.space.budget.check()
@@ -185,7 +185,7 @@ class _DappleSearch:
         which, moves = which[possible], moves[possible]
         if not len(which):
             return
-        starts = starts.chosen(which)
+        starts = starts.select(which)
         whole = starts.then(np.full(len(which), self.last), moves, self._joints(starts, moves))
         costed = _Costed(self.moves, whole, len(whole.ends))
         seconds = np.where(costed.fits, latency(*costed.parts, self.choice.micro_batches).seconds, np.inf)
@@ -209,27 +209,29 @@ class _DappleSearch:
         rounds = self.choice.micro_batches - 1
         possible: npt.NDArray[np.bool_] = rounds * works < self.limit if rounds else works < np.inf
         if self.whole.use_all:
-            possible &= self.moves.left(self.moves.states(moves)) == 0
+            possible &= self.moves.free_devices(self.moves.states(moves)) == 0
         return possible
 
     def _extend(self, starts: _Starts) -> _Starts:
         """The best starts of one stage more, by state."""
         which, moves = self._after(starts)
         rows = max(self.beam.entries // (self.last + 1), 1)
-        made = [
-            self._ranked(starts.chosen(which[at : at + rows]), moves[at : at + rows])
+        parts = [
+            self._rank_starts(starts.select(which[at : at + rows]), moves[at : at + rows])
             for at in range(0, len(which), rows)
         ]
-        if not made:
-            return starts.chosen(which)
+        if not parts:
+            return starts.select(which)
         longer = _Starts(
-            np.concatenate([starts.ends for starts, _, _ in made], axis=1),
-            np.concatenate([starts.moves for starts, _, _ in made], axis=1),
-            np.concatenate([starts.joints for starts, _, _ in made], axis=1),
+            np.concatenate([starts.ends for starts, _, _ in parts], axis=1),
+            np.concatenate([starts.moves for starts, _, _ in parts], axis=1),
+            np.concatenate([starts.joints for starts, _, _ in parts], axis=1),
         )
-        return self._kept(longer, *(np.concatenate([part[index] for part in made]) for index in (1, 2)))
+        return self._best_of_states(
+            longer, *(np.concatenate([part[index] for part in parts]) for index in (1, 2))
+        )
 
-    def _ranked(self, starts: _Starts, moves: Ints) -> tuple[_Starts, Floats, Floats]:
+    def _rank_starts(self, starts: _Starts, moves: Ints) -> tuple[_Starts, Floats, Floats]:
         """Starts with the next stage on the devices of a move each, ended everywhere it may; their latency
         with the rest in one stage, whether it fits or not; and what they take at least."""
         joints, rest = self._joints(starts, moves), self.moves.rest(self.moves.states(moves))
@@ -239,12 +241,12 @@ class _DappleSearch:
         joints_on = np.zeros(len(moves), dtype=np.int64)
         joints_on[rows] = self.moves.joints(moves[rows], rest[rows])
         which, ends = np.nonzero(promising & (rest >= 0)[:, None])
-        longer = starts.chosen(which).then(ends, moves[which], joints[which])
+        longer = starts.select(which).then(ends, moves[which], joints[which])
         whole = longer.then(np.full(len(which), self.last), rest[which], joints_on[which])
         costed = _Costed(self.moves, whole, len(whole.ends))
         seconds = latency(*costed.parts, self.choice.micro_batches).seconds
         fitting = np.flatnonzero(costed.start_fits)
-        return longer.chosen(fitting), seconds[fitting], least[which, ends][fitting]
+        return longer.select(fitting), seconds[fitting], least[which, ends][fitting]
 
     def _least(self, starts: _Starts, moves: Ints, joints: Ints) -> Floats:
         """(moves, cut points): what a plan takes at least whose next stage ends there; inf where it may not.
@@ -263,14 +265,14 @@ class _DappleSearch:
                 slowest = np.maximum(slowest, before + (count - 1) * work)
                 before = before + work + 2 * transfer
         works = self.moves.work(self.choice.in_flight(2))[self.moves.costs_indices(moves), begin]
-        left = np.maximum(self.moves.left(self.moves.states(moves)), 1)
-        share = self.moves.least_work[None, :] / left[:, None]
+        free = np.maximum(self.moves.free_devices(self.moves.states(moves)), 1)
+        share = self.moves.least_work[None, :] / free[:, None]
         following = before[:, None] + np.maximum(max(count - 1, 1) * works, works + (count - 1) * share)
         cut_points = np.arange(self.last + 1)
         possible = (cut_points > begin[:, None]) & (cut_points < self.last)
         return np.where(possible, np.maximum(following, slowest[:, None]), np.inf)
 
-    def _kept(self, starts: _Starts, seconds: Floats, least: Floats) -> _Starts:
+    def _best_of_states(self, starts: _Starts, seconds: Floats, least: Floats) -> _Starts:
         """The best of each state, those first that take the least at least."""
         states = self.moves.states(starts.moves[-1])
         keys = starts.ends[-1] * (states.max(initial=0) + 1) + states
@@ -279,9 +281,9 @@ class _DappleSearch:
         begins = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])) if len(keys) else keys
         sizes = np.diff(np.append(begins, len(keys)))
         place = np.arange(len(keys)) - np.repeat(begins, sizes)
-        order = order[place < self.beam.kept]
+        order = order[place < self.beam.plans_per_state]
         width = max(self.beam.entries // (3 * self.last), 1)
-        return starts.chosen(order[np.argsort(least[order], kind="stable")][:width])
+        return starts.select(order[np.argsort(least[order], kind="stable")][:width])
 
 
 class _Costed:

@@ -62,34 +62,34 @@ class DeepSpeedBalance:
 
     def _add_stage(self) -> None:
         """Where one more stage begins, after each number of layers that it may end at."""
-        stages, (heaviest, lightest) = len(self._latest) + 1, self._kept[-1]
+        stages, (heaviest, lightest) = len(self._latest) + 1, self._tables[-1]
         heavy, light = np.maximum(heaviest, self._last), np.minimum(lightest, self._last)
         count = np.arange(len(heaviest))
         is_stage = (count >= stages) & (count[None, :] < count[:, None])
         differ = np.where(is_stage, heavy - light, np.inf)
         begins = differ.shape[1] - 1 - np.argmin(differ[:, ::-1], axis=1)
         self._latest.append(begins)
-        self._kept.append((heavy[count, begins], light[count, begins]))
+        self._tables.append((heavy[count, begins], light[count, begins]))
 
     @cached_property
     def _last(self) -> Floats:
         """(layers + 1, layers + 1): the weight of a stage that ends after [i] layers and begins after [j]."""
-        made: Floats = self._before[:, None] - self._before[None, :]
-        return made
+        differences: Floats = self._before[:, None] - self._before[None, :]
+        return differences
 
     @cached_property
     def _before(self) -> Floats:
         return np.concatenate([[0.0], np.cumsum(np.asarray(self.weights, dtype=np.float64))])
 
     @cached_property
-    def _kept(self) -> list[tuple[Floats, Floats]]:
+    def _tables(self) -> list[tuple[Floats, Floats]]:
         """By number of stages, (layers + 1,) each: the heaviest and the lightest stage of what is kept."""
         return [(self._before, self._before)]
 
 
-def deepspeed_ends(chain: Chain, made: DeepSpeedBalance, stages: int) -> Ends | None:
+def deepspeed_ends(chain: Chain, balance: DeepSpeedBalance, stages: int) -> Ends | None:
     """DeepSpeed's ends of so many stages; each that the profile forbids at the nearest allowed cut."""
-    ends = made.ends(stages)
+    ends = balance.ends(stages)
     if ends is None or allows(chain, ends):
         return ends
     return nearest_cuts(chain, ends)
@@ -104,10 +104,10 @@ class Parameters:
         """Each number of stages from two on, also with the same number of replicas of every stage on all
         devices; one stage where there can be no more."""
         chain = problem.space.chain
-        made = DeepSpeedBalance(chain.trainable_bytes)
+        balance = DeepSpeedBalance(chain.trainable_bytes)
 
         def ends(stages: int, _: int) -> Ends | None:
-            return deepspeed_ends(chain, made, stages)
+            return deepspeed_ends(chain, balance, stages)
 
         yield from all_pipelines(problem, linear_configs(problem), ends)
 
@@ -144,7 +144,7 @@ class DeepSpeedType:
         replicas of every stage on all devices; one stage where there can be no more. Raises UsageError where
         there is a pattern and no layer matches."""
         chain = problem.space.chain
-        counted = self.counted(chain)
+        counted = self.matching_layers(chain)
         if self.pattern is not None and not counted.any():
             raise UsageError(
                 f"planner='{self.name}': no layer's name matches (the first is {chain.names[0]!r}, the last "
@@ -152,21 +152,21 @@ class DeepSpeedType:
                 "pplan show PROFILE lists the names.",
             )
 
-        made = DeepSpeedBalance(counted.astype(np.float64))
+        balance = DeepSpeedBalance(counted.astype(np.float64))
 
         def ends(stages: int, _: int) -> Ends | None:
-            return deepspeed_ends(chain, made, stages) if stages <= counted.sum() else None
+            return deepspeed_ends(chain, balance, stages) if stages <= counted.sum() else None
 
         yield from all_pipelines(problem, linear_configs(problem), ends)
 
     def refusal(self, problem: Problem) -> str:
         """Why it proposes nothing."""
-        matching = int(self.counted(problem.space.chain).sum())
+        matching = int(self.matching_layers(problem.space.chain).sum())
         if not matching:
             return "no transformer blocks recognised; say what to count: deepspeed-type:REGEX"
         return f"the layers that it counts ({matching}) make no stages that the devices and the options allow"
 
-    def counted(self, chain: Chain) -> npt.NDArray[np.bool_]:
+    def matching_layers(self, chain: Chain) -> npt.NDArray[np.bool_]:
         """Which layers are counted: (layers,)."""
         if self.pattern is not None:
             try:

@@ -50,12 +50,12 @@ def interleaved_configs(problem: Problem) -> list[PipelineConfig]:
         return []
     free = runtime is None and problem.options.schedule == "auto"
     base = [s for s in problem.configs if s.schedule == SCHEDULE or (free and s.schedule == "1f1b")]
-    made = {
+    configs_by_count = {
         replace(config, schedule=SCHEDULE, virtual_stages=chunks): None
         for config in shared_configs(problem, base, 1)
         for chunks in VIRTUAL_STAGES
     }
-    return list(made)
+    return list(configs_by_count)
 
 
 @cache
@@ -68,10 +68,10 @@ def place_chunks(stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
 def _cuts(problem: Problem, parts: int, size: int) -> list[Ends]:
     """Ends of the parts, by each way to cut."""
     chain = problem.space.chain
-    found = [add_counts(balance(work_seconds(problem, size), parts, cut_after=chain.cut_after))]
+    cuts = [add_counts(balance(work_seconds(problem, size), parts, cut_after=chain.cut_after))]
     blocks = repeated_blocks(chain)
     even = None if blocks is None else block_ends(chain, blocks, parts)
-    return found if even is None or even in found else [*found, even]
+    return cuts if even is None or even in cuts else [*cuts, even]
 
 
 PLANNER = Interleaved()

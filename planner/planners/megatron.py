@@ -47,18 +47,18 @@ def repeated_blocks(chain: Chain) -> Blocks | None:
     Of runs as long the first; None where the names tell no two. What stands between two blocks belongs to
     the earlier.
     """
-    runs = [run for stem, layers in _numbered(chain).items() for run in _runs(stem, layers)]
+    runs = [run for stem, layers in _block_numbers(chain).items() for run in _runs(stem, layers)]
     alike = [run for run in runs if _are_alike(chain, run)]
     return max(alike, key=len, default=None)
 
 
-def _numbered(chain: Chain) -> dict[str, list[tuple[int, int]]]:
+def _block_numbers(chain: Chain) -> dict[str, list[tuple[int, int]]]:
     """By stem, the block number and the index of every layer that has it, in the order of the chain."""
-    found = dict[str, list[tuple[int, int]]]()
+    numbers = dict[str, list[tuple[int, int]]]()
     for index, name in enumerate(chain.names):
         for match in _NUMBERED.finditer(name):
-            found.setdefault(name[: match.start(1)], []).append((int(match[1]), index))
-    return found
+            numbers.setdefault(name[: match.start(1)], []).append((int(match[1]), index))
+    return numbers
 
 
 def _runs(stem: str, layers: list[tuple[int, int]]) -> list[Blocks]:
@@ -92,7 +92,7 @@ class Megatron:
         chain, blocks = problem.space.chain, repeated_blocks(problem.space.chain)
         if blocks is None:
             return
-        devices = problem.reached
+        devices = problem.usable_gpus
         shapes = [(devices, 1)] if devices in stage_counts(problem) else []
         for stages, replicas in (*shapes, *replicated_shapes(problem)):
             yield from equal_pipelines(
@@ -108,7 +108,7 @@ class Megatron:
         blocks = repeated_blocks(problem.space.chain)
         if blocks is None:
             return "no transformer blocks recognised"
-        devices = counted(problem.reached, "device")
+        devices = counted(problem.usable_gpus, "device")
         return f"{len(blocks)} blocks, {blocks.stem}*, do not divide into stages of {devices} in use"
 
 

@@ -51,10 +51,10 @@ def matching(pattern: str, texts: Sequence[str]) -> list[bool]:
 
 def _ways(parts: Any, length: int) -> float:
     """At most so many ways to match the parts, one after another, to a text of that length."""
-    return reduce(lambda ways, part: min(ways * _ways_of(part, length), MOST_STEPS * 2), parts, 1.0)
+    return reduce(lambda ways, part: min(ways * _count_ways(part, length), MOST_STEPS * 2), parts, 1.0)
 
 
-def _ways_of(part: tuple[Any, Any], length: int) -> float:
+def _count_ways(part: tuple[Any, Any], length: int) -> float:
     kind, about = part
     if kind is _constants.BRANCH:
         return sum(_ways(branch, length) for branch in about[1])

@@ -104,14 +104,14 @@ class Instance:
         blocks = self.seconds[np.arange(last), np.arange(1, last + 1)]
         return np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(blocks), blocks, 0.0))])
 
-    def thinned(self, kept: npt.NDArray[np.int64]) -> Instance:
+    def thinned(self, points: npt.NDArray[np.int64]) -> Instance:
         """The same with these cut points alone."""
-        own, among = self.fits, np.ix_(kept, kept)
+        own, among = self.fits, np.ix_(points, points)
         return replace(
             self,
             seconds=self.seconds[among],
             weights=self.weights[among],
-            crossing=self.crossing[kept],
+            crossing=self.crossing[points],
             fits=None if own is None else lambda replicas, behind: own(replicas, behind)[among],
         )
 

@@ -113,11 +113,11 @@ def plan_asynchronous(
         space.table(divide_batch(mini_batch, gpus))  # which says so
     config = PipelineConfig(schedule, recompute, ENDLESS, mini_batch)
     stages = _Stages(space, config, recurrence, use_all, most_replicas)
-    found = stages.fastest(work)
-    if found is None:
+    solution = stages.fastest(work)
+    if solution is None:
         raise stages.nothing_fits()
-    flat, cut_points = found.flat(), stages.table.cut_points
-    devices = tuple(place_parts(found.parts, stages.tiers))
+    flat, cut_points = solution.flat(), stages.table.cut_points
+    devices = tuple(place_parts(solution.parts, stages.tiers))
     behind = range(len(flat) - 1, -1, -1)
     needed = [
         stages.bytes(replicas, b, recompute)[i, j] for (i, j, replicas), b in zip(flat, behind, strict=True)
@@ -128,11 +128,11 @@ def plan_asynchronous(
         mini_batch=mini_batch,
         ends=tuple(cut_points[end] for _, end, _ in flat),
         devices=devices,
-        seconds_per_mini_batch=found.seconds,
+        seconds_per_mini_batch=solution.seconds,
         noam=-(-sum(map(len, devices)) // len(devices[0])),
         weight_versions=tuple(stages.versions(b) for b in behind),
         memory_bytes=tuple(round(float(amount)) for amount in needed),
-        notes=tuple(stages.notes(found)),
+        notes=tuple(stages.notes(solution)),
     )
 
 
@@ -152,7 +152,7 @@ class PipeDream:
         """For every configuration its partition with the shortest bottleneck, where one fits. A runtime that
         runs no replicas, or the same number everywhere, is given one device a stage. Of a long chain some of
         the cuts: tables of all its stages would be too large."""
-        space, configs = _within_reach(problem.space), _wanted(problem.configs)
+        space, configs = _within_reach(problem.space), _one_schedule(problem.configs)
         if space.is_long:
             space = thin(space, LONG)
         runtime = space.runtime
@@ -162,10 +162,10 @@ class PipeDream:
                 continue
             shared = space.fits_someone(size, 2) and (runtime is None or runtime.runs_replicas([2, 1]))
             stages = _Stages(space, config, self.recurrence, most_replicas=size if shared else 1)
-            found = stages.fastest(WORK / 2 / len(configs))
-            if found is not None:
-                ends = tuple(stages.table.cut_points[end] for _, end, _ in found.flat())
-                yield Proposal(config, ends, tuple(place_parts(found.parts, stages.tiers)))
+            solution = stages.fastest(WORK / 2 / len(configs))
+            if solution is not None:
+                ends = tuple(stages.table.cut_points[end] for _, end, _ in solution.flat())
+                yield Proposal(config, ends, tuple(place_parts(solution.parts, stages.tiers)))
 
 
 def _within_reach(space: Space) -> Space:
@@ -176,10 +176,10 @@ def _within_reach(space: Space) -> Space:
     return replace(space, topology=space.topology.with_gpus(of_node))
 
 
-def _wanted(configs: Sequence[PipelineConfig]) -> list[PipelineConfig]:
+def _one_schedule(configs: Sequence[PipelineConfig]) -> list[PipelineConfig]:
     """Of one schedule; where each stage may recompute or not, only so."""
-    known = {config.schedule for config in configs}
-    schedule = next((name for name in SCHEDULES if name in known), None)
+    names = {config.schedule for config in configs}
+    schedule = next((name for name in SCHEDULES if name in names), None)
     own = [config for config in configs if config.schedule == schedule]
     by_stage = [config for config in own if config.recompute == "by_stage"]
     return by_stage or own
@@ -189,7 +189,7 @@ def _wanted(configs: Sequence[PipelineConfig]) -> list[PipelineConfig]:
 class _Stages:
     """What stages cost and need under a configuration, and their programme."""
 
-    given: Space
+    full_space: Space
     config: PipelineConfig
     recurrence: Recurrence
     use_all: bool = False
@@ -200,7 +200,7 @@ class _Stages:
     def space(self) -> Space:
         """With costs past the largest measured size: a replica's share may lie within. Where memory is
         limited, with no more cuts than there is room for tables, one for each number of replicas."""
-        space = replace(self.given, past_largest=True)
+        space = replace(self.full_space, past_largest=True)
         if space.limit(range(space.topology.gpus)) == inf:
             return space
         counts = {1}
@@ -242,7 +242,7 @@ class _Stages:
 
     @cached_property
     def _instance(self) -> Instance:
-        unlimited = self.limit == inf and self.given.fits_someone(self.size, 1)
+        unlimited = self.limit == inf and self.full_space.fits_someone(self.size, 1)
         return Instance(
             seconds=np.where(self.space.usable, self._seconds, np.inf),
             weights=np.asarray(self.table.stage_bytes.trainable),
@@ -252,7 +252,7 @@ class _Stages:
             fits=None if unlimited else self._fits,
             most_replicas=self.most_replicas,
             use_all=self.use_all,
-            check=self.given.budget.check,
+            check=self.full_space.budget.check,
         )
 
     @cached_property
@@ -294,7 +294,7 @@ class _Stages:
         ledger is a line of them, also where each has a version of the weights."""
         if replicas not in self._rooms:
             room = np.full(self.table.valid.shape, -1.0)
-            if self.given.fits_someone(self.size, replicas):
+            if self.full_space.fits_someone(self.size, replicas):
                 for mode in self.modes:
                     room = np.maximum(room, self._most_in_flight(replicas, mode))
             self._rooms[replicas] = room
@@ -311,15 +311,15 @@ class _Stages:
         most: Floats = (self.in_flight(0) + more) * (1 + 1e-12)
         return most
 
-    def notes(self, found: Solution) -> Iterator[str]:
+    def notes(self, solution: Solution) -> Iterator[str]:
         """What was planned otherwise than it is."""
         if uneven := list_tiers(self.space.topology)[1]:
             yield uneven
         if len(self.space.topology.kinds) > 1:
             yield "all devices are taken for the slowest, with the least memory"
-        if found.places <= self.given.chain.max_stages:
-            allowed = self.given.chain.max_stages - 1
-            yield f"cuts at {found.places - 2} of {allowed} allowed places were looked at"
+        if solution.places <= self.full_space.chain.max_stages:
+            allowed = self.full_space.chain.max_stages - 1
+            yield f"cuts at {solution.places - 2} of {allowed} allowed places were looked at"
 
     def nothing_fits(self) -> InfeasibleError:
         """The error, with what is missing for the simplest plan of all."""

@@ -88,7 +88,7 @@ class Programme:
     def __init__(self, instance: Instance, depth: int, limit: float) -> None:
         self.at, self.depth, self.limit = instance, depth, limit * (1 + 1e-9)
         self.work = 0
-        self._known: dict[tuple[int, int, int, tuple[int, ...]], States] = {}
+        self._states: dict[tuple[int, int, int, tuple[int, ...]], States] = {}
         self._masks: dict[tuple[int, int], int] = {}
         self._kinds: dict[bytes, int] = {}
         self._seconds: dict[int, SecondsTable] = {}
@@ -120,9 +120,9 @@ class Programme:
         # Where memory is no matter, any number of copies is worth the same table.
         scale = copies if any(signature) else prod(tier.machines for tier in self.at.tiers[level + 1 :])
         key = (level, behind, scale, signature)
-        if key not in self._known:
-            self._known[key] = self.tables(level, copies, behind, None, scale).whole()
-        return self._known[key]
+        if key not in self._states:
+            self._states[key] = self.tables(level, copies, behind, None, scale).whole()
+        return self._states[key]
 
     def _device(self, replicas: int, behind: int) -> States:
         kind = self._mask(replicas, behind)
@@ -130,8 +130,8 @@ class Programme:
             return {}
         if kind not in self._seconds:
             fits = self.at.fits
-            held = True if kind == 0 or fits is None else fits(replicas, behind)
-            self._seconds[kind] = SecondsTable(np.where(held, self.at.seconds, np.inf))
+            fitting = True if kind == 0 or fits is None else fits(replicas, behind)
+            self._seconds[kind] = SecondsTable(np.where(fitting, self.at.seconds, np.inf))
         return {min(behind + 1, self.depth): self._seconds[kind]}
 
     def of_use(self, states: dict[int, Floats], scale: int) -> States:
@@ -139,14 +139,14 @@ class Programme:
         if np.isinf(self.limit) and len(states) < 2:
             return {then: SecondsTable(own) for then, own in states.items()}
         best: float | Floats = self.limit * scale
-        left: States = {}
+        useful: States = {}
         for then in sorted(states):
             self.work += 4 * states[then].size
             own = np.where(states[then] <= best, states[then], np.inf)
             if np.isfinite(own).any():
-                left[then] = SecondsTable(own)
+                useful[then] = SecondsTable(own)
                 best = np.minimum(best, np.nextafter(own, -np.inf))
-        return left
+        return useful
 
     # The plan that has the values
 
@@ -160,7 +160,7 @@ class Programme:
         whole = tables.leads(machines, at.after).get(at.then)
         if whole is not None and whole.table[at.start, at.end] == value:
             return [self._part(tables, at)]
-        return self._divided(tables, at, value, charged=True)
+        return self._divide_stages(tables, at, value, charged=True)
 
     def _inside(self, level: int, copies: int, at: _Stand) -> list[NestedStage]:
         """The stages of the value of `whole` there."""
@@ -170,13 +170,13 @@ class Programme:
             whole = tables.stages(machines, at.after).get(at.then)
             if whole is not None and whole.table[at.start, at.end] == value:
                 return [self._part(tables, at._replace(machines=machines))]
-        return self._divided(tables, at._replace(machines=most), value, charged=False)
+        return self._divide_stages(tables, at._replace(machines=most), value, charged=False)
 
-    def _divided(self, tables: Tables, at: _Stand, value: float, *, charged: bool) -> list[NestedStage]:
+    def _divide_stages(self, tables: Tables, at: _Stand, value: float, *, charged: bool) -> list[NestedStage]:
         """The first stage, the cut before it `charged` or not, and the stages behind it."""
         for first in range(at.machines - 1, 0, -1):
-            left = at.machines - first
-            for between, rest in tables.led(left).items():
+            rest_machines = at.machines - first
+            for between, rest in tables.led(rest_machines).items():
                 own = (tables.leads if charged else tables.stages)(first, between).get(at.then)
                 if own is None:
                     continue
@@ -184,7 +184,7 @@ class Programme:
                 if len(cuts):
                     cut = int(cuts[0])
                     part = self._part(tables, _Stand(between, at.then, first, at.start, cut))
-                    behind = _Stand(at.after, between, left, cut, at.end)
+                    behind = _Stand(at.after, between, rest_machines, cut, at.end)
                     return [part, *self._behind_a_cut(tables, behind)]
         raise AssertionError("a value that no plan has")
 
@@ -249,11 +249,11 @@ class Tables:
         key = (machines, behind)
         if key not in self._stages:
             inside = self.programme.whole(self.level - 1, self.copies * machines, behind)
-            made = {
+            tables = {
                 then: self.at.recurrence.stage(own.table, self.at.weights, machines, self.tier.bandwidth)
                 for then, own in inside.items()
             }
-            self._stages[key] = self.programme.of_use(made, self.scale)
+            self._stages[key] = self.programme.of_use(tables, self.scale)
         return self._stages[key]
 
     def leads(self, machines: int, behind: int) -> States:
@@ -262,8 +262,8 @@ class Tables:
         if key not in self._leads:
             cut = self.at.recurrence.cut(self.at.crossing, machines, self.tier.bandwidth)[:, None]
             own = self.stages(machines, behind)
-            made = {then: np.maximum(stage.table, cut) for then, stage in own.items()}
-            self._leads[key] = self.programme.of_use(made, self.scale)
+            tables = {then: np.maximum(stage.table, cut) for then, stage in own.items()}
+            self._leads[key] = self.programme.of_use(tables, self.scale)
         return self._leads[key]
 
     def led(self, machines: int) -> States:
@@ -281,7 +281,7 @@ class Tables:
         for first in range(1, machines):
             for between, rest in self._led[machines - first].items():
                 for then, lead in self.leads(first, between).items():
-                    _lower(best, then, self._joined(lead, rest))
+                    _lower(best, then, self._join_tables(lead, rest))
         return self.programme.of_use(self._in_room(best, machines), self.scale)
 
     def _in_room(self, best: dict[int, Floats], machines: int) -> dict[int, Floats]:
@@ -302,10 +302,10 @@ class Tables:
                     _lower(best, then, stage.table)
             for between, rest in self.led(most - first).items():
                 for then, stage in self.stages(first, between).items():
-                    _lower(best, then, self._joined(stage, rest))
+                    _lower(best, then, self._join_tables(stage, rest))
         return self.programme.of_use(best, self.scale)
 
-    def _joined(self, first: SecondsTable, rest: SecondsTable) -> Floats:
+    def _join_tables(self, first: SecondsTable, rest: SecondsTable) -> Floats:
         """Of a stage and what stands behind it, the slower; by the best place between."""
         programme, behind = self.programme, rest.table
         self.at.check()

@@ -104,10 +104,14 @@ def fastest(instance: Instance, work: float = WORK) -> Solution | None:
     best: Solution | None = None
     depth, before, total = -1, 0.0, 0.0
     for count in _counts(instance):
-        kept = _kept(instance, count)
-        found, depth, spent = _deep_enough(instance.thinned(kept), depth, best.seconds if best else np.inf)
-        if found is not None:
-            best = Solution(found.seconds, tuple(_renumbered(part, kept) for part in found.parts), len(kept))
+        points = _select_points(instance, count)
+        bottleneck, depth, spent = _deep_enough(
+            instance.thinned(points), depth, best.seconds if best else np.inf
+        )
+        if bottleneck is not None:
+            best = Solution(
+                bottleneck.seconds, tuple(_renumber(part, points) for part in bottleneck.parts), len(points)
+            )
         total += spent
         if total + spent * max(spent / before if before else 1.0, 1.0) > work:
             break
@@ -128,17 +132,17 @@ def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Bottlene
         programme = Programme(
             instance if depth >= 0 else replace(instance, fits=None), max(depth, 0), limits[0]
         )
-        found = programme.solution()
+        bottleneck = programme.solution()
         spent += programme.work
-        large = [] if found is None else _too_large(found.parts, instance)
-        if found is not None and depth < 0 and large and np.isinf(limit):
-            limits = [found.seconds * share for share in GUESSES]
-        if found is None and len(limits) > 1:
+        large = [] if bottleneck is None else _too_large(bottleneck.parts, instance)
+        if bottleneck is not None and depth < 0 and large and np.isinf(limit):
+            limits = [bottleneck.seconds * share for share in GUESSES]
+        if bottleneck is None and len(limits) > 1:
             limits.pop(0)
         elif large:
             depth = 0 if depth < 0 else min(large)
         else:
-            return found, depth, spent
+            return bottleneck, depth, spent
 
 
 def _too_large(parts: tuple[NestedStage, ...], instance: Instance) -> list[int]:
@@ -161,12 +165,12 @@ def _counts(instance: Instance) -> list[int]:
     return counts
 
 
-def _renumbered(part: NestedStage, kept: npt.NDArray[np.int64]) -> NestedStage:
-    inner = tuple(_renumbered(own, kept) for own in part.inner)
-    return NestedStage(int(kept[part.start]), int(kept[part.end]), part.replicas, inner)
+def _renumber(part: NestedStage, points: npt.NDArray[np.int64]) -> NestedStage:
+    inner = tuple(_renumber(own, points) for own in part.inner)
+    return NestedStage(int(points[part.start]), int(points[part.end]), part.replicas, inner)
 
 
-def _kept(instance: Instance, count: int) -> npt.NDArray[np.int64]:
+def _select_points(instance: Instance, count: int) -> npt.NDArray[np.int64]:
     """About so many cut points, or all: of equal shares of the seconds the cut of each that least crosses."""
     if count >= instance.last:
         return np.arange(instance.last + 1)

@@ -33,15 +33,15 @@ class MicroBatchChoice:
 
     def config(self, recomputes: bool) -> PipelineConfig:
         """For a plan in which some stage recomputes, or none."""
-        wanted: tuple[Mode, ...] = ("by_stage", *(("always", "except_last") if recomputes else ("never",)))
-        mode = next(mode for mode in (*wanted, *self.modes) if mode in self.modes)
+        modes: tuple[Mode, ...] = ("by_stage", *(("always", "except_last") if recomputes else ("never",)))
+        mode = next(mode for mode in (*modes, *self.modes) if mode in self.modes)
         return PipelineConfig(self.schedule, mode, self.micro_batches, self.size)
 
 
 def micro_batch_choices(configs: Sequence[PipelineConfig]) -> list[MicroBatchChoice]:
     """One for every micro-batch size of the configurations, with the first of `SCHEDULES` that they have."""
-    known = {config.schedule for config in configs}
-    schedule = next((name for name in SCHEDULES if name in known), None)
+    names = {config.schedule for config in configs}
+    schedule = next((name for name in SCHEDULES if name in names), None)
     own = [config for config in configs if config.schedule == schedule]
     sizes = dict.fromkeys((s.micro_batches, s.micro_batch_size) for s in own)
     return [
@@ -73,8 +73,8 @@ class ReplicaWork:
         recompute = np.where(
             in_flight <= self.never, 0.0, np.where(in_flight <= self.always, self.forward, np.inf)
         )
-        made: Floats = self.forward + self.backward + recompute
-        return made
+        seconds: Floats = self.forward + self.backward + recompute
+        return seconds
 
 
 def cost_replicas(
@@ -108,9 +108,9 @@ def thin(space: Space, blocks: int) -> Space:
     if table.blocks <= blocks:
         return space
     before = (table.forward + table.backward)[0]
-    wanted = np.linspace(0, before[-1], blocks + 1)[1:-1]
-    kept = np.unique(np.searchsorted(before, wanted).clip(1, table.blocks - 1))
+    targets = np.linspace(0, before[-1], blocks + 1)[1:-1]
+    points = np.unique(np.searchsorted(before, targets).clip(1, table.blocks - 1))
     cut_after = np.zeros(len(space.chain), dtype=np.bool_)
-    cut_after[np.array(table.cut_points)[kept] - 1] = True
+    cut_after[np.array(table.cut_points)[points] - 1] = True
     cut_after[list(space.limits.must_cut)] = True
     return with_cuts(space, cut_after)

@@ -121,9 +121,9 @@ class GPipe:
 
 def with_recompute(configs: Iterator[PipelineConfig]) -> list[PipelineConfig]:
     """Those that recompute, wholly where it was left open; as they are where none may."""
-    given = list(configs)
-    whole = [replace(s, recompute="always") if s.recompute == "by_stage" else s for s in given]
-    return [s for s in dict.fromkeys(whole) if s.recompute != "never"] or given
+    all_configs = list(configs)
+    whole = [replace(s, recompute="always") if s.recompute == "by_stage" else s for s in all_configs]
+    return [s for s in dict.fromkeys(whole) if s.recompute != "never"] or all_configs
 
 
 GPIPE = GPipe()

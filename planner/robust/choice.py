@@ -102,7 +102,7 @@ class _Comparison:
     def climb(self) -> None:
         """Varies the best plans until nothing better comes of it."""
         for _ in range(ROUNDS):
-            leading = [plan for plan, _ in self._ranked()[:CLIMBED] if plan.proposal not in self._varied]
+            leading = [plan for plan, _ in self._rank_plans()[:CLIMBED] if plan.proposal not in self._varied]
             if not leading:
                 return
             for plan in leading:
@@ -117,14 +117,14 @@ class _Comparison:
                 if scored is not None:
                     yield scored
 
-    def _ranked(self) -> list[tuple[ScoredPlan, float]]:
+    def _rank_plans(self) -> list[tuple[ScoredPlan, float]]:
         """The best first, among equals the fastest, then the one that was entered first."""
         return sorted(self.scores.values(), key=lambda row: (row[1], row[0].step_seconds))
 
     def decided(self) -> RobustPlan:
         """The best plan."""
         own = self.scores[self.fastest.proposal]
-        ranked = self._ranked()[0]
+        ranked = self._rank_plans()[0]
         plan, high = ranked if ranked[1] < own[1] * (1 - TIE) else own
         return RobustPlan(plan, high, own[1], len(self.scores), plan == own[0])
 
@@ -174,8 +174,8 @@ def _bests(problem: Problem, best: ScoredPlan) -> list[ScoredPlan]:
         alike.setdefault(family.config, []).append(family)
     work = problem.options.time_limit * WORK_A_SECOND / max(1, len(alike) * len(problem.stage_counts))
     searches = _Searches(problem, best.step_seconds * (1 + NEAR), work)
-    found = [plan for families in alike.values() for plan in searches.by_stages(families)]
-    return sorted(found, key=lambda plan: plan.step_seconds)[:MOST_BESTS]
+    plans = [plan for families in alike.values() for plan in searches.by_stages(families)]
+    return sorted(plans, key=lambda plan: plan.step_seconds)[:MOST_BESTS]
 
 
 @dataclass(frozen=True)

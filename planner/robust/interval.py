@@ -39,18 +39,18 @@ def estimate_interval(space: Space, plan: ScoredPlan, draws: Draws | None = None
         return None
     draws = draws or make_draws(len(space.chain))
     if plan.config.schedule in ASYNCHRONOUS:
-        made = assemble_endless(space, plan.proposal, plan.recompute)
-        return percentiles(steady_steps(StepSampler(space, draws).costs(made), plan.config.micro_batches))
-    made = assemble(space, plan.proposal, plan.recompute)
-    own = draws.part(0, _affordable(made, len(draws)))
-    return percentiles(StepSampler(space, own).steps(made))
+        assembly = assemble_endless(space, plan.proposal, plan.recompute)
+        return percentiles(steady_steps(StepSampler(space, draws).costs(assembly), plan.config.micro_batches))
+    assembly = assemble(space, plan.proposal, plan.recompute)
+    own = draws.part(0, _affordable(assembly, len(draws)))
+    return percentiles(StepSampler(space, own).steps(assembly))
 
 
-def _affordable(made: Assembly, draws: int) -> int:
+def _affordable(assembly: Assembly, draws: int) -> int:
     """How many of the draws are simulated."""
-    if runs_side_by_side(made.program, made.costs()):
+    if runs_side_by_side(assembly.program, assembly.costs()):
         return draws
-    actions = sum(len(own) for own in made.program.actions)
+    actions = sum(len(own) for own in assembly.program.actions)
     return min(draws, max(FEWEST, ONE_BY_ONE // actions))
 
 
@@ -76,8 +76,8 @@ def steady_steps(costs: Costs, micro_batches: int) -> Floats:
         longest = np.maximum(longest, occupancy.max(axis=0))
     if costs.all_reduce is not None:
         longest = np.maximum(longest, costs.all_reduce[:, 0].max(axis=0) / micro_batches)
-    made: Floats = longest * micro_batches
-    return made
+    steps: Floats = longest * micro_batches
+    return steps
 
 
 def _by_stage(values: Array | None) -> Array:

@@ -23,12 +23,12 @@ from ...cost_models.layer import Chain, LayerCosts
 from ...cost_models.schedules import StageSlot
 from ...cost_models.simulator.costs import Costs
 from ...cost_models.timeline import step_seconds
-from ..assembly import Assembly, part_seconds
+from ..assembly import Assembly
 from ..candidate import ScoredPlan
 from ..replica_exchange import gradient_bytes
 from ..scoring import assemble
 from ..search.space import Space
-from ..stage_table import Floats, StageTable
+from ..stage_table import Floats, StageTable, part_seconds
 
 SAMPLES = 200
 SEED = 0
@@ -87,89 +87,91 @@ class StepSampler:
 
     def __init__(self, space: Space, draws: Draws) -> None:
         self.space, self.draws = space, draws
-        self._kept: dict[tuple[StageTable, str], Floats] = {}
+        self._seconds: dict[tuple[StageTable, str], Floats] = {}
 
     def step_seconds(self, plan: ScoredPlan) -> Floats:
         """(samples,): the simulated step of each draw."""
-        made = assemble(self.space, plan.proposal, plan.recompute)
-        return self.steps(made)
+        assembly = assemble(self.space, plan.proposal, plan.recompute)
+        return self.steps(assembly)
 
-    def steps(self, made: Assembly) -> Floats:
+    def steps(self, assembly: Assembly) -> Floats:
         """(samples,): the same of a plan that is made ready for the simulator; of long programs a part of the
         draws at a time, as every action has an entry for each."""
-        costs, actions = self.costs(made), sum(len(own) for own in made.program.actions)
+        costs, actions = self.costs(assembly), sum(len(own) for own in assembly.program.actions)
         count = max(1, min(len(self.draws), ENTRIES // actions))
         parts = [_part(costs, first, first + count) for first in range(0, len(self.draws), count)]
-        return np.concatenate([step_seconds(made.program, part) for part in parts])
+        return np.concatenate([step_seconds(assembly.program, part) for part in parts])
 
-    def costs(self, made: Assembly) -> Costs:
+    def costs(self, assembly: Assembly) -> Costs:
         """Of all draws side by side."""
-        nominal = made.costs()
-        split = made.program.splits_backward
-        drawn: dict[str, Floats | None] = {
+        nominal = assembly.costs()
+        split = assembly.program.splits_backward
+        tables: dict[str, Floats | None] = {
             name: np.broadcast_to(values[..., None], (*values.shape, len(self.draws)))
             for name, values in nominal.arrays().items()
         }
-        drawn["forward"] = self._by_place(made, "forward")
-        drawn["backward"] = self._by_place(made, "input" if split else "backward")
-        drawn["weight"] = self._by_place(made, "weight") if split else None
-        drawn["all_reduce"] = self._all_reduce(made, nominal)
-        return replace(nominal, **drawn)  # type: ignore[arg-type] # arrays only
+        tables["forward"] = self._by_place(assembly, "forward")
+        tables["backward"] = self._by_place(assembly, "input" if split else "backward")
+        tables["weight"] = self._by_place(assembly, "weight") if split else None
+        tables["all_reduce"] = self._all_reduce(assembly, nominal)
+        return replace(nominal, **tables)  # type: ignore[arg-type] # arrays only
 
-    def _by_place(self, made: Assembly, name: str) -> Floats:
+    def _by_place(self, assembly: Assembly, name: str) -> Floats:
         """(devices, chunks, 1, samples): seconds of the stage at every place, on its slowest replica."""
-        program = made.program
+        program = assembly.program
         values = np.zeros((program.devices, program.chunks, 1, len(self.draws)))
-        for place, part in made.part_of.items():
-            own = self._of_kinds(made, place, part, name)
+        for place, part in assembly.program.parts_by_slot.items():
+            own = self._of_kinds(assembly, place, part, name)
             values[place.device, place.chunk, 0] = np.maximum.reduce(own)
         return values
 
-    def _of_kinds(self, made: Assembly, place: StageSlot, part: int, name: str) -> list[Floats]:
+    def _of_kinds(self, assembly: Assembly, place: StageSlot, part: int, name: str) -> list[Floats]:
         """(samples,) for each kind of device among the replicas."""
-        i, j = made.bounds[part]
+        i, j = assembly.bounds[part]
         own = []
-        for table, scale in made.timed[place.device]:
+        for table, scale in assembly.timing_tables[place.device]:
             running = self._running(table, name)
             own.append(np.maximum(running[table.cut_points[j]] - running[table.cut_points[i]], 0.0) * scale)
-            own[-1] += made.exchanged_seconds(part, table, scale, name)
+            own[-1] += assembly.exchanged_seconds(part, table, scale, name)
         return own
 
     def _running(self, table: StageTable, name: str) -> Floats:
         """(layers + 1, samples): seconds of the layers before each."""
-        if (table, name) not in self._kept:
-            while len(self._kept) >= KEPT:
-                del self._kept[next(iter(self._kept))]
-            drawn = self.draws.factors(table.costs) * layer_seconds(table.costs, name)
-            before = np.zeros((drawn.shape[1] + 1, len(drawn)))
-            np.cumsum(drawn.T, axis=0, out=before[1:])
-            self._kept[table, name] = before
-        return self._kept[table, name]
+        if (table, name) not in self._seconds:
+            while len(self._seconds) >= KEPT:
+                del self._seconds[next(iter(self._seconds))]
+            seconds = self.draws.factors(table.costs) * layer_seconds(table.costs, name)
+            before = np.zeros((seconds.shape[1] + 1, len(seconds)))
+            np.cumsum(seconds.T, axis=0, out=before[1:])
+            self._seconds[table, name] = before
+        return self._seconds[table, name]
 
-    def _all_reduce(self, made: Assembly, nominal: Costs) -> Floats | None:
+    def _all_reduce(self, assembly: Assembly, nominal: Costs) -> Floats | None:
         """(devices, chunks, samples): what of the all-reduces follows the last backwards."""
-        program = made.program
+        program = assembly.program
         seconds = np.zeros((program.devices, program.chunks, len(self.draws)))
-        for place, part in made.part_of.items():
-            ranks = made.ranks_of(part)
-            if len(ranks) > 1 and made.reduces_meanwhile(place, ranks):
-                seconds[place] = self._exposed(made, place, part, ranks)
+        for place, part in assembly.program.parts_by_slot.items():
+            ranks = assembly.part_ranks(part)
+            if len(ranks) > 1 and assembly.reduces_meanwhile(place, ranks):
+                seconds[place] = self._exposed_seconds(assembly, place, part, ranks)
             elif nominal.all_reduce is not None:
                 seconds[place] = nominal.all_reduce[place]
         return seconds if seconds.any() else None
 
-    def _exposed(self, made: Assembly, place: StageSlot, part: int, ranks: Sequence[int]) -> Floats:
+    def _exposed_seconds(
+        self, assembly: Assembly, place: StageSlot, part: int, ranks: Sequence[int]
+    ) -> Floats:
         """(samples,): of the kind of device whose backward takes longest, each time."""
-        i, j = made.bounds[part]
-        gradients = gradient_bytes(made.table(place.device).costs.trainable_bytes, made.number_bytes)
+        i, j = assembly.bounds[part]
+        gradients = gradient_bytes(assembly.table(place.device).costs.trainable_bytes, assembly.number_bytes)
         exposed = []
-        for table, scale in made.timed[place.device]:
+        for table, scale in assembly.timing_tables[place.device]:
             own = slice(table.cut_points[i], table.cut_points[j])
             backward = np.diff(self._running(table, "backward"), axis=0).T[:, own] * scale
-            exposed.append(exposed_all_reduces(backward, gradients[own], made.topology, ranks, "best"))
-        slowest = np.argmax(self._of_kinds(made, place, part, "backward"), axis=0)
-        chosen: Floats = np.take_along_axis(np.array(exposed), slowest[None], axis=0)[0]
-        return chosen
+            exposed.append(exposed_all_reduces(backward, gradients[own], assembly.topology, ranks, "best"))
+        slowest = np.argmax(self._of_kinds(assembly, place, part, "backward"), axis=0)
+        of_slowest: Floats = np.take_along_axis(np.array(exposed), slowest[None], axis=0)[0]
+        return of_slowest
 
 
 def layer_seconds(costs: LayerCosts, name: str) -> Floats:

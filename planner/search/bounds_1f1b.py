@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..stage_table import Floats
-from .partial import Expansion, Known
+from .partial import BoundState, Expansion
 from .pipelines import Pipelines
 from .stage_choices import GroupChoices, StageChoices
 
@@ -61,25 +61,25 @@ class RoundTripBound:
             self._rows.append(self._before(len(self._rows)))
         return self._rows[stages]
 
-    def start(self) -> Known:
+    def start(self) -> BoundState:
         """What is known of the plan of no stages."""
         zero = np.zeros(1)
         return {"lag": zero, "back": zero, "known": zero}
 
-    def extend(self, known: Known, stage: Expansion) -> tuple[Floats, Known]:
+    def extend(self, state: BoundState, stage: Expansion) -> tuple[Floats, BoundState]:
         """(expansions,): the bound with a further stage, and what is known then."""
         f, b, e = stage.forward, stage.backward, stage.least_after
         to_last_backward, to_end, trips = self.rows(stage.remaining - 1)
         at = (stage.end_position, stage.end)
-        lag, back = known["lag"] + stage.cut, known["back"] + stage.cut
+        lag, back = state["lag"] + stage.cut, state["back"] + stage.cut
         trip = 2 * stage.least_cut + trips[at]
         own = self._stage_term(stage.remaining, f, b, stage.least_occupancy, trip)
         inward = np.maximum(own, f + b + 2 * stage.least_cut + to_last_backward[at])
         whole = np.maximum(inward + e, f + stage.least_cut + to_end[at])
-        sure = np.maximum(known["known"], lag + own + np.maximum(back, e))
+        sure = np.maximum(state["known"], lag + own + np.maximum(back, e))
         bound = np.maximum(sure, lag + np.maximum(inward + back, whole))
-        made = {"lag": lag + f, "back": b + np.maximum(back, e), "known": sure}
-        return np.maximum(bound, self.choices.launches), made
+        extended = {"lag": lag + f, "back": b + np.maximum(back, e), "known": sure}
+        return np.maximum(bound, self.choices.launches), extended
 
     def finished(self, plans: Pipelines) -> Floats:
         """(plans,): the bound of whole plans, whose cuts are all known."""
@@ -97,11 +97,11 @@ class RoundTripBound:
             for group in self.choices.groups:
                 self.choices.space.budget.check()
                 self._fill(rows, group, reachable, remaining)
-        made = [self.choices.ranges.reached(values) for values in rows]
+        least_rows = [self.choices.ranges.least_reachable(values) for values in rows]
         forward, both, work = self.choices.prefixes
-        least = np.maximum(made[0] + both, made[1] + forward)
+        least = np.maximum(least_rows[0] + both, least_rows[1] + forward)
         dead = (least >= self._limit) | (work > self._limit)
-        return tuple(np.where(dead, np.inf, values) for values in made)  # type: ignore[return-value]
+        return tuple(np.where(dead, np.inf, values) for values in least_rows)  # type: ignore[return-value]
 
     def _fill(
         self, rows: tuple[Floats, ...], group: GroupChoices, reachable: npt.NDArray[np.bool_], remaining: int

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .bounds_1f1b import RoundTripBound
-from .partial import Expansion, Known
+from .partial import BoundState, Expansion
 from .pipelines import Pipelines
 from .stage_choices import GroupChoices, StageChoices
 
@@ -74,11 +74,11 @@ class GPipeBound:
             self._rows.append(self._before(len(self._rows)))
         return self._rows[stages]
 
-    def start(self) -> Known:
+    def start(self) -> BoundState:
         """What is known of the plan of no stages."""
         return dict.fromkeys(("back", *NAMES[:-1]), np.zeros(1))
 
-    def extend(self, known: Known, stage: Expansion) -> tuple[Floats, Known]:
+    def extend(self, state: BoundState, stage: Expansion) -> tuple[Floats, BoundState]:
         """(expansions,): the bound with a further stage, and what is known then."""
         follows = self.rows(stage.remaining - 1)
         at = (stage.end_position, stage.end)
@@ -92,9 +92,9 @@ class GPipeBound:
             most_both=np.maximum(stage.forward + stage.backward, 2 * stage.occupancy),
             tail=stage.least_after,
         )
-        now = {name: known[name] + getattr(own, name) for name in NAMES[:4]}
-        now |= {name: np.maximum(known[name], getattr(own, name)) for name in NAMES[4:7]}
-        back = known["back"] + stage.cut
+        now = {name: state[name] + getattr(own, name) for name in NAMES[:4]}
+        now |= {name: np.maximum(state[name], getattr(own, name)) for name in NAMES[4:7]}
+        back = state["back"] + stage.cut
         ahead = _Sums(*(getattr(follows, name)[at] for name in NAMES))
         suffix = own.plain + stage.least_cut + ahead.plain + ahead.cuts
         most = np.maximum(stage.backward, ahead.most_backward)
@@ -139,7 +139,7 @@ class GPipeBound:
         for group in self.choices.groups:
             self.choices.space.budget.check()
             self._fill(rows, group, reachable, remaining)
-        return _Sums(*(self.choices.ranges.reached(values) for values in rows.values()))
+        return _Sums(*(self.choices.ranges.least_reachable(values) for values in rows.values()))
 
     def _fill(
         self, rows: dict[str, Floats], group: GroupChoices, reachable: npt.NDArray[np.bool_], remaining: int

@@ -98,7 +98,7 @@ class _BranchAndBound:
             self._take(seed)
         try:
             for problem in sorted(self.problems, key=lambda p: p.quick_bound):
-                if self.work.left > -FOR_ROOTS or self.best is None:
+                if self.work.remaining > -FOR_ROOTS or self.best is None:
                     self._take(problem.seed(self.step))
             proven = self._explore()
             self._prefer_simple()
@@ -109,43 +109,43 @@ class _BranchAndBound:
         exact = proven >= step * (1 - TIE)
         return SearchResult(self.best, step if exact else proven, min(root, step), exact)
 
-    def _take(self, found: ScoredPlan | None) -> None:
-        if found is not None and found.step_seconds < self.step:
-            self.best = found
+    def _take(self, plan: ScoredPlan | None) -> None:
+        if plan is not None and plan.step_seconds < self.step:
+            self.best = plan
 
     def _explore(self) -> float:
         """Branch and bound. A bound on all plans that were not scored; inf where none can be faster."""
         heap: list[tuple[float, int, Subproblem, Chunk]] = []
-        kept = pushed = 0
+        open_plans = pushed = 0
 
         def push(problem: Subproblem, chunk: Chunk) -> None:
-            nonlocal kept, pushed
+            nonlocal open_plans, pushed
             if chunk.bounds[0] < self.step:
                 heappush(heap, (float(chunk.bounds[0]), pushed, problem, chunk))
-                kept, pushed = kept + len(chunk), pushed + 1
+                open_plans, pushed = open_plans + len(chunk), pushed + 1
 
         left_out = np.inf
         for problem in self.problems:
-            if self.work.left <= -FOR_ROOTS and not problem.roots:
+            if self.work.remaining <= -FOR_ROOTS and not problem.roots:
                 left_out = min(left_out, problem.quick_bound)
-            elif problem.opened(self.step):
+            elif problem.may_improve(self.step):
                 for stages in self.counts:
                     if problem.roots[stages] < self.step:
                         push(problem, problem.start(stages, self.step))
         while heap:
             lowest, _, problem, chunk = heappop(heap)
-            kept -= len(chunk)
+            open_plans -= len(chunk)
             if lowest >= self.step * (1 - TIE):
                 break
-            if self.work.spent or kept > MOST_KEPT:
+            if self.work.spent or open_plans > MOST_KEPT:
                 return min(lowest, left_out)
             try:
                 if chunk.remaining:
                     for further in problem.extend(chunk, self.step):
                         push(problem, further)
                 else:
-                    found, rest = problem.scored(chunk, self.step)
-                    self._take(found)
+                    plan, rest = problem.score_chunk(chunk, self.step)
+                    self._take(plan)
                     if rest is not None:
                         push(problem, rest)
             except OutOfTime:
@@ -163,10 +163,10 @@ class _BranchAndBound:
                 is_best = stages == len(best.proposal.ends) and problem.family.config == best.config
                 if stages > len(best.proposal.ends) or is_best:
                     return
-                if problem.opened(limit) and problem.roots[stages] < limit:
-                    found = problem.beam(stages, limit)
-                    if found is not None:
-                        self.best = found
+                if problem.may_improve(limit) and problem.roots[stages] < limit:
+                    plan = problem.beam(stages, limit)
+                    if plan is not None:
+                        self.best = plan
                         return
 
 

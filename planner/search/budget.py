@@ -46,17 +46,17 @@ class SearchBudget:
 
     def part(self, work: float = inf, share: float | None = None) -> SearchBudget:
         """At most so much work, and at most that share of the time that is left."""
-        made = SearchBudget(work, inf, self._clock, self)
-        made.end = self.end
+        budget = SearchBudget(work, inf, self._clock, self)
+        budget.end = self.end
         if share is not None and self.end < inf:
             now = self._clock()
-            made.end = now + share * max(self.end - now, 0.0)
-        return made
+            budget.end = now + share * max(self.end - now, 0.0)
+        return budget
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Work that may still be spent."""
-        return self._work if self._whole is None else min(self._work, self._whole.left)
+        return self._work if self._whole is None else min(self._work, self._whole.remaining)
 
     @property
     def over(self) -> bool:
@@ -67,14 +67,14 @@ class SearchBudget:
         return self._over
 
     @property
-    def stopped(self) -> bool:
+    def was_interrupted(self) -> bool:
         """Whether the time was over, of this or of a part, while something was under way."""
         return self._stopped
 
     @property
     def spent(self) -> bool:
         """Whether a search is to end: its work is done, or the time is over."""
-        return self.left <= 0 or self.over
+        return self.remaining <= 0 or self.over
 
     def check(self) -> None:
         """Raises OutOfTime where the time is over."""

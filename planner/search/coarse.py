@@ -62,7 +62,7 @@ def search_large(
     budget = space.budget.part(WORK if work is None else work)
     counts = sorted(set(stage_counts))
     scored = _Scored(space, budget, min(seeds, key=lambda plan: plan.step_seconds, default=None))
-    own = budget.part(FOR_BOUND * budget.left, share=FOR_BOUND)
+    own = budget.part(FOR_BOUND * budget.remaining, share=FOR_BOUND)
     relaxed = RelaxedBound(space, families, counts, deeper, own, scored)
     bound = relaxed.least(scored.step)
     _search_coarsely(scored, families, [count for count in counts if count <= MOST_STAGES], budget)
@@ -76,7 +76,7 @@ class _Scored:
 
     def __init__(self, space: Space, budget: SearchBudget, best: ScoredPlan | None) -> None:
         self.space, self.budget, self.best = space, budget, best
-        self._known: set[Proposal] = set()
+        self._proposals: set[Proposal] = set()
 
     @property
     def step(self) -> float:
@@ -85,8 +85,8 @@ class _Scored:
 
     def __call__(self, proposals: Sequence[Proposal]) -> float:
         for proposal in proposals:
-            if proposal not in self._known:
-                self._known.add(proposal)
+            if proposal not in self._proposals:
+                self._proposals.add(proposal)
                 self._score(proposal)
         return self.step
 
@@ -115,13 +115,13 @@ def _search_coarsely(
     families = [_in_units(family) for family in families]
     try:
         cuts = _spread(space, COARSE_BLOCKS)
-        scored.best = _better(scored.best, with_cuts(space, cuts), families, counts, budget.left / 2)
+        scored.best = _better(scored.best, with_cuts(space, cuts), families, counts, budget.remaining / 2)
         for _ in range(REFINEMENTS):
             if scored.best is not None:
                 config, stages = scored.best.config, len(scored.best.proposal.ends)
                 alike = [family for family in families if family.config == config]
                 near = with_cuts(space, _near(space, scored.best))
-                scored.best = _better(scored.best, near, alike, [stages], budget.left / 2)
+                scored.best = _better(scored.best, near, alike, [stages], budget.remaining / 2)
     except OutOfTime:
         return
 
@@ -155,32 +155,32 @@ def _spread(space: Space, blocks: int) -> npt.NDArray[np.bool_]:
     allowed = np.flatnonzero(space.chain.cut_after)
     if not len(allowed):
         return space.chain.cut_after
-    wanted = np.linspace(0, before[-1], blocks + 1)[1:-1]
-    right = np.searchsorted(before[allowed], wanted).clip(0, len(allowed) - 1)
-    kept = np.zeros(len(space.chain), dtype=np.bool_)
-    kept[allowed[right]] = True
-    kept[[*space.limits.must_cut, *_between_pins(space)]] = True
-    return kept
+    targets = np.linspace(0, before[-1], blocks + 1)[1:-1]
+    right = np.searchsorted(before[allowed], targets).clip(0, len(allowed) - 1)
+    cuts = np.zeros(len(space.chain), dtype=np.bool_)
+    cuts[allowed[right]] = True
+    cuts[[*space.limits.must_cut, *_between_pins(space)]] = True
+    return cuts
 
 
 def _near(space: Space, best: ScoredPlan) -> npt.NDArray[np.bool_]:
     """The allowed cuts near those of a plan."""
     allowed = np.flatnonzero(space.chain.cut_after)
-    kept = np.zeros(len(space.chain), dtype=np.bool_)
+    cuts = np.zeros(len(space.chain), dtype=np.bool_)
     for end in best.proposal.ends[:-1]:
         at = int(np.searchsorted(allowed, end - 1))
-        kept[allowed[max(at - NEAR, 0) : at + NEAR + 1]] = True
-    kept[[*space.limits.must_cut, *_between_pins(space)]] = True
-    return kept
+        cuts[allowed[max(at - NEAR, 0) : at + NEAR + 1]] = True
+    cuts[[*space.limits.must_cut, *_between_pins(space)]] = True
+    return cuts
 
 
 def _between_pins(space: Space) -> list[int]:
     """Allowed cuts, as many between pinned layers as lie between their stages."""
-    allowed, made = np.flatnonzero(space.chain.cut_after), list[int]()
+    allowed, cut_points = np.flatnonzero(space.chain.cut_after), list[int]()
     before, stage = 0, 0
     for layer, own in sorted(space.limits.pins):
         between = allowed[(allowed >= before) & (allowed < layer)]
         count = min(own - stage, len(between))
-        made += between[np.linspace(0, len(between) - 1, count).round().astype(np.int64)].tolist()
+        cut_points += between[np.linspace(0, len(between) - 1, count).round().astype(np.int64)].tolist()
         before, stage = layer, own
-    return made
+    return cut_points

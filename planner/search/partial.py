@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..stage_table import Floats
 from .stage_choices import GroupChoices, Indices, StageChoices
 
-Known = dict[str, Floats]
+BoundState = dict[str, Floats]
 """What a bound knows of unfinished plans, by name: one entry a plan."""
 
 
@@ -73,14 +73,14 @@ class Expansion:
     @cached_property
     def least_occupancy(self) -> Floats:
         _, slowness = self.choices.ranges.best_route(self.group.replicas)
-        made: Floats = slowness[self.end_position] * self.group.sent[self.pair]
-        return made
+        seconds: Floats = slowness[self.end_position] * self.group.sent[self.pair]
+        return seconds
 
     @cached_property
     def least_cut(self) -> Floats:
         latency, _ = self.choices.ranges.best_route(self.group.replicas)
-        made: Floats = self.least_occupancy + latency[self.end_position] * self.group.inner[self.pair]
-        return made
+        seconds: Floats = self.least_occupancy + latency[self.end_position] * self.group.inner[self.pair]
+        return seconds
 
 
 COLUMNS = ("forward", "backward", "plain", "exposed_allreduce", "occupancy", "latency")
@@ -95,7 +95,7 @@ class Partial:
 
     place: Indices
     position: Indices
-    known: Known
+    state: BoundState
     ends: Indices
     begins: Indices
     groups: Indices
@@ -106,13 +106,13 @@ class Partial:
         return len(self.place)
 
 
-def nothing(known: Known) -> Partial:
+def nothing(state: BoundState) -> Partial:
     """The plan of no stages."""
     none = np.zeros((1, 0), dtype=np.int64)
     return Partial(
         place=np.zeros(1, dtype=np.int64),
         position=np.zeros(1, dtype=np.int64),
-        known=known,
+        state=state,
         ends=none,
         begins=none,
         groups=none,
@@ -121,32 +121,32 @@ def nothing(known: Known) -> Partial:
     )
 
 
-def extend_plans(plans: Partial, stage: Expansion, known: Known, kept: Indices) -> Partial:
+def extend_plans(plans: Partial, stage: Expansion, state: BoundState, rows: Indices) -> Partial:
     """The plans with the kept entries of a further stage."""
-    parent = stage.parent[kept]
+    parent = stage.parent[rows]
 
     def more(history: Indices, own: Indices) -> Indices:
-        made: Indices = np.concatenate([history[parent], own[kept][:, None]], axis=1)
-        return made
+        longer: Indices = np.concatenate([history[parent], own[rows][:, None]], axis=1)
+        return longer
 
     return Partial(
-        place=stage.end[kept],
-        position=stage.end_position[kept],
-        known={name: values[kept] for name, values in known.items()},
+        place=stage.end[rows],
+        position=stage.end_position[rows],
+        state={name: values[rows] for name, values in state.items()},
         ends=more(plans.ends, stage.end),
         begins=more(plans.begins, stage.position),
         groups=more(plans.groups, np.full(len(stage.parent), stage.group_index)),
-        recompute=np.concatenate([plans.recompute[parent], stage.recompute[kept][:, None]], axis=1),
+        recompute=np.concatenate([plans.recompute[parent], stage.recompute[rows][:, None]], axis=1),
         columns={
-            name: np.concatenate([plans.columns[name][parent], getattr(stage, name)[kept][:, None]], axis=1)
+            name: np.concatenate([plans.columns[name][parent], getattr(stage, name)[rows][:, None]], axis=1)
             for name in COLUMNS
         },
     )
 
 
-def join(parts: list[Partial], chosen: Indices | None = None) -> Partial:
+def join(parts: list[Partial], rows: Indices | None = None) -> Partial:
     """Several in one; of all of them only the chosen."""
-    pick = slice(None) if chosen is None else chosen
+    pick = slice(None) if rows is None else rows
 
     def concatenate(values: list[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
         return np.concatenate(values)[pick]
@@ -155,9 +155,9 @@ def join(parts: list[Partial], chosen: Indices | None = None) -> Partial:
     return Partial(
         place=concatenate([part.place for part in parts]),  # type: ignore[arg-type] # of one dtype each
         position=concatenate([part.position for part in parts]),  # type: ignore[arg-type]
-        known={
-            name: concatenate([part.known[name] for part in parts])  # type: ignore[misc]
-            for name in first.known
+        state={
+            name: concatenate([part.state[name] for part in parts])  # type: ignore[misc]
+            for name in first.state
         },
         ends=concatenate([part.ends for part in parts]),  # type: ignore[arg-type]
         begins=concatenate([part.begins for part in parts]),  # type: ignore[arg-type]

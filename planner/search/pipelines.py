@@ -37,11 +37,11 @@ class PipelineRoutes:
     before: Floats
     tied: Sequence[tuple[TiedSum, ...]]
 
-    def some(self, chosen: npt.NDArray[np.int64]) -> PipelineRoutes:
+    def some(self, rows: npt.NDArray[np.int64]) -> PipelineRoutes:
         """Of a part of them."""
-        devices = [self.devices[row] for row in chosen]
-        tied = [self.tied[row] for row in chosen]
-        return PipelineRoutes(self.ports, devices, self.at_end[chosen], self.before[chosen], tied)
+        devices = [self.devices[row] for row in rows]
+        tied = [self.tied[row] for row in rows]
+        return PipelineRoutes(self.ports, devices, self.at_end[rows], self.before[rows], tied)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +75,10 @@ class Pipelines:
         """Of each."""
         return int(self.forward.shape[1])
 
-    def some(self, chosen: npt.NDArray[np.int64]) -> Pipelines:
+    def some(self, rows: npt.NDArray[np.int64]) -> Pipelines:
         """A part of them."""
-        arrays = {
-            name: values[chosen] for name, values in vars(self).items() if isinstance(values, np.ndarray)
-        }
-        routes = None if self.routes is None else self.routes.some(chosen)
+        arrays = {name: values[rows] for name, values in vars(self).items() if isinstance(values, np.ndarray)}
+        routes = None if self.routes is None else self.routes.some(rows)
         return replace(self, routes=routes, **arrays)  # type: ignore[arg-type] # arrays only
 
     def step_seconds(self, limit: float | None = None) -> Floats:
@@ -108,7 +106,7 @@ class Pipelines:
         ends = None if blocked else device_ends(self._program, costs)
         tied = () if self.routes is None else self.routes.tied
         if ends is not None:
-            return _reduced(ends, self.exposed_allreduce, sharings, tied)
+            return _reductions(ends, self.exposed_allreduce, sharings, tied)
         # Ports only make steps longer: what is alike without them is a bound.
         steps = self.without_sharing().step_seconds()
         for row in np.argsort(steps, kind="stable").tolist():
@@ -135,7 +133,7 @@ class Pipelines:
 
     def _sharings(self, routes: PipelineRoutes) -> list[PortSharing]:
         """What the stages of each share."""
-        count, made = self.config.micro_batches, []
+        count, sharings = self.config.micro_batches, []
         rows = zip(
             routes.devices,
             routes.at_end.tolist(),
@@ -156,8 +154,8 @@ class Pipelines:
                 for stage, (own, last, earlier) in exchanged
                 if len(own) > 1
             ]
-            made.append(routes.ports.of(devices, hops, [*reduced, *tied_exchanges(tied)]))
-        return made
+            sharings.append(routes.ports.of(devices, hops, [*reduced, *tied_exchanges(tied)]))
+        return sharings
 
     @property
     def _program(self) -> Program:
@@ -197,7 +195,7 @@ class Pipelines:
         return np.concatenate([values[:, :-1], last.T[:, None, :]], axis=1)
 
 
-def _reduced(
+def _reductions(
     device_ends: Floats,
     exposed_allreduce: Floats,
     sharings: Sequence[PortSharing],
@@ -264,16 +262,16 @@ def find_routes(
 ) -> PipelineRoutes:
     """Of pipelines whose stages are on these devices, between cut points (pipelines, stages)."""
     table, precision = space.table(space.chain.sizes[0]), space.number_bytes
-    trainable = table.reduced(space.zero)[starts, ends]
+    trainable = table.reduced_bytes(space.zero)[starts, ends]
     parameters = np.asarray(table.stage_bytes.parameters)[starts, ends]
     at_end = space.bytes_at_end(trainable)
     by_layer = bytes_by_layer(trainable, parameters, precision, space.zero)
     points = np.array(table.cut_points)[ends].tolist()
-    tied = [_tied(space, own, at) for own, at in zip(devices, points, strict=True)]
+    tied = [_tied_sums(space, own, at) for own, at in zip(devices, points, strict=True)]
     return PipelineRoutes(space.ports, devices, at_end, by_layer * config.micro_batches, tied)
 
 
-def _tied(space: Space, devices: tuple[Ranks, ...], ends: Sequence[int]) -> tuple[TiedSum, ...]:
+def _tied_sums(space: Space, devices: tuple[Ranks, ...], ends: Sequence[int]) -> tuple[TiedSum, ...]:
     """Of one pipeline."""
     stages = [[stage] for stage in range(len(ends))]
     chain, precision = space.chain, space.number_bytes

@@ -55,7 +55,7 @@ class Placement:
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
         """By position, the positions at which a stage that follows a stage ending there may begin."""
-        made = []
+        starts = []
         for position in range(len(self.ranks) + 1):
             own = [position]
             if position < len(self.ranks) and (self.skips_whole or not self._begins(position)):
@@ -63,8 +63,8 @@ class Placement:
                 while later < len(self.ranks):
                     own.append(later)
                     later = self.next_group[later] if self.skips_whole else len(self.ranks)
-            made.append(tuple(own))
-        return tuple(made)
+            starts.append(tuple(own))
+        return tuple(starts)
 
     def _begins(self, position: int) -> bool:
         return position == 0 or self.next_group[position - 1] == position
@@ -79,19 +79,19 @@ def placements(topology: Topology) -> list[Placement]:
             make_placement(IN_ORDER if index == 0 else REORDERED, topology, ranks)
             for index, ranks in enumerate(_run_orders(topology))
         ]
-    made = [make_placement(IN_ORDER, topology, tuple(range(topology.gpus)))]
+    orders = [make_placement(IN_ORDER, topology, tuple(range(topology.gpus)))]
     nodes = topology.gpus // topology.gpus_per_node
     few = range(2, nodes) if topology.gpus <= FEW else ()
     if topology.gpus_per_node > 1:
-        made += [_across(topology, count) for count in (*few, nodes) if count > 1]
-    return made
+        orders += [_across(topology, count) for count in (*few, nodes) if count > 1]
+    return orders
 
 
 def _across(topology: Topology, nodes: int) -> Placement:
     """One device of each of the first nodes in turn, then all that is left."""
     each, gpus = topology.gpus_per_node, topology.gpus
-    taken = (node * each + slot for slot in range(each) for node in range(nodes))
-    return Placement(ACROSS, (*taken, *range(nodes * each, gpus)), (gpus,) * gpus)
+    ranks = (node * each + slot for slot in range(each) for node in range(nodes))
+    return Placement(ACROSS, (*ranks, *range(nodes * each, gpus)), (gpus,) * gpus)
 
 
 def _run_orders(topology: Topology) -> Iterator[tuple[int, ...]]:
@@ -152,7 +152,7 @@ class DeviceRanges:
     def _routes_to(self, replicas: int) -> tuple[Floats, Floats]:
         size = self.devices // self.unit + 1
         latency, slowness = (np.full((len(self.counts), size, size), np.inf) for _ in range(2))
-        ranks, known = self.placement.ranks, dict[tuple[int, ...], tuple[float, float]]()
+        ranks, paces = self.placement.ranks, dict[tuple[int, ...], tuple[float, float]]()
         for end, begins in enumerate(self.starts):
             self.space.budget.check()
             for begin in begins:
@@ -163,9 +163,9 @@ class DeviceRanges:
                     if count <= end:
                         at = index, end // self.unit, begin // self.unit
                         key = ((end - count) % self._period, count, begin - end)
-                        if key not in known:
-                            known[key] = self.space.pace(ranks[end - count : end], receivers)
-                        latency[at], slowness[at] = known[key]
+                        if key not in paces:
+                            paces[key] = self.space.pace(ranks[end - count : end], receivers)
+                        latency[at], slowness[at] = paces[key]
         return latency, slowness
 
     @cached_property
@@ -179,24 +179,24 @@ class DeviceRanges:
         least seconds a byte to whatever follows; 0 at the end."""
         if replicas not in self._best:
             index = self.counts.index(replicas)
-            made = []
+            tables = []
             for which in range(2):
                 least = np.min([self.routes(count)[which][index] for count in self.counts], axis=0).min(
                     axis=1
                 )
-                made.append(np.repeat(np.where(np.isinf(least), 0.0, least), self.unit)[: self.devices + 1])
-            self._best[replicas] = made[0], made[1]
+                tables.append(np.repeat(np.where(np.isinf(least), 0.0, least), self.unit)[: self.devices + 1])
+            self._best[replicas] = tables[0], tables[1]
         return self._best[replicas]
 
-    def reached(self, values: Floats) -> Floats:
+    def least_reachable(self, values: Floats) -> Floats:
         """(positions + 1, cut points): the least value of where a stage may begin after one that ends
         there."""
         ends, begins = self._skips
         if not len(ends):
             return values
-        made = values.copy()
-        np.minimum.at(made, ends, values[begins])
-        return made
+        least = values.copy()
+        np.minimum.at(least, ends, values[begins])
+        return least
 
     @cached_property
     def _skips(self) -> tuple[Indices, Indices]:

@@ -96,10 +96,10 @@ class RelaxedBound:
 
     def _look(self, bound: float, range_: _StageRange | Family) -> None:
         if isinstance(range_, Family):
-            for made in self._opened(range_, bound):
-                self._push(made.bound, made)
+            for whole in self._whole_range(range_, bound):
+                self._push(whole.bound, whole)
             return
-        priced = self._priced(range_)
+        priced = self._improve_prices(range_)
         if priced.bound >= self.step:
             return
         if priced.high <= priced.low * NARROW:
@@ -108,7 +108,7 @@ class RelaxedBound:
         for half in _halves(priced):
             self._push(half.bound, half)
 
-    def _opened(self, family: Family, bound: float) -> Iterator[_StageRange]:
+    def _whole_range(self, family: Family, bound: float) -> Iterator[_StageRange]:
         """The whole range of a family; what has one stage is known at once."""
         stages = relaxed_stages(self.space, family)
         self.budget.spend(1e7)
@@ -144,39 +144,39 @@ class RelaxedBound:
         longest = float(x[np.isfinite(x)].max(initial=0.0))
         return min(self.step / count, longest)
 
-    def _priced(self, range_: _StageRange) -> _StageRange:
+    def _improve_prices(self, range_: _StageRange) -> _StageRange:
         """The range with better bounds and prices."""
         problem, bounds, prices = range_.problem, range_.bounds.copy(), range_.prices
         for look in range(LOOKS):
             best: tuple[float, PricedSums, int] | None = None
             for weights in problem.weights:
                 self.budget.check()
-                priced = self._of(range_, weights, prices)
+                priced = self._price_range(range_, weights, prices)
                 weakest = int(bounds.argmin())
                 bounds = np.maximum(bounds, priced.bounds)
-                found = float(priced.bounds[weakest])
-                if np.isfinite(found) and (best is None or found > best[0]):
-                    best = (found, priced, weakest + 1)
+                value = float(priced.bounds[weakest])
+                if np.isfinite(value) and (best is None or value > best[0]):
+                    best = (value, priced, weakest + 1)
             if bounds.min() >= self.step or best is None:
                 break
-            chosen = best[1].pipeline(best[2])
-            if not chosen:
+            pipeline = best[1].pipeline(best[2])
+            if not pipeline:
                 break
-            self._propose(range_, chosen)
-            prices = _moved(problem, prices, chosen, 0.7**look)
+            self._propose(range_, pipeline)
+            prices = _move_prices(problem, prices, pipeline, 0.7**look)
         return _StageRange(problem, range_.family, range_.low, range_.high, bounds, prices)
 
-    def _of(self, range_: _StageRange, weights: Weights, prices: Floats) -> PricedSums:
+    def _price_range(self, range_: _StageRange, weights: Weights, prices: Floats) -> PricedSums:
         problem = range_.problem
-        made = problem.priced(weights, range_.low, range_.high, prices)
+        sums = problem.price_stages(weights, range_.low, range_.high, prices)
         self.budget.spend(
             5e5 + 10.0 * problem.stages.forward.size + 4.0 * problem.depth * problem.cut_points**2
         )
-        return made
+        return sums
 
-    def _propose(self, range_: _StageRange, chosen: Sequence[CheapestStage]) -> None:
+    def _propose(self, range_: _StageRange, pipeline: Sequence[CheapestStage]) -> None:
         if self.score is not None:
-            proposals = round_stages(self.space, range_.family, range_.problem, chosen, self.families)
+            proposals = round_stages(self.space, range_.family, range_.problem, pipeline, self.families)
             self.step = min(self.step, self.score(proposals))
 
 
@@ -201,10 +201,12 @@ def _longest_stage(stages: RelaxedStages, kind: int) -> float:
     return float(work[np.isfinite(work)].max(initial=0.0)) or 1.0
 
 
-def _moved(problem: RelaxedProblem, prices: Floats, chosen: Iterable[CheapestStage], size: float) -> Floats:
+def _move_prices(
+    problem: RelaxedProblem, prices: Floats, pipeline: Iterable[CheapestStage], size: float
+) -> Floats:
     """Dearer where the pipeline takes more devices than there are, cheaper where fewer."""
     used = np.zeros(len(prices))
-    for stage in chosen:
+    for stage in pipeline:
         used[problem.stages.kind[stage.choice]] += problem.stages.replicas[stage.choice]
     move = np.clip(used / problem.stages.devices, 1 / MOST_MOVE, MOST_MOVE)
     return _by_speed(problem, prices * move**size)
@@ -214,8 +216,8 @@ def _by_speed(problem: RelaxedProblem, prices: Floats) -> Floats:
     """None cheaper than a slower kind: the slowest kind of a stage is then its cheapest."""
     speeds = np.array([kind.speed for kind in problem.stages.kinds])
     order = np.argsort(speeds, kind="stable")
-    made = prices.copy()
-    made[order] = np.maximum.accumulate(prices[order])
+    scaled = prices.copy()
+    scaled[order] = np.maximum.accumulate(prices[order])
     for speed in set(speeds.tolist()):  # as fast ones cost the same
-        made[speeds == speed] = made[speeds == speed].max()
-    return made
+        scaled[speeds == speed] = scaled[speeds == speed].max()
+    return scaled

@@ -78,7 +78,7 @@ class PricedSums:
 
     def pipeline(self, stages: int) -> list[CheapestStage]:
         """The stages with the least sum."""
-        return self.programme.traced(stages)
+        return self.programme.trace_back(stages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,12 +129,12 @@ class RelaxedProblem:
     def seconds(self, in_flight: float) -> Floats:
         """x of every stage that holds so many micro-batches, by choice and place; inf where it does not
         fit."""
-        made = np.full(self.stages.forward.shape, np.inf)
+        seconds = np.full(self.stages.forward.shape, np.inf)
         for mode in reversed(stage_modes(self.config)):
             recompute = 0.0 if mode == "never" else self.stages.forward
             own = self.stages.forward + self.stages.backward + recompute
-            made = np.where(in_flight <= self.stages.room[mode], own, made)
-        return made
+            seconds = np.where(in_flight <= self.stages.room[mode], own, seconds)
+        return seconds
 
     @cached_property
     def alone(self) -> float:
@@ -146,7 +146,7 @@ class RelaxedProblem:
         steps = np.where(np.isfinite(x), steps, np.inf)
         return float(steps.min()) * SAFE
 
-    def priced(self, weights: Weights, low: float, high: float, prices: Floats) -> PricedSums:
+    def price_stages(self, weights: Weights, low: float, high: float, prices: Floats) -> PricedSums:
         """The least sums where x of stage s lies between `low` and `high`; `prices`: by kind of device."""
         programme = _Programme(self, weights, low, high, prices)
         return PricedSums(programme.bounds(), programme)
@@ -184,8 +184,8 @@ class _Entries:
         first = np.flatnonzero(np.append(True, pair[1:] != pair[:-1])) if len(pair) else pair
 
         def own(values: Floats) -> Floats:
-            made: Floats = values.reshape(choices, -1).T.reshape(-1)[at]
-            return made
+            column: Floats = values.reshape(choices, -1).T.reshape(-1)[at]
+            return column
 
         cut = stages.cut[choice, pair % cut_points]
         return cls(
@@ -214,13 +214,13 @@ class _Programme:
             after, whole = self._row(remaining)
             self.after.append(after)
             self.whole.append(whole)
-        found = np.array([row[0] for row in self.whole[1:]])
+        sums = np.array([row[0] for row in self.whole[1:]])
         if self.problem.most_stages > self.problem.depth:
-            found[-1] = min(found[-1], self._deeper())
-        known = [np.isfinite(self._busiest_seconds(count)) for count in range(1, len(found) + 1)]
-        known[-1] = known[-1] and bool(np.isfinite(self._busiest_seconds(self.problem.most_stages)))
-        made: Floats = np.where(known, (found - self.paid) * SAFE, -np.inf)
-        return made
+            sums[-1] = min(sums[-1], self._deeper())
+        possible = [np.isfinite(self._busiest_seconds(count)) for count in range(1, len(sums) + 1)]
+        possible[-1] = possible[-1] and bool(np.isfinite(self._busiest_seconds(self.problem.most_stages)))
+        bounds: Floats = np.where(possible, (sums - self.paid) * SAFE, -np.inf)
+        return bounds
 
     def _row(self, remaining: int) -> tuple[Floats, Floats]:
         after, before, busiest = self._tables(remaining)
@@ -253,13 +253,13 @@ class _Programme:
             entries = self.problem.entries(in_flight, self.high)
             sums = (self._after(entries), self._before(entries), self._busiest(entries))
             cut_points = self.problem.cut_points
-            made = []
+            tables = []
             for values in sums:
                 table = np.full(cut_points * cut_points, np.inf)
                 if len(entries.first):
                     table[entries.pair[entries.first]] = np.minimum.reduceat(values, entries.first)
-                made.append(table.reshape(cut_points, cut_points))
-            self._least[in_flight] = made[0], made[1], made[2]
+                tables.append(table.reshape(cut_points, cut_points))
+            self._least[in_flight] = tables[0], tables[1], tables[2]
         return self._least[in_flight]
 
     def _plain(self, entries: _Entries) -> Floats:
@@ -269,25 +269,25 @@ class _Programme:
 
     def _after(self, entries: _Entries) -> Floats:
         seconds = self.weights.after * (self._plain(entries) + 2 * entries.cut)
-        made: Floats = seconds + self.price[entries.choice]
-        return made
+        total: Floats = seconds + self.price[entries.choice]
+        return total
 
     def _before(self, entries: _Entries) -> Floats:
         if self.weights.reduced:
             seconds = entries.forward + entries.cut
         else:
             seconds = self._plain(entries) + 2 * entries.cut
-        made: Floats = seconds + self.price[entries.choice]
-        return made
+        total: Floats = seconds + self.price[entries.choice]
+        return total
 
     def _busiest(self, entries: _Entries) -> Floats:
         seconds = self.weights.after * 2 * entries.cut + (
             entries.exposed_allreduce if self.weights.reduced else 0.0
         )
-        made: Floats = seconds + self.price[entries.choice]
-        return made
+        total: Floats = seconds + self.price[entries.choice]
+        return total
 
-    def traced(self, stages: int) -> list[CheapestStage]:
+    def trace_back(self, stages: int) -> list[CheapestStage]:
         """The pipeline of so many stages with the least sum; none where there is none."""
         if not np.isfinite(self.whole[stages][0]):
             return []

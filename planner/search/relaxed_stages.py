@@ -79,12 +79,12 @@ def relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
     kinds = tuple(dict.fromkeys(topology.device(rank) for rank in ranks))
     numbers = [sum(topology.device(rank) == kind for rank in ranks) for kind in kinds]
     size = config.micro_batch_size
-    made = [_choice(own, kind, kinds, each, size, exact=exact) for kind in kinds for each in counts]
+    choices = [_choice(own, kind, kinds, each, size, exact=exact) for kind in kinds for each in counts]
     modes = stage_modes(config)
-    usable = space.usable if exact else np.triu(np.ones_like(made[0].forward, dtype=np.bool_), 1)
+    usable = space.usable if exact else np.triu(np.ones_like(choices[0].forward, dtype=np.bool_), 1)
 
     def table(name: str) -> Floats:
-        own = np.array([np.where(usable, getattr(choice, name), inf) for choice in made])
+        own = np.array([np.where(usable, getattr(choice, name), inf) for choice in choices])
         return np.where(within, own, inf)
 
     reach = [_as_fast(kind, kinds, numbers) for kind in kinds]
@@ -97,9 +97,9 @@ def relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
         forward=table("forward"),
         backward=table("backward"),
         exposed_allreduce=table("exposed_allreduce"),
-        cut=np.array([_cut_seconds(topology, choice.table) for choice in made]),
-        room={mode: np.array([choice.most_in_flight(mode) for choice in made]) for mode in modes},
-        cut_points=made[0].table.cut_points,
+        cut=np.array([_cut_seconds(topology, choice.table) for choice in choices]),
+        room={mode: np.array([choice.most_in_flight(mode) for choice in choices]) for mode in modes},
+        cut_points=choices[0].table.cut_points,
         exact=exact,
     )
     return stages if exact else _inner(stages)
@@ -112,11 +112,11 @@ def replica_counts(space: Space, family: Family) -> Iterator[Replicas]:
     after = [count - 1 for count in counts[1:]] + [most]
     each = zip(counts, after if family.any_count else counts, strict=True)
     own = [(low, high) for low, high in each if high <= most and space.fits_someone(size, low)]
-    for group in _grouped(own):
+    for group in _group_sizes(own):
         yield Replicas(group[0][0], group[-1][1], tuple(divide_batch(size, low) for low, _ in group))
 
 
-def _grouped(own: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
+def _group_sizes(own: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
     if len(own) <= MOST_SHARES:
         return [[each] for each in own]
     ends = np.geomspace(SINGLE_SHARES, len(own), MOST_SHARES - SINGLE_SHARES + 1).round().astype(int)
@@ -129,7 +129,10 @@ def _choice(
 ) -> ReplicaGroupCosts:
     """As a replica group of that kind; its replicas are the most, of which each needs the least memory."""
     timed = [
-        _least(space.timed(kind, per_replica_batch).costs for per_replica_batch in counts.per_replica_batches)
+        _least(
+            space.kind_table(kind, per_replica_batch).costs
+            for per_replica_batch in counts.per_replica_batches
+        )
     ]
     profiled = (
         timed if kind.profile is None else [_least(space.table(s).costs for s in counts.per_replica_batches)]
@@ -139,12 +142,12 @@ def _choice(
     forward, backward = (own * kind.seconds_scale for own in (seconds.forward, seconds.backward))
     slowest = np.maximum.reduce(
         [
-            space.timed(other, per_replica_batch).backward * other.seconds_scale
+            space.kind_table(other, per_replica_batch).backward * other.seconds_scale
             for other in kinds
             for per_replica_batch in counts.per_replica_batches
         ]
     )
-    exchanged = space.bytes_at_end(table.reduced(space.zero))
+    exchanged = space.bytes_at_end(table.reduced_bytes(space.zero))
     sent = exchanged * all_reduce_pace(space.topology, counts.fewest)
     # Between few cut points stages are taken without their outer layers, of which all users may be one.
     tied = space.least_tied(table, counts.fewest) if exact else 0.0
@@ -177,11 +180,11 @@ def _limit(space: Space, kind: Device) -> float:
 
 def _ledger(space: Space, kinds: Sequence[Device], kind: Device) -> LedgerOptions:
     """What the kind adds to every ledger, with the least context of all: it may share a stage with others."""
-    made, *others = (
+    first, *others = (
         ledger_options(own, space.dtype, space.number_bytes, space.zero) for own in (kind, *kinds)
     )
     contexts = [other["context_bytes"] for other in others]
-    return {**made, "context_bytes": min(contexts)}
+    return {**first, "context_bytes": min(contexts)}
 
 
 def _least(costs: Iterator[LayerCosts]) -> LayerCosts:
@@ -225,8 +228,8 @@ def _cut_seconds(topology: Topology, table: StageTable) -> Floats:
     bandwidth, latency = sum(map(_bandwidth, links)), min(link.latency_seconds for link in links)
     seconds = table.crossing / bandwidth
     seconds[1:-1] += latency
-    made: Floats = seconds
-    return made
+    least_seconds: Floats = seconds
+    return least_seconds
 
 
 def _spread_cuts(space: Space) -> npt.NDArray[np.bool_]:
@@ -234,10 +237,10 @@ def _spread_cuts(space: Space) -> npt.NDArray[np.bool_]:
     costs = space.chain.at(space.chain.sizes[-1])
     before = np.cumsum(costs.forward_seconds + costs.backward_seconds)
     allowed = np.flatnonzero(space.chain.cut_after[:-1])
-    wanted = np.linspace(0, before[-1], MOST_PLACES)[1:-1]
-    kept = np.zeros(len(space.chain), dtype=np.bool_)
-    kept[allowed[np.searchsorted(before[allowed], wanted).clip(0, len(allowed) - 1)]] = True
-    return kept
+    targets = np.linspace(0, before[-1], MOST_PLACES)[1:-1]
+    cuts = np.zeros(len(space.chain), dtype=np.bool_)
+    cuts[allowed[np.searchsorted(before[allowed], targets).clip(0, len(allowed) - 1)]] = True
+    return cuts
 
 
 def _inner(stages: RelaxedStages) -> RelaxedStages:
@@ -245,14 +248,14 @@ def _inner(stages: RelaxedStages) -> RelaxedStages:
     such cut to another for the layers that it holds whichever they are: those from the next place on."""
 
     def shift(values: Floats, empty: float) -> Floats:
-        made = np.full_like(values, inf)
-        made[:, :-1] = values[:, 1:]
+        shifted = np.full_like(values, inf)
+        shifted[:, :-1] = values[:, 1:]
         size = values.shape[1]
         start, end = np.indices((size, size))
-        made[:, (end >= start) & (end <= start + 1) & (start < size - 1)] = empty
-        made[:, end < start] = inf
-        made[:, -1] = inf
-        return made
+        shifted[:, (end >= start) & (end <= start + 1) & (start < size - 1)] = empty
+        shifted[:, end < start] = inf
+        shifted[:, -1] = inf
+        return shifted
 
     return replace(
         stages,

@@ -31,14 +31,14 @@ def round_stages(
     space: Space,
     family: Family,
     problem: RelaxedProblem,
-    chosen: Sequence[CheapestStage],
+    pipeline: Sequence[CheapestStage],
     families: Sequence[Family],
 ) -> list[Proposal]:
     """The pipeline with its replicas changed until it has devices enough, and leaves none where more help,
     in each of the orders of the devices."""
     tables, stages = problem.stages, list[_RoundedStage]()
     cut_points = tables.cut_points
-    for own in chosen:
+    for own in pipeline:
         replicas = int(tables.replicas[own.choice])
         at = own.choice, own.start, own.end
         seconds = float(tables.forward[at] + tables.backward[at])
@@ -61,21 +61,21 @@ def round_stages(
 def _fitted(space: Space, family: Family, stages: Sequence[_RoundedStage], kind: int, devices: int) -> bool:
     """Changes the replicas on a kind of device until there are devices enough; whether there are."""
     own = [stage for stage in stages if stage.kind == kind]
-    left = devices - sum(stage.replicas for stage in own)
+    spare = devices - sum(stage.replicas for stage in own)
     counts = list(_counts(space, family))
-    while left < 0:
+    while spare < 0:
         shrinkable = [stage for stage in own if stage.replicas > counts[0]]
         if not shrinkable:
             return False
         stage = min(shrinkable, key=lambda own: own.work / _below(counts, own.replicas))
         fewer = _below(counts, stage.replicas)
-        left, stage.replicas = left + stage.replicas - fewer, fewer
+        spare, stage.replicas = spare + stage.replicas - fewer, fewer
     while own:
         stage = max(own, key=lambda own: own.seconds)
         more = next((count for count in counts if count > stage.replicas), None)
-        if more is None or more - stage.replicas > left:
+        if more is None or more - stage.replicas > spare:
             break
-        left, stage.replicas = left - more + stage.replicas, more
+        spare, stage.replicas = spare - more + stage.replicas, more
     return True
 
 
@@ -85,11 +85,11 @@ def _below(counts: Sequence[int], count: int) -> int:
 
 def _counts(space: Space, family: Family) -> Iterator[int]:
     """Numbers of replicas that may be, of those with the same share the fewest."""
-    size, seen = family.config.micro_batch_size, -1
+    size, last_size = family.config.micro_batch_size, -1
     counts = range(1, len(family.placement.ranks) + 1) if family.any_count else family.replicas
     for count in counts:
-        if count <= size and divide_batch(size, count) != seen and space.fits_someone(size, count):
-            seen = divide_batch(size, count)
+        if count <= size and divide_batch(size, count) != last_size and space.fits_someone(size, count):
+            last_size = divide_batch(size, count)
             yield count
 
 
@@ -99,9 +99,9 @@ def _devices(
     """The next devices of its kind for every stage, in the order."""
     kinds, topology = problem.stages.kinds, space.topology
     own = [[rank for rank in order.ranks if topology.device(rank) == kind] for kind in kinds]
-    taken, made = [0] * len(kinds), []
+    used_by_kind, ranks = [0] * len(kinds), []
     for stage in stages:
-        first = taken[stage.kind]
-        made.append(tuple(own[stage.kind][first : first + stage.replicas]))
-        taken[stage.kind] += stage.replicas
-    return tuple(made)
+        first = used_by_kind[stage.kind]
+        ranks.append(tuple(own[stage.kind][first : first + stage.replicas]))
+        used_by_kind[stage.kind] += stage.replicas
+    return tuple(ranks)

@@ -71,11 +71,11 @@ class Space:
 
     def within(self, budget: SearchBudget) -> Space:
         """The same, with its tables, under another budget."""
-        made = replace(self, budget=budget)
+        space = replace(self, budget=budget)
         for name in ("_tables", "_group_costs", "_joined"):
-            object.__setattr__(made, name, getattr(self, name))
-        vars(made).update({name: own for name, own in vars(self).items() if name in _KEPT})
-        return made
+            object.__setattr__(space, name, getattr(self, name))
+        vars(space).update({name: own for name, own in vars(self).items() if name in _KEPT})
+        return space
 
     def table(self, size: float) -> StageTable:
         """The stages of the chain, as profiled, at a micro-batch size of one device."""
@@ -189,7 +189,7 @@ class Space:
 
     def on(self, kind: Device, size: int, seconds: Callable[[LayerCosts], Floats]) -> Floats:
         """(layers,): such seconds of so many samples on a kind of device."""
-        return seconds(self.timed(kind, size).costs) * kind.seconds_scale
+        return seconds(self.kind_table(kind, size).costs) * kind.seconds_scale
 
     def cheapest_work(self, size: int, counts: Iterable[int], *, recompute: bool = False) -> Floats | None:
         """(layers,): `least_work` of a micro-batch on all replicas together, of these numbers of replicas the
@@ -229,7 +229,7 @@ class Space:
     def _cost_group(self, size: int, devices: tuple[int, ...]) -> ReplicaGroupCosts:
         kinds = self._kinds(devices)
         per_replica_batch = divide_batch(size, len(devices))
-        timed = [(self.timed(kind, per_replica_batch), kind.seconds_scale) for kind in kinds]
+        timed = [(self.kind_table(kind, per_replica_batch), kind.seconds_scale) for kind in kinds]
         exchange = ReplicaExchange(self.topology, devices, self.number_bytes, self.zero)
         if exchange.is_by_layer:
             forwards = [exchange.forward(own, own.costs.forward_seconds * scale) for own, scale in timed]
@@ -240,10 +240,10 @@ class Space:
         forward = np.maximum.reduce(forwards)
         exposed_allreduce = np.zeros_like(forward)
         if len(devices) > 1 and self.zero:
-            exposed_allreduce = exchange.at_end(self.table(per_replica_batch).reduced(self.zero))
+            exposed_allreduce = exchange.at_end(self.table(per_replica_batch).reduced_bytes(self.zero))
         elif len(devices) > 1:
             exposed = [
-                self.buckets.exposed(
+                self.buckets.exposed_seconds(
                     table.costs.backward_seconds * scale,
                     lambda bytes: all_reduce_seconds(self.topology, devices, bytes, "best"),
                 )
@@ -272,7 +272,7 @@ class Space:
             self.chain.tied, table.cut_points, self.topology, self.number_bytes, replicas
         )
 
-    def timed(self, kind: Device, size: float) -> StageTable:
+    def kind_table(self, kind: Device, size: float) -> StageTable:
         if kind.profile is None:
             return self.table(size)
         if kind.profile not in self.profiles:

@@ -198,8 +198,8 @@ class StageChoices:
         counts = sorted({group.replicas for group in self.groups})
         own = np.array([self._of_blocks(count) for count in counts])
         shape = (self.devices + 1, self.last_place + 1)
-        made = tuple(np.full(shape, np.inf) for _ in range(3))
-        for values in made:
+        tables = tuple(np.full(shape, np.inf) for _ in range(3))
+        for values in tables:
             values[:, 0] = 0.0
         for position in range(1, self.devices + 1):
             usable = own[: bisect_right(counts, position)]
@@ -207,9 +207,9 @@ class StageChoices:
                 forward, both = np.cumsum(usable.min(axis=0), axis=1)
                 shared = usable[:, 1] * np.array(counts[: len(usable)])[:, None]
                 work = self.config.micro_batches * np.cumsum(shared.min(axis=0)) / position
-                for values, row in zip(made, (forward, both, work), strict=True):
+                for values, row in zip(tables, (forward, both, work), strict=True):
                     values[position] = row
-        return made[0], made[1], made[2]
+        return tables[0], tables[1], tables[2]
 
     def _of_blocks(self, replicas: int) -> Floats:
         """(2, cut points): seconds of each block on so many replicas, forward, and forward and backward; 0

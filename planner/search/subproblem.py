@@ -16,7 +16,7 @@ from ..stage_table import Floats
 from .bounds_1f1b import RoundTripBound
 from .bounds_gpipe import GPipeBound
 from .budget import SearchBudget
-from .partial import Expansion, Known, Partial, extend_plans, join, nothing
+from .partial import BoundState, Expansion, Partial, extend_plans, join, nothing
 from .pipelines import Pipelines, find_routes
 from .placements import DeviceRanges, Placement
 from .space import Space, divide_batch
@@ -74,14 +74,14 @@ class Subproblem:
         self.quick_bound = quick_bound(space, family)
         self.roots: dict[int, float] = {}
         """By number of stages, the bound before searching, once it was needed."""
-        self._made: tuple[StageChoices, Bound] | None = None
+        self._choices_and_bound: tuple[StageChoices, Bound] | None = None
 
     @property
     def root(self) -> float:
         """The bound before searching: the quick one where no better was needed."""
         return max(self.quick_bound, min(self.roots.values(), default=-np.inf))
 
-    def opened(self, limit: float) -> bool:
+    def may_improve(self, limit: float) -> bool:
         """Whether there may be plans below `limit`. Makes the options and the bounds of all stage counts when
         they are first needed, and forgets the options where they are needed no more."""
         if self.quick_bound >= limit:
@@ -97,26 +97,26 @@ class Subproblem:
             self.work.spend(A_ROOT * len(self.counts) * choices.entries)
         is_open = any(root < limit for root in self.roots.values())
         if not is_open:
-            self._made = None
+            self._choices_and_bound = None
         return is_open
 
     def _bound(self, limit: float) -> tuple[StageChoices, Bound]:
         """The options and the bound for plans below `limit`."""
-        if self._made is None:
+        if self._choices_and_bound is None:
             choices = list_stage_choices(self.space, self.family.config, self.ranges, _within(limit))
-            self._made = choices, BOUNDS[self.family.config.schedule](choices, _within(limit))
-        return self._made
+            self._choices_and_bound = choices, BOUNDS[self.family.config.schedule](choices, _within(limit))
+        return self._choices_and_bound
 
     def seed(self, limit: float) -> ScoredPlan | None:
         """A good plan that is faster than `limit`, where there may be one: the best of a narrow beam."""
         best: ScoredPlan | None = None
-        if self.opened(limit):
+        if self.may_improve(limit):
             for stages in sorted(self.counts, key=lambda count: self.roots[count]):
                 if self.roots[stages] >= limit:
                     break
-                found = self.beam(stages, limit)
-                if found is not None:
-                    best, limit = found, found.step_seconds
+                plan = self.beam(stages, limit)
+                if plan is not None:
+                    best, limit = plan, plan.step_seconds
         return best
 
     def beam(self, stages: int, limit: float) -> ScoredPlan | None:
@@ -124,7 +124,7 @@ class Subproblem:
         chunk: Chunk | None = self.start(stages, limit)
         while chunk is not None and chunk.remaining:
             chunk = next(iter(self.extend(chunk, limit, BEAM)), None)
-        return None if chunk is None else self.scored(chunk, limit)[0]
+        return None if chunk is None else self.score_chunk(chunk, limit)[0]
 
     def start(self, stages: int, limit: float) -> Chunk:
         """All plans of so many stages, none of which is chosen yet."""
@@ -138,16 +138,16 @@ class Subproblem:
         remaining, parts, bounds = chunk.remaining, [], []
         for stage in expansions(choices, chunk.plans, remaining):
             self.work.check()
-            known: Known = {name: values[stage.parent] for name, values in chunk.plans.known.items()}
-            own, now = bound.extend(known, stage)
+            state: BoundState = {name: values[stage.parent] for name, values in chunk.plans.state.items()}
+            own, now = bound.extend(state, stage)
             self.work.extend(len(own))
             if remaining == 1:
                 done = (stage.end == choices.last_place) & (stage.end_position >= choices.least_used)
                 own = np.where(done, own, np.inf)
-            kept = np.flatnonzero(own < limit)
-            if len(kept):
-                parts.append(extend_plans(chunk.plans, stage, now, kept))
-                bounds.append(own[kept])
+            rows = np.flatnonzero(own < limit)
+            if len(rows):
+                parts.append(extend_plans(chunk.plans, stage, now, rows))
+                bounds.append(own[rows])
         if not parts:
             return []
         plans, lowest = join(parts), np.concatenate(bounds)
@@ -155,7 +155,7 @@ class Subproblem:
             lowest = np.maximum(lowest, bound.finished(self._pipelines(choices, plans)))
         return list(_chunks(plans, lowest, chunk.stages, remaining - 1, limit, width))
 
-    def scored(self, chunk: Chunk, limit: float) -> tuple[ScoredPlan | None, Chunk | None]:
+    def score_chunk(self, chunk: Chunk, limit: float) -> tuple[ScoredPlan | None, Chunk | None]:
         """The fastest of the first whole plans of a chunk, where it is faster than `limit`, and the rest."""
         choices, _ = self._bound(limit)
         order = np.arange(len(chunk))
@@ -210,8 +210,8 @@ def _chunks(
     order = np.argsort(bounds, kind="stable")
     order = order[: int(np.searchsorted(bounds[order], limit))]
     for start in range(0, len(order), width):
-        chosen = order[start : start + width]
-        yield Chunk(join([plans], chosen), bounds[chosen], stages, remaining)
+        rows = order[start : start + width]
+        yield Chunk(join([plans], rows), bounds[rows], stages, remaining)
 
 
 def _within(limit: float) -> float:

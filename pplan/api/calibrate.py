@@ -29,21 +29,21 @@ class Calibrated:
     again: Plan | str
 
 
-def calibrate(found: Check, read: PlanAndProfile, stem: str) -> Calibrated | None:
+def calibrate(result: Check, read: PlanAndProfile, stem: str) -> Calibrated | None:
     """What a check's corrections are good for; None where it has none. `stem` begins the files' names."""
-    corrections = found.corrections
+    corrections = result.corrections
     if corrections is None:
         return None
     folder = read.plan_file.parent
     calibration = Calibration(
-        backend=found.backend,
-        device_name=found.device_name,
-        processes=found.processes,
+        backend=result.backend,
+        device_name=result.device_name,
+        processes=result.processes,
         corrections=corrections,
-        made_by=found.made_by,
+        made_by=result.made_by,
     )
     topology, profiles = planned_machine(read.plan, read.profile, folder)
-    corrected = corrected_topology(topology, corrections, slower_alone(found))
+    corrected = corrected_topology(topology, corrections, slower_alone(result))
     topology_file = folder / f"{stem}.topology.toml"
     described = to_toml(corrected, f"{topology.describe()}, as pplan check measured it")
     files = {folder / f"{stem}.calibration.json": calibration.to_json(), topology_file: described}
@@ -52,20 +52,20 @@ def calibrate(found: Check, read: PlanAndProfile, stem: str) -> Calibrated | Non
 
 def _solved_again(read: PlanAndProfile, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
     try:
-        plan_options = read.plan.wishes
+        plan_options = read.plan.options
         problem = build_problem(read.profile.chain(), topology, plan_options, read.plan.profile, profiles)
         answer = find(problem)
     except PplanError as error:
         return error.what
     if answer.best is None:
         return "no plan fits"
-    return bare_plan(problem, answer.best, answer.found, model=read.plan.model, profile=read.plan.profile)
+    return bare_plan(problem, answer.best, answer.result, model=read.plan.model, profile=read.plan.profile)
 
 
-def slower_alone(found: Check) -> float:
+def slower_alone(result: Check) -> float:
     """How much longer the stages take here, alone, than the plan says: of their forwards and backwards."""
-    planned = sum(own.planned.forward + own.planned.backward for own in found.of_plan.stages)
-    alone = sum(own.alone.forward + own.alone.backward for own in found.of_plan.stages)
+    planned = sum(own.planned.forward + own.planned.backward for own in result.of_plan.stages)
+    alone = sum(own.alone.forward + own.alone.backward for own in result.of_plan.stages)
     return alone / planned if planned else 1.0
 
 

@@ -51,15 +51,15 @@ def check(
     devices, a missing package, or a process that failed, died or hangs, with its own words.
     """
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
-    named = Path(plan).name if isinstance(plan, str | Path) else "plan"
+    name = Path(plan).name if isinstance(plan, str | Path) else "plan"
     plan = as_plan(plan)
     measured, reference = profile_and_reference(profile, "", "")
     check_layers(plan, reference)
-    (asked,) = options_from(options, CheckOptions, of="check")
-    found = check_plan(plan, measured, folder, named, asked, run_in_processes)
-    if found is None:
+    (check_options,) = options_from(options, CheckOptions, of="check")
+    result = check_plan(plan, measured, folder, name, check_options, run_in_processes)
+    if result is None:
         raise MachineError("check: nothing was measured", "Call it outside torchrun.")
-    return found
+    return result
 
 
 def check_plan(
@@ -84,8 +84,8 @@ def check_plan(
             cases.append(prepare_case(EVEN, even, chain, topology, profiles, emulate=options.emulate))
     job = _job(cases, profile, options)
     notes += _crowded(job)
-    found = run(job)
-    return None if found is None else _checked(found, cases, job, name, notes)
+    measurements = run(job)
+    return None if measurements is None else _build_check(measurements, cases, job, name, notes)
 
 
 def _check_runtime(
@@ -99,7 +99,7 @@ def _check_runtime(
 ) -> Check | None:
     """By torchgpipe, FairScale or DeepSpeed."""
     check_runtime(options.runtime, emulate=options.emulate, calibrate=_calibrates(options))
-    own, remark = placed.chosen(plan, options.runtime)
+    own, remark = placed.choose_plan(plan, options.runtime)
     notes += [] if remark is None else [remark]
     one_process = runtime_named(options.runtime).one_process
     devices = sum(stage.replicas for stage in own.stages)
@@ -120,8 +120,8 @@ def _check_runtime(
         timeout_seconds=options.timeout,
     )
     notes += [*_crowded(job), *serial_note(cases[0].case)]
-    found = run(job)
-    return None if found is None else _checked(found, cases, job, name, notes)
+    measurements = run(job)
+    return None if measurements is None else _build_check(measurements, cases, job, name, notes)
 
 
 def _calibrates(options: CheckOptions) -> bool:
@@ -166,14 +166,14 @@ def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
 
     Raises ModelError where the profile names code, which only the user may.
     """
-    named = model_for(profile, options.model, options.settings)
+    named_model = model_for(profile, options.model, options.settings)
     loss = loss_for(profile, options.loss)
-    given = (named.name if named.by_user else None, options.loss)
+    user_names = (named_model.name if named_model.by_user else None, options.loss)
     return ModelSpec(
-        name=named.name,
-        settings=dict(named.settings),
+        name=named_model.name,
+        settings=dict(named_model.settings),
         input_shape=profile.input_shape if len(profile.inputs) < 2 else None,
-        classes=profile.classes if ":" not in named.name else None,
+        classes=profile.classes if ":" not in named_model.name else None,
         seed=profile.seed or 0,
         dtype=profile.dtype,
         granularity=profile.granularity,
@@ -181,7 +181,7 @@ def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
         channels_last=profile.channels_last,
         layers_sha256=profile.layers_sha256,
         profiled=profile.model,
-        by_user=tuple(name for name in given if name is not None),
+        by_user=tuple(name for name in user_names if name is not None),
     )
 
 
@@ -189,13 +189,13 @@ def chosen_device(devices: int, options: CheckOptions, *, one_process: bool = Fa
     """`one_process`: that uses all of them. Raises MachineError where there are too few."""
     if options.emulate or options.device == "cpu":
         return "cpu"
-    found = gpus()
+    count = gpus()
     needed = devices
     if is_launched(os.environ) and not one_process:
         needed = read_torchrun_env(os.environ, "check", at_least=1).local_world_size
-    if found >= needed:
+    if count >= needed:
         return "cuda"
-    here = f"{counted(found, 'CUDA device')} and {counted(cores(), 'core')}"
+    here = f"{counted(count, 'CUDA device')} and {counted(cores(), 'core')}"
     if options.device == "cuda" or (needed > cores() and not one_process):
         raise MachineError(
             f"check: the plan takes {counted(needed, 'device')}, here are {here}",
@@ -215,8 +215,8 @@ def _notes(profile: Profile, options: CheckOptions) -> list[str]:
     return notes
 
 
-def _checked(
-    found: CheckMeasurements,
+def _build_check(
+    measurements: CheckMeasurements,
     cases: Sequence[CheckCase[Case] | CheckCase[RuntimeCase]],
     job: Job,
     name: str,
@@ -226,25 +226,25 @@ def _checked(
         plan=name,
         model=cases[0].plan.model,
         runtime=cases[0].case.document.runtime,
-        backend=found.backend,
-        device_name=found.device_name,
+        backend=measurements.backend,
+        device_name=measurements.device_name,
         processes=job.processes,
         emulated=job.model is None,
-        cases=[own.checked(result) for own, result in zip(cases, found.cases, strict=True)],
-        links=found.links,
-        corrections=found.corrections,
-        calibration=found.calibration,
+        cases=[own.checked(result) for own, result in zip(cases, measurements.cases, strict=True)],
+        links=measurements.links,
+        corrections=measurements.corrections,
+        calibration=measurements.calibration,
         notes=notes,
     )
 
 
-def run_here(job: Job, told: ProgressCallbacks | None = None) -> CheckMeasurements | None:
+def run_here(job: Job, callbacks: ProgressCallbacks | None = None) -> CheckMeasurements | None:
     """In processes of this machine; or, where a launcher of the user's started this process, as one of them.
 
     None in one that is not the first.
     """
     if not is_launched(os.environ):
-        return run_in_processes(job, told)
+        return run_in_processes(job, callbacks)
     process = read_torchrun_env(os.environ, "check", at_least=1)
     if process.world_size != job.processes:
         raise UsageError(

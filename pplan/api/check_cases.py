@@ -46,11 +46,11 @@ class CheckCase(Generic[C_co]):
     simulated: SimulatedPlan
     case: C_co
 
-    def checked(self, found: CaseResult) -> CheckedCase:
+    def checked(self, result: CaseResult) -> CheckedCase:
         """The prediction beside what was found."""
         planned = stage_seconds(self.simulated)
         replicas = self.plan.stages[0].replicas
-        peaks = found.ran.peak_bytes or [None] * len(self.simulated.memory)
+        peaks = result.ran.peak_bytes or [None] * len(self.simulated.memory)
         return CheckedCase(
             name=self.name,
             balance=self.plan.balance,
@@ -58,17 +58,17 @@ class CheckCase(Generic[C_co]):
             micro_batches=self.plan.micro_batches,
             micro_batch_size=self.plan.micro_batch_size,
             planned_step_seconds=self.simulated.timeline.step_seconds,
-            predicted_step_seconds=found.predicted.step_seconds,
-            calibrated_step_seconds=found.predicted.calibrated_step_seconds,
-            step_seconds=found.ran.step_seconds,
+            predicted_step_seconds=result.predicted.step_seconds,
+            calibrated_step_seconds=result.predicted.calibrated_step_seconds,
+            step_seconds=result.ran.step_seconds,
             stages=[
                 CheckedStage(
                     first_layer=stage.first_layer,
                     last_layer=stage.last_layer,
                     devices=stage.devices,
                     planned=planned[index],
-                    alone=found.predicted.stages[index],
-                    measured=found.ran.stages[index],
+                    alone=result.predicted.stages[index],
+                    measured=result.ran.stages[index],
                 )
                 for index, stage in enumerate(self.plan.stages)
             ],
@@ -76,7 +76,7 @@ class CheckCase(Generic[C_co]):
                 CheckedDevice(device=device * replicas, planned_bytes=memory.bytes, measured_bytes=peak)
                 for device, (memory, peak) in enumerate(zip(self.simulated.memory, peaks, strict=True))
             ],
-            losses=found.losses,
+            losses=result.losses,
         )
 
 
@@ -110,24 +110,24 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
             zero=plan.zero,
             runtime=plan.runtime,
         )
-        given = FixedPartition(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
+        partition = FixedPartition(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
         problem = build_problem(chain, topology, plan_options, plan.profile, profiles)
-        made = plan_partition(problem, given, model=plan.model, profile=plan.profile)
+        plan_of_split = plan_partition(problem, partition, model=plan.model, profile=plan.profile)
     except PplanError as error:
         return error.what
-    return "the plan is the even split" if made.balance == plan.balance else made
+    return "the plan is the even split" if plan_of_split.balance == plan.balance else plan_of_split
 
 
 def stage_seconds(simulated: SimulatedPlan) -> list[StageSeconds]:
     """What each stage takes in the simulation, backward with what it recomputes."""
     costs, program = simulated.timeline.costs, simulated.timeline.program
-    made = []
+    seconds = []
     for device, chunk in program.pipes[0]:
         forward = float(costs.forward[device, chunk, 0])
         share = 0.0 if costs.recompute is None else float(costs.recompute[device, 0, 0])
         first = float(costs.backward[device, chunk, 0]) + share * forward
         weight = 0.0 if costs.weight is None else float(costs.weight[device, chunk, 0])
-        made.append(
+        seconds.append(
             StageSeconds(
                 forward=forward,
                 backward=first + weight,
@@ -135,7 +135,7 @@ def stage_seconds(simulated: SimulatedPlan) -> list[StageSeconds]:
                 weight=weight,
             )
         )
-    return made
+    return seconds
 
 
 def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPlan, *, emulate: bool) -> Case:
@@ -156,15 +156,15 @@ def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPl
     return Case(
         name=name,
         document=document,
-        links=links_of(costs, len(crossing)),
+        links=cut_links(costs, len(crossing)),
         crossing_bytes=crossing,
         all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
-        tied=[] if emulate else WeightSum.list_of(costs),
+        tied=[] if emulate else WeightSum.from_costs(costs),
         waits=waits,
     )
 
 
-def links_of(costs: Costs, cuts: int) -> list[CutLink]:
+def cut_links(costs: Costs, cuts: int) -> list[CutLink]:
     """What a transfer over each of the cuts takes."""
     latency, occupancy = costs.forward_latency, costs.forward_occupancy
     return [
@@ -176,4 +176,4 @@ def links_of(costs: Costs, cuts: int) -> list[CutLink]:
     ]
 
 
-__all__ = ["EVEN", "PLAN", "CheckCase", "even_plan", "links_of", "prepare_case", "stage_seconds"]
+__all__ = ["EVEN", "PLAN", "CheckCase", "cut_links", "even_plan", "prepare_case", "stage_seconds"]

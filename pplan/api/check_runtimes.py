@@ -21,7 +21,7 @@ from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument, Weight
 from ..runtimes.checking.prediction import is_serial
 from ..runtimes.formats import deepspeed_export, pipe_export
 from ..runtimes.formats.plan_choice import Choice, choose
-from .check_cases import CheckCase, even_plan, links_of
+from .check_cases import CheckCase, cut_links, even_plan
 
 TORCH = "torch"
 EXPORTS: dict[str, Callable[..., tuple[RuntimeDocument, str | None]]] = {
@@ -39,7 +39,7 @@ class Placed:
     topology: Topology
     profiles: Mapping[str, Chain]
 
-    def chosen(self, plan: Plan, runtime: str) -> tuple[Plan, str | None]:
+    def choose_plan(self, plan: Plan, runtime: str) -> tuple[Plan, str | None]:
         """The plan itself, or a plan of its alternative for the runtime, and then a remark on it.
 
         Raises ExportError where the runtime runs neither.
@@ -49,10 +49,10 @@ class Placed:
         launches = plan.runtime is not None and runtime_named(plan.runtime).one_process
         if remark is None and (launches or not about.one_process):
             return plan, None
-        said = None if remark is None else remark.replace("Exported instead", "Checked instead")
-        return self._plan_of(choice, plan, runtime), said
+        text = None if remark is None else remark.replace("Exported instead", "Checked instead")
+        return self._plan_for(choice, plan, runtime), text
 
-    def _plan_of(self, choice: Choice, plan: Plan, runtime: str) -> Plan:
+    def _plan_for(self, choice: Choice, plan: Plan, runtime: str) -> Plan:
         plan_options = PlanOptions(
             mini_batch=choice.micro_batches * choice.micro_batch_size,
             micro_batches=choice.micro_batches,
@@ -65,15 +65,15 @@ class Placed:
             runtime=runtime,
         )
         problem = build_problem(self.chain, self.topology, plan_options, plan.profile, self.profiles)
-        given = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
-        return plan_partition(problem, given, model=plan.model, profile=plan.profile)
+        partition = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
+        return plan_partition(problem, partition, model=plan.model, profile=plan.profile)
 
     def even(self, plan: Plan) -> Plan:
         """Raises ExportError where there is none."""
-        made = even_plan(plan, self.chain, self.topology, self.profiles)
-        if isinstance(made, str):
-            raise ExportError(made, "Check the plan alone: `even=False`.")
-        return made
+        even = even_plan(plan, self.chain, self.topology, self.profiles)
+        if isinstance(even, str):
+            raise ExportError(even, "Check the plan alone: `even=False`.")
+        return even
 
 
 def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
@@ -82,8 +82,8 @@ def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
         raise UsageError(
             f"check: no steps are run on {runtime!r}", f"Use one of {', '.join((TORCH, *EXPORTS))}."
         )
-    for option, given in (("`emulate`", emulate), ("`calibrate` and `calibration`", calibrate)):
-        if given:
+    for option, is_given in (("`emulate`", emulate), ("`calibrate` and `calibration`", calibrate)):
+        if is_given:
             raise UsageError(
                 f"check: {option} with runtime={runtime!r}: only torch.distributed.pipelining does that",
                 "Leave it out, or check with runtime='torch'.",
@@ -110,9 +110,9 @@ def for_runtime(
     case = RuntimeCase(
         name=name,
         document=document,
-        links=links_of(costs, len(plan.stages) - 1),
+        links=cut_links(costs, len(plan.stages) - 1),
         all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
-        tied=WeightSum.list_of(costs),
+        tied=WeightSum.from_costs(costs),
     )
     return CheckCase(name, plan, simulated, case)
 

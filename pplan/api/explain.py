@@ -57,15 +57,15 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
     """
     if not plans:
         raise UsageError("compare: no plan is given", "Give plans, or the paths of their files.")
-    named = [
+    plans_by_name = [
         (str(plan) if isinstance(plan, str | Path) else f"plan {number}", as_plan(plan))
         for number, plan in enumerate(plans)
     ]
     if profile is None:
-        return compare_plans(named)
-    first = named[0][1]
+        return compare_plans(plans_by_name)
+    first = plans_by_name[0][1]
     measured, reference = profile_and_reference(profile, "", "")
     check_layers(first, reference)
     folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
     machine, profiles = planned_machine(first, measured, folder)
-    return compare_plans(named, make_context(first, measured.chain(), machine, profiles))
+    return compare_plans(plans_by_name, make_context(first, measured.chain(), machine, profiles))

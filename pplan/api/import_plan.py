@@ -52,11 +52,11 @@ def import_plan(
     )
     if not isinstance(source, Path):
         source = arguments.word("source", source)
-    plan = _imported(source, measured, reference, machine, partition, training)
+    plan = _import_partition(source, measured, reference, machine, partition, training)
     return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
 
 
-def _imported(
+def _import_partition(
     source: str | Path,
     profile: Profile,
     reference: ProfileReference,
@@ -69,12 +69,12 @@ def _imported(
     chain = profile.chain()
     read = with_virtual_stages(read_partition(text, chain.names, where), partition.virtual_stages, where)
     read = replace(read, replicas=partition.replicas or read.replicas)
-    given = FixedPartition(read.ends, read.virtual_stages or 1, read.replicas or 1)
-    asked = _asked(read, given, partition, training)
-    problem = make_problem(profile, reference, replace(machine, gpus=machine.gpus or given.gpus), asked)
+    fixed = FixedPartition(read.ends, read.virtual_stages or 1, read.replicas or 1)
+    options = _plan_options(read, fixed, partition, training)
+    problem = make_problem(profile, reference, replace(machine, gpus=machine.gpus or fixed.gpus), options)
     return plan_partition(
         problem,
-        given,
+        fixed,
         model=profile.model,
         profile=reference,
         notes=[*list_notes(profile), *read.notes],
@@ -86,8 +86,8 @@ def _content(source: str | Path) -> tuple[str, str]:
     """The text, and what errors call it. A text that names no file is a partition where it looks like one."""
     if isinstance(source, Path) or _is_file(source) or not re.search(r"[|,\[{\s]|^\d+$", source):
         return read_text(Path(source), "partition"), str(source)
-    shown = " ".join(source.split())
-    return source, f"{shown[:40]}…" if len(shown) > 40 else shown
+    text = " ".join(source.split())
+    return source, f"{text[:40]}…" if len(text) > 40 else text
 
 
 def _is_file(source: str) -> bool:
@@ -97,31 +97,31 @@ def _is_file(source: str) -> bool:
         return False
 
 
-def _asked(
-    read: Partition, given: FixedPartition, partition: PartitionOptions, training: PlanOptions
+def _plan_options(
+    read: Partition, fixed: FixedPartition, partition: PartitionOptions, training: PlanOptions
 ) -> PlanOptions:
     """What is asked of the plan: what is given, else what the partition says."""
-    several = given.virtual_stages > 1
+    several = fixed.virtual_stages > 1
     mini_batch = training.mini_batch or read.mini_batch
     return replace(
         training,
         mini_batch=mini_batch,
-        micro_batches=training.micro_batches or _micro_batches(read, given, mini_batch),
+        micro_batches=training.micro_batches or _micro_batches(read, fixed, mini_batch),
         schedule=partition.schedule or read.schedule or ("interleaved" if several else "auto"),
         recompute=partition.recompute or read.recompute or "auto",
         runtime=training.runtime or read.runtime,
     )
 
 
-def _micro_batches(read: Partition, given: FixedPartition, mini_batch: int | None) -> int | None:
+def _micro_batches(read: Partition, fixed: FixedPartition, mini_batch: int | None) -> int | None:
     """As many as make the global batch of micro-batches as the partition is for; None: it does not say."""
     if mini_batch is None or read.samples is None:
         return None
-    whole = read.samples * given.replicas
+    whole = read.samples * fixed.replicas
     if mini_batch % whole:
         raise UsageError(
             f"a global batch of {mini_batch} does not divide into micro-batches of {read.samples} samples on "
-            f"each of {given.replicas} replicas, as the partition says",
+            f"each of {fixed.replicas} replicas, as the partition says",
             "Give `micro_batches`, or another `mini_batch` or `replicas`.",
         )
     return mini_batch // whole

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..cost_models import arguments
 from ..cost_models.errors import FileError
 from ..cost_models.layer import Chain
-from ..cost_models.machines.processor_seconds import PROCESSOR, check_processor_seconds_of
+from ..cost_models.machines.processor_seconds import PROCESSOR, check_seconds_on_kind
 from ..cost_models.machines.topology_options import described_topology, make_topology
 from ..cost_models.topology import Topology
 from ..planner.layout import devices_needed, read_machine
@@ -48,14 +48,14 @@ def own_profiles(topology: Topology, folder: Path, seconds_of: str | None = PROC
     Raises FileError, and UsageError where one of a GPU was measured on a processor and `seconds_of` does not
     say that it is meant.
     """
-    made = {}
+    profiles = {}
     for kind in topology.kinds:
         if kind.profile is not None:
             profile = _profile(folder / kind.profile, kind.name)
             if seconds_of is None:
-                check_processor_seconds_of(profiled_device(profile), kind)
-            made[kind.profile] = profile.chain()
-    return made
+                check_seconds_on_kind(profiled_device(profile), kind)
+            profiles[kind.profile] = profile.chain()
+    return profiles
 
 
 def _profile(path: Path, kind: str) -> Profile:

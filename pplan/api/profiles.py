@@ -52,16 +52,21 @@ def profile(
     from ..profiler.measure import profile_model
 
     # A model can take long to build: what is refused anyway is refused before.
-    (asked,) = options_from(options, ProfileOptions, of="profile")
-    for name, told in {"progress": progress, "remark": remark}.items():
-        arguments.function(name, told)
-    target = parse_analytic_device(asked.device, asked.calibrate)
-    device_named("meta" if target is not None else asked.device)
-    if asked.dtype is not None:
-        dtype_named(asked.dtype)
+    (profile_options,) = options_from(options, ProfileOptions, of="profile")
+    for name, callback in {"progress": progress, "remark": remark}.items():
+        arguments.function(name, callback)
+    target = parse_analytic_device(profile_options.device, profile_options.calibrate)
+    device_named("meta" if target is not None else profile_options.device)
+    if profile_options.dtype is not None:
+        dtype_named(profile_options.dtype)
     return profile_model(
-        _loaded(model, example_input, asked, on_meta=target is not None or asked.device == "meta"),
-        asked,
+        _load_subject(
+            model,
+            example_input,
+            profile_options,
+            on_meta=target is not None or profile_options.device == "meta",
+        ),
+        profile_options,
         progress=progress,
         estimate_for=target,
         remark=remark,
@@ -84,8 +89,8 @@ def import_profile(
 
     Raises UsageError, FileError (the file, with the line or index).
     """
-    (asked,) = options_from(options, ProfileImportOptions, of="import_profile")
-    imported = import_file(arguments.path("path", path), asked)
+    (import_options,) = options_from(options, ProfileImportOptions, of="import_profile")
+    imported = import_file(arguments.path("path", path), import_options)
     return imported.model_copy(update={"made_by": made_by(MadeBy())})
 
 
@@ -157,8 +162,8 @@ def load_model(
     return loaded.module, example.args[0] if len(example.args) == 1 else example.args
 
 
-def _loaded(
-    model: str | nn.Module, example_input: ExampleInput | None, asked: ProfileOptions, *, on_meta: bool
+def _load_subject(
+    model: str | nn.Module, example_input: ExampleInput | None, options: ProfileOptions, *, on_meta: bool
 ) -> LoadedModel:
     from torch import nn
 
@@ -172,16 +177,16 @@ def _loaded(
             )
         return load(
             model,
-            classes=asked.classes,
-            input_shape=asked.input_shape,
-            settings=asked.settings,
-            seed=asked.seed,
+            classes=options.classes,
+            input_shape=options.input_shape,
+            settings=options.settings,
+            seed=options.seed,
             on_meta=on_meta,
         )
     arguments.instance("model", model, nn.Module, "Give the name of a model, or a torch.nn.Module.")
     if example_input is None:
         raise UsageError("a module is given without example_input", "Give a batch of its input as a tensor.")
-    if asked.input_shape is not None or asked.classes is not None or asked.settings:
+    if options.input_shape is not None or options.classes is not None or options.settings:
         raise UsageError(
             "input_shape, classes or settings are given with a module", "Omit them: the module decides."
         )

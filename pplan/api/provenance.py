@@ -9,20 +9,20 @@ from importlib.metadata import PackageNotFoundError, version
 from ..cost_models.document import MadeBy
 
 
-def made_by(known: MadeBy, *, command: str = "", measured: MadeBy | None = None) -> MadeBy:
-    """`known` with its gaps filled: this pplan, this Python, now, and `command`.
+def made_by(origin: MadeBy, *, command: str = "", measured: MadeBy | None = None) -> MadeBy:
+    """`origin` with its gaps filled: this pplan, this Python, now, and `command`.
 
     The versions of torch, CUDA and the driver are those the figures were `measured` with.
     """
-    measured = measured or known
+    measured = measured or origin
     return MadeBy(
-        pplan=known.pplan or installed("pplan") or "",
-        command=command or known.command,
-        time=known.time or datetime.now(UTC).isoformat(timespec="seconds"),
-        python=known.python or platform.python_version(),
-        torch=known.torch or measured.torch,
-        cuda=known.cuda or measured.cuda,
-        driver=known.driver or measured.driver,
+        pplan=origin.pplan or installed("pplan") or "",
+        command=command or origin.command,
+        time=origin.time or datetime.now(UTC).isoformat(timespec="seconds"),
+        python=origin.python or platform.python_version(),
+        torch=origin.torch or measured.torch,
+        cuda=origin.cuda or measured.cuda,
+        driver=origin.driver or measured.driver,
     )
 
 

@@ -48,51 +48,55 @@ def simulate(
     Raises UsageError (numbers that the schedule, the global batch or the cuts do not allow, a profile of
     other layers), FileError.
     """
-    made = as_plan(plan)
+    plan_document = as_plan(plan)
     measured, reference = profile_and_reference(profile, "", "")
-    check_layers(made, reference)
+    check_layers(plan_document, reference)
     overrides, other = options_from(
         options, *(Overrides, MachineOptions), of="simulate", takes=SimulateKeywords.__annotations__
     )
-    machine = _topology(made, measured, other, devices_needed(made, overrides), "plan")
+    machine = _topology(plan_document, measured, other, devices_needed(plan_document, overrides), "plan")
     profiles = own_profiles(machine, other.folder)
     chain = measured.chain()
-    return _with_fields(lambda: simulate_plan(made, chain, machine, overrides, profiles)).timeline
+    return _with_fields(lambda: simulate_plan(plan_document, chain, machine, overrides, profiles)).timeline
 
 
 def simulate_files(read: PlanAndProfile, overrides: Overrides, machine: MachineOptions) -> Simulation:
     """A step of the plan, on its machine or on `machine`. Raises UsageError, FileError."""
     plan, chain = read.plan, read.profile.chain()
-    made = _topology(plan, read.profile, machine, devices_needed(plan, overrides), str(read.plan_file))
-    profiles = own_profiles(made, read.plan_file.parent if machine.topology is None else machine.folder)
-    found = _with_fields(lambda: simulate_plan(plan, chain, made, overrides, profiles))
+    topology = _topology(plan, read.profile, machine, devices_needed(plan, overrides), str(read.plan_file))
+    profiles = own_profiles(topology, read.plan_file.parent if machine.topology is None else machine.folder)
+    simulation = _with_fields(lambda: simulate_plan(plan, chain, topology, overrides, profiles))
     as_it_is = overrides == Overrides()
-    own = found if as_it_is else simulate_plan(plan, chain, made, profiles=profiles)
+    own = simulation if as_it_is else simulate_plan(plan, chain, topology, profiles=profiles)
     simulated = Simulation(
-        schedule=found.schedule,
+        schedule=simulation.schedule,
         micro_batches=overrides.micro_batches or plan.micro_batches,
-        virtual_stages=found.virtual_stages,
-        timeline=found.timeline,
+        virtual_stages=simulation.virtual_stages,
+        timeline=simulation.timeline,
         plan=read.plan_file.name,
         mini_batch=plan.mini_batch,
-        plan_seconds=None if own is found else own.timeline.step_seconds,
-        layers=found.layers,
-        memory=found.memory,
+        plan_seconds=None if own is simulation else own.timeline.step_seconds,
+        layers=simulation.layers,
+        memory=simulation.memory,
     )
     bare = Simulation(
         own.schedule, plan.micro_batches, own.virtual_stages, own.timeline, mini_batch=plan.mini_batch
     )
-    unlike = _differences(plan, bare.mini_batch_seconds, given=machine != MachineOptions())
-    return replace(simulated, notes=(*found.notes, *transfer_note(overrides.transfers), *unlike))
+    unlike = _differences(plan, bare.mini_batch_seconds, are_overridden=machine != MachineOptions())
+    return replace(simulated, notes=(*simulation.notes, *transfer_note(overrides.transfers), *unlike))
 
 
-def simulate_costs(costs: StageCosts, asked: Overrides) -> Simulation:
-    """A step of the costs given, of which `asked` says the schedule, the stages and the micro-batches.
+def simulate_costs(costs: StageCosts, overrides: Overrides) -> Simulation:
+    """A step of the costs given, of which `overrides` says the schedule, the stages and the micro-batches.
 
     Raises UsageError.
     """
-    own, stages, micro_batches = SCHEDULES[asked.schedule or ""], asked.stages or 1, asked.micro_batches or 1
-    chunks = asked.virtual_stages or own.default_virtual_stages
+    own, stages, micro_batches = (
+        SCHEDULES[overrides.schedule or ""],
+        overrides.stages or 1,
+        overrides.micro_batches or 1,
+    )
+    chunks = overrides.virtual_stages or own.default_virtual_stages
     check_size(stages, micro_batches, chunks)
     if not own.synchronous:
         check_steady_size(stages, LONG_ENOUGH * stages, chunks)
@@ -101,8 +105,8 @@ def simulate_costs(costs: StageCosts, asked: Overrides) -> Simulation:
         schedule=own,
         micro_batches=micro_batches,
         virtual_stages=chunks,
-        timeline=simulate_program(program, costs.costs(program, asked.transfers)),
-        notes=(*_notes(program, costs), *transfer_note(asked.transfers)),
+        timeline=simulate_program(program, costs.costs(program, overrides.transfers)),
+        notes=(*_notes(program, costs), *transfer_note(overrides.transfers)),
     )
 
 
@@ -129,11 +133,11 @@ def _with_fields(make: Callable[[], T]) -> T:
     try:
         return make()
     except UsageError as error:
-        found = re.match(r"(virtual stages|micro-batches|stages) (\d+)", error.what)
-        if found is None:
+        match = re.match(r"(virtual stages|micro-batches|stages) (\d+)", error.what)
+        if match is None:
             raise
-        field = found[1].replace(" ", "_").replace("-", "_")
-        raise UsageError(f"{field}={found[2]}{error.what[found.end() :]}", error.hint) from error
+        field = match[1].replace(" ", "_").replace("-", "_")
+        raise UsageError(f"{field}={match[2]}{error.what[match.end() :]}", error.hint) from error
 
 
 def _topology(plan: Plan, profile: Profile, machine: MachineOptions, gpus: int, where: str) -> Topology:
@@ -144,19 +148,19 @@ def _topology(plan: Plan, profile: Profile, machine: MachineOptions, gpus: int, 
     file = machine.topology if another else read_machine(plan, where)
     topology = make_topology(gpus=gpus, **machine.parts, file=file, profiled=profiled)
     if another:
-        check_processor_seconds(profiled, topology, plan.wishes.seconds_of)
+        check_processor_seconds(profiled, topology, plan.options.seconds_of)
     return topology
 
 
-def _differences(plan: Plan, step: float, *, given: bool) -> list[str]:
+def _differences(plan: Plan, step: float, *, are_overridden: bool) -> list[str]:
     """That the plan as it is takes `step` seconds, other than it says: it was made for another machine.
-    `given`: the user named one."""
-    said = plan.prediction.step_seconds
+    `are_overridden`: the user named one."""
+    predicted = plan.prediction.step_seconds
     # A difference that does not show would read as a contradiction.
-    if abs(step - said) <= 1e3 * TIE * said or format_seconds(step) == format_seconds(said):
+    if abs(step - predicted) <= 1e3 * TIE * predicted or format_seconds(step) == format_seconds(predicted):
         return []
-    advice = "" if given else "; name that with `topology`, `gpu`, `bandwidth` or `latency`"
+    advice = "" if are_overridden else "; name that with `topology`, `gpu`, `bandwidth` or `latency`"
     return [
-        f"the plan as it is takes {format_seconds(step)} here, it says {format_seconds(said)}: it was made "
-        f"for {plan.topology or 'another machine'}{advice}"
+        f"the plan as it is takes {format_seconds(step)} here, it says {format_seconds(predicted)}: "
+        f"it was made for {plan.topology or 'another machine'}{advice}"
     ]

@@ -11,7 +11,7 @@ from ..cost_models.quantities import counted
 from ..cost_models.schedules import Schedule
 from ..cost_models.simulator.steady import SteadyState, steady_state
 from ..cost_models.timeline import Timeline
-from ..planner.assembly import DeviceMemory
+from ..planner.plan_simulation import DeviceMemory
 
 LONG_ENOUGH = 8
 """Micro-batches a stage in a row from which an asynchronous schedule is taken to be steady."""
@@ -163,50 +163,50 @@ class SimulationFile(Document):
     made_by: MadeBy = MadeBy()
 
 
-def simulation_file(found: Simulation, origin: MadeBy, *, actions: bool = False) -> SimulationFile:
+def simulation_file(simulation: Simulation, origin: MadeBy, *, actions: bool = False) -> SimulationFile:
     """What was found, as JSON; with every action and transfer, and the memory of a plan's stages over time,
     where `actions` are asked for."""
-    timeline = found.timeline
+    timeline = simulation.timeline
     return SimulationFile(
-        schedule=found.schedule.name,
-        micro_batches=found.micro_batches,
-        virtual_stages=found.virtual_stages,
+        schedule=simulation.schedule.name,
+        micro_batches=simulation.micro_batches,
+        virtual_stages=simulation.virtual_stages,
         step_seconds=timeline.step_seconds,
-        samples_per_second=found.samples_per_second,
-        steady_seconds=found.steady.seconds_per_micro_batch if found.steady else None,
+        samples_per_second=simulation.samples_per_second,
+        steady_seconds=simulation.steady.seconds_per_micro_batch if simulation.steady else None,
         bubble=timeline.bubble,
         bubble_rate_span=timeline.bubble_rate_span,
         peak_in_flight=list(timeline.peak_in_flight),
-        weight_versions=found.weight_versions,
-        staleness=found.staleness,
-        stages=[_stage(found, stage, over_time=actions) for stage in range(found.stages)],
-        actions=_actions(found) if actions else None,
-        transfers=_transfers(found) if actions else None,
-        plan=found.plan or None,
-        plan_step_seconds=found.plan_seconds,
-        notes=list(found.notes),
+        weight_versions=simulation.weight_versions,
+        staleness=simulation.staleness,
+        stages=[_stage(simulation, stage, over_time=actions) for stage in range(simulation.stages)],
+        actions=_actions(simulation) if actions else None,
+        transfers=_transfers(simulation) if actions else None,
+        plan=simulation.plan or None,
+        plan_step_seconds=simulation.plan_seconds,
+        notes=list(simulation.notes),
         made_by=origin,
     )
 
 
-def _stage(found: Simulation, stage: int, *, over_time: bool) -> SimulatedStage:
-    times = found.timeline.stage_times[stage]
-    memory = None if found.memory is None else found.memory[stage]
+def _stage(simulation: Simulation, stage: int, *, over_time: bool) -> SimulatedStage:
+    times = simulation.timeline.stage_times[stage]
+    memory = None if simulation.memory is None else simulation.memory[stage]
     return SimulatedStage(
         stage=stage,
         **{f"{name}_seconds": seconds for name, seconds in times._asdict().items()},
-        peak_in_flight=found.timeline.peak_in_flight[stage],
-        layers=None if found.layers is None else list(found.layers[stage]),
+        peak_in_flight=simulation.timeline.peak_in_flight[stage],
+        layers=None if simulation.layers is None else list(simulation.layers[stage]),
         memory=None if memory is None else memory.terms,
         memory_bytes=None if memory is None else memory.bytes,
         memory_limit_bytes=None if memory is None else memory.limit_bytes,
-        memory_over_time=memory.over_time(found.timeline, stage)
+        memory_over_time=memory.over_time(simulation.timeline, stage)
         if memory is not None and over_time
         else None,
     )
 
 
-def _actions(found: Simulation) -> list[SimulatedAction]:
+def _actions(simulation: Simulation) -> list[SimulatedAction]:
     return [
         SimulatedAction(
             stage=span.stage,
@@ -216,11 +216,11 @@ def _actions(found: Simulation) -> list[SimulatedAction]:
             start_seconds=span.start,
             end_seconds=span.end,
         )
-        for span in found.timeline.spans
+        for span in simulation.timeline.spans
     ]
 
 
-def _transfers(found: Simulation) -> list[SimulatedTransfer]:
+def _transfers(simulation: Simulation) -> list[SimulatedTransfer]:
     return [
         SimulatedTransfer(
             stage=sent.stage,
@@ -231,5 +231,5 @@ def _transfers(found: Simulation) -> list[SimulatedTransfer]:
             start_seconds=sent.start,
             end_seconds=sent.end,
         )
-        for sent in found.timeline.transfers
+        for sent in simulation.timeline.transfers
     ]

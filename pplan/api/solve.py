@@ -63,10 +63,10 @@ def solve(
 
     Raises UsageError, FileError (the profile, the topology), InfeasibleError (no plan fits).
     """
-    return _solved(profile, options, profile_file, profile_sha256)
+    return _solve(profile, options, profile_file, profile_sha256)
 
 
-def _solved(
+def _solve(
     profile: Profile | str | Path,
     options: Mapping[str, Any],
     profile_file: str,
@@ -128,7 +128,7 @@ def frontier(
         options, MachineOptions, PlanOptions, FrontierOptions, of="frontier"
     )
     problem = make_problem(measured, reference, machine, plan_options)
-    found = build_frontier(
+    curve = build_frontier(
         problem,
         model=measured.model,
         profile=reference,
@@ -136,7 +136,7 @@ def frontier(
         points=own.points,
         memory_step=own.memory_step,
     )
-    return found.model_copy(update={"made_by": made_by(found.made_by, measured=measured.made_by)})
+    return curve.model_copy(update={"made_by": made_by(curve.made_by, measured=measured.made_by)})
 
 
 def sweep(
@@ -167,7 +167,7 @@ def sweep(
     check_values(common, *MODELS)
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
     rows = solve_points(
-        partial(_solved_point, measured, reference.file, reference.sha256, common),
+        partial(_solve_point, measured, reference.file, reference.sha256, common),
         list_points(grid),
         backend=own.backend,
         jobs=own.jobs,
@@ -180,21 +180,21 @@ def sweep(
     )
 
 
-def _solved_point(
+def _solve_point(
     profile: Profile, profile_file: str, profile_sha256: str, options: Mapping[str, Any], **point: Any
 ) -> Plan:
     """In a process of its own: without comparisons, which no row shows."""
     own = {**options, **point}
-    return _solved(profile, own, profile_file, profile_sha256, compared=False)
+    return _solve(profile, own, profile_file, profile_sha256, compared=False)
 
 
 def check_grid(grid: Any, options: Mapping[str, Any]) -> None:
     """Raises UsageError for keys that are no arguments, or stand in both, and for values that are no list."""
     arguments.instance("grid", grid, Mapping, 'For example: grid={"gpus": [2, 4]}.')
-    known = [name for model in MODELS for name in declared(model)]
+    names = [name for model in MODELS for name in declared(model)]
     for key in (*grid, *options):
-        if key not in known:
-            raise unknown_option(key, known, "solve")
+        if key not in names:
+            raise unknown_option(key, names, "solve")
     twice = next((key for key in grid if key in options), None)
     if twice is not None:
         raise UsageError(f"{twice}: is in the grid and an option besides", "Omit one of the two.")

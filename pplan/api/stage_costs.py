@@ -27,15 +27,15 @@ def _read_milliseconds(text: str, name: str) -> tuple[float, ...]:
     return tuple(_milliseconds(part.strip(), f"{name} {text}", name) for part in text.split(","))
 
 
-def _milliseconds(part: str, shown: str, name: str) -> float:
+def _milliseconds(part: str, text: str, name: str) -> float:
     hint = f"Give milliseconds, one value or one a stage: {name} 18.5 or {name} 18.5,20,19"
     if not _NUMBER.fullmatch(part):
-        raise UsageError(f"{shown}: {part!r} is not a number of milliseconds", hint)
+        raise UsageError(f"{text}: {part!r} is not a number of milliseconds", hint)
     value = float(part)
     if value < 0:
-        raise UsageError(f"{shown}: {part} must not be negative", hint)
+        raise UsageError(f"{text}: {part} must not be negative", hint)
     if not math.isfinite(value) or value > MOST_MILLISECONDS:
-        raise UsageError(f"{shown}: {part} must be at most {MOST_MILLISECONDS:.0f}", hint)
+        raise UsageError(f"{text}: {part} must be at most {MOST_MILLISECONDS:.0f}", hint)
     return value
 
 
@@ -71,8 +71,8 @@ class CostOptions(Options):
 
     def seconds(self, name: str) -> tuple[float, ...] | None:
         """Those of a field."""
-        given: tuple[float, ...] | None = getattr(self, name)
-        return None if given is None else tuple(value / 1e3 for value in given)
+        values: tuple[float, ...] | None = getattr(self, name)
+        return None if values is None else tuple(value / 1e3 for value in values)
 
 
 @dataclass(frozen=True)
@@ -93,20 +93,20 @@ class StageCosts:
         from ..cost_models.simulator.pipeline_costs import stage_costs
 
         self._check(program)
-        made = stage_costs(program, self.forward, self.backward, self.weight)
+        costs = stage_costs(program, self.forward, self.backward, self.weight)
         latency = self._latency(program)
         return replace(
-            made, forward_latency=latency, backward_latency=latency, transfers=transfers_named(transfers)
+            costs, forward_latency=latency, backward_latency=latency, transfers=transfers_named(transfers)
         )
 
     def _check(self, program: Program) -> None:
         stages = program.devices
-        named = (
+        values_by_name = (
             ("forward_ms", self.forward),
             ("backward_ms", self.backward),
             ("weight_ms", self.weight or (0.0,)),
         )
-        for name, values in named:
+        for name, values in values_by_name:
             if len(values) not in (1, stages):
                 raise _wrong_count(name, values, stages, f"Give one value, or one for each stage: {stages}.")
         between = f"Give one value, or one for each of the {stages - 1} boundaries between the stages."
@@ -125,10 +125,10 @@ class StageCosts:
         import numpy as np
 
         pipes = program.pipes
-        rows = [[self._between(*ends, program.devices) for ends in pairwise(pipe)] for pipe in pipes]
+        rows = [[self._link_seconds(*ends, program.devices) for ends in pairwise(pipe)] for pipe in pipes]
         return np.array(rows, dtype=np.float64).reshape(len(pipes), program.slots - 1)
 
-    def _between(self, here: StageSlot, there: StageSlot, stages: int) -> float:
+    def _link_seconds(self, here: StageSlot, there: StageSlot, stages: int) -> float:
         """Between neighbours the value of the boundary, from the last stage to the first the last stage's."""
         if len(self.transfer) == 1 or here.device == there.device:
             return self.transfer[0]
@@ -144,8 +144,8 @@ class StageCosts:
 
 
 def _wrong_count(name: str, values: tuple[float, ...], stages: int, hint: str) -> UsageError:
-    shown = ",".join(f"{1e3 * value:g}" for value in values[:8]) + (",…" if len(values) > 8 else "")
-    return UsageError(f"{name}={shown}: {len(values)} values for {stages} stages", hint)
+    text = ",".join(f"{1e3 * value:g}" for value in values[:8]) + (",…" if len(values) > 8 else "")
+    return UsageError(f"{name}={text}: {len(values)} values for {stages} stages", hint)
 
 
 def check_size(stages: int, micro_batches: int, virtual_stages: int) -> None:

@@ -25,16 +25,16 @@ def verify(plan: Plan | str | Path, profile: Profile | str | Path | None = None)
     """
     if isinstance(plan, str | Path):
         path = profile if isinstance(profile, str | Path) else None
-        made = sources_of(Path(plan), None if path is None else Path(path))
+        sources = sources_of(Path(plan), None if path is None else Path(path))
     else:
         check_is_plan(plan)
-        made = Sources(plan.to_json().encode(), "plan")
+        sources = Sources(plan.to_json().encode(), "plan")
         if isinstance(profile, str | Path):
-            made.profile = read_content(Path(profile), "profile", LARGEST_PROFILE)
-            made.profile_name, made.folder = str(profile), Path(profile).parent
+            sources.profile = read_content(Path(profile), "profile", LARGEST_PROFILE)
+            sources.profile_name, sources.folder = str(profile), Path(profile).parent
     if profile is not None and not isinstance(profile, str | Path):
         arguments.instance(
             "profile", profile, Profile, "Give what pplan.profile returns, or the path of its file."
         )
-        made.profile, made.profile_name, made.is_file = profile.to_json().encode(), "profile", False
-    return verify_sources(made)
+        sources.profile, sources.profile_name, sources.is_file = profile.to_json().encode(), "profile", False
+    return verify_sources(sources)

@@ -52,7 +52,7 @@ def _seconds(check: LineCheck, inputs: VerificationInputs) -> None:
 
 def _memory(check: LineCheck, inputs: VerificationInputs) -> None:
     plan, figures = inputs.plan, inputs.figures(check)
-    requested = plan.wishes.optional_number("memory_limit")
+    requested = plan.options.optional_number("memory_limit")
     told = (*plan.warnings, *plan.notes)
     lacking = plan.was_given and any(each.startswith("it does not fit") for each in told)
     for device in range(figures.order.devices):

@@ -59,8 +59,8 @@ def _baseline(check: LineCheck, inputs: VerificationInputs, name: str, table: Ta
         return
     check.holds("a step of no seconds", step > 0, step)
     fastest = plan.prediction.number("step_seconds")
-    best = plan.wishes.text("planner", "best") == "best" and plan.objective is None
-    left_open = plan.runtime is None and plan.wishes.text("schedule", "auto") == "auto"
+    best = plan.options.text("planner", "best") == "best" and plan.objective is None
+    left_open = plan.runtime is None and plan.options.text("schedule", "auto") == "auto"
     beside = name in FREE or (name == "interleaved" and left_open)  # not in the running
     if best and not beside and not plan.was_given:
         check.holds("it is faster than the plan", step >= fastest * (1 - TOLERANCE), step, fastest)
@@ -95,7 +95,7 @@ def _one_stage(
             modes=(mode,),
             one_process=launches,
         )
-        if made.ledger(0).bytes <= made.limit(0, inputs.plan.wishes.optional_number("memory_limit")) + 1:
+        if made.ledger(0).bytes <= made.limit(0, inputs.plan.options.optional_number("memory_limit")) + 1:
             steps.append(made.step.seconds)
     check.holds("it does not fit", bool(steps))
     check.near("step_seconds", step, min(steps, key=lambda own: abs(own - step)))
@@ -174,7 +174,7 @@ def _alternative_figures(check: LineCheck, inputs: VerificationInputs, table: Ta
     for end in shape.ends[:-1]:
         check.holds(f"the profile allows no cut after layer {end - 1}", base.layers.cut_after[end - 1])
     made = shape.figures(base)
-    requested, said = inputs.plan.wishes.optional_number("memory_limit"), table.counts("memory_bytes")
+    requested, said = inputs.plan.options.optional_number("memory_limit"), table.counts("memory_bytes")
     check.holds(
         "memory_bytes, by stage", not said or len(said) == len(shape.ends), len(said), len(shape.ends)
     )

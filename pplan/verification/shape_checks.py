@@ -85,7 +85,7 @@ def _layers(check: LineCheck, inputs: VerificationInputs) -> None:
 
 
 def _cuts(check: LineCheck, inputs: VerificationInputs) -> None:
-    plan, layers, options = inputs.plan, inputs.layers, inputs.plan.wishes
+    plan, layers, options = inputs.plan, inputs.layers, inputs.plan.options
     names = plan.layer_names if layers is None else list(layers.names)
     ends = [end for end in plan.ends[:-1] if 0 < end < len(names)]
     check.holds("a cut behind the last layer", layers is None or len(ends) == len(plan.ends) - 1)
@@ -116,7 +116,7 @@ def _pinned(check: LineCheck, inputs: VerificationInputs, names: list[str], pin:
 
 
 def _devices(check: LineCheck, inputs: VerificationInputs) -> None:
-    plan, machine, options = inputs.plan, inputs.machine, inputs.plan.wishes
+    plan, machine, options = inputs.plan, inputs.machine, inputs.plan.options
     for number, stage in enumerate(plan.stages):
         check.same(f"replicas of stage {number}", stage.replicas, len(stage.devices))
         check.holds(f"stage {number} has a device twice", len(set(stage.devices)) == len(stage.devices))
@@ -142,7 +142,7 @@ def _devices(check: LineCheck, inputs: VerificationInputs) -> None:
 
 
 def _micro_batches(check: LineCheck, inputs: VerificationInputs) -> None:
-    plan, options = inputs.plan, inputs.plan.wishes
+    plan, options = inputs.plan, inputs.plan.options
     made = plan.micro_batches * plan.micro_batch_size
     check.same("mini_batch, of micro_batches times micro_batch_size", plan.mini_batch, made)
     most = max(stage.replicas for stage in plan.stages)
@@ -161,7 +161,7 @@ def _recompute(check: LineCheck, inputs: VerificationInputs) -> None:
         mixed = plan.recompute == "selective"
         fine = stage.recompute in RECOMPUTES[:3] if mixed else stage.recompute in (None, plan.recompute)
         check.holds(f"recomputation of stage {number}", fine, stage.recompute, plan.recompute)
-    mode = plan.wishes.text("recompute", "auto")
+    mode = plan.options.text("recompute", "auto")
     check.holds("it is not the requested one", mode in ("auto", plan.recompute), plan.recompute, mode)
     last = plan.schedule == "gpipe" or "except_last" not in plan.modes
     check.holds(
@@ -170,7 +170,7 @@ def _recompute(check: LineCheck, inputs: VerificationInputs) -> None:
 
 
 def _training(check: LineCheck, inputs: VerificationInputs) -> None:
-    plan, options = inputs.plan, inputs.plan.wishes
+    plan, options = inputs.plan, inputs.plan.options
     training = training_of(plan)
     if inputs.profile is not None:
         check.same("amp", plan.profile.optional_text("amp"), _known(plan, "amp", inputs.profile))
@@ -199,7 +199,7 @@ def _shared(check: LineCheck, inputs: VerificationInputs, allowed: str) -> None:
 
 def _runtime(check: LineCheck, inputs: VerificationInputs) -> None:
     plan = inputs.plan
-    requested = plan.wishes.optional_text("runtime")
+    requested = plan.options.optional_text("runtime")
     check.same("runtime, and the requested one", plan.runtime, requested)
     if plan.runtime is None:
         return

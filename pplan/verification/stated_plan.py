@@ -49,7 +49,7 @@ class StatedPlan:
     objective: Table | None
     baselines: list[Table]
     alternatives: list[Table]
-    wishes: Table
+    options: Table
     searched: str
     notes: list[str]
     warnings: list[str]
@@ -94,7 +94,7 @@ def stated_plan(table: Table) -> StatedPlan:
         objective=table.table("objective") if table.has("objective") else None,
         baselines=table.tables("baselines"),
         alternatives=table.tables("alternatives"),
-        wishes=table.table("wishes", optional=True),
+        options=table.table("options" if table.has("options") else "wishes", optional=True),
         searched=table.text("searched", ""),
         notes=table.texts("notes"),
         warnings=table.texts("warnings"),

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..torch_internals import tree_leaves
+from ..torch_internals import has_hooks, tree_leaves
 from ..user_model.failures import at_user_line, first_line
 from .differences import Difference, named
 from .side_by_side import LayersDiffer, SideBySide
-from .training_pass import Trainee
+from .training_pass import Trainee, plain_attributes
 
 _NAME = "Name the module around that part a layer, which is then run as it is: granularity='module:PATTERN'."
 _GRADIENTS = (
@@ -58,6 +58,18 @@ def describe(side: SideBySide, error: LayersDiffer, layer_names: Sequence[str]) 
     layer = _holder(first, side, layer_names)
     what = f"{named(first)} is not the model's {when}{_by(first)}{layer}"
     return what, (_GRADIENTS if first.kind == "gradient" else _hint(error, random)) + _NAME
+
+
+def suspects(side: SideBySide, error: LayersDiffer) -> Iterator[str]:
+    """Modules inside the model that do what a graph loses: a buffer that they leave differs, they change
+    attributes in Python, or have hooks."""
+    owners = [each.name.rpartition(".")[0] for each in error.differences if each.kind == "buffer"]
+    before = plain_attributes(side.model)
+    changed = [name for name, value in side.attributes.items() if before.get(name) != value]
+    hooked = [path for path, module in side.model.named_modules() if has_hooks(module)]
+    for path in (*owners, *(name.rpartition(".")[0] for name in changed), *hooked):
+        if path:
+            yield path
 
 
 def _hint(error: LayersDiffer, random: bool) -> str:

@@ -17,7 +17,7 @@ from ..user_model.failures import is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import fixed_seed
 from .batch_dimension import mixing_module
-from .descriptions import describe
+from .descriptions import describe, suspects
 from .differences import not_finite
 from .side_by_side import Bind, LayersDiffer, ModelFails, RoundingHides, SideBySide
 
@@ -104,7 +104,9 @@ class ModelCheck:
             except LayersDiffer as error:
                 with fixed_seed(side.seed):
                     what, hint = describe(side, error, layer_names)
-                raise NotTheModel(f"{self._name} cannot be traced by {how}: {what}", hint) from None
+                refusal = NotTheModel(f"{self._name} cannot be traced by {how}: {what}", hint)
+                refusal.suspects = tuple(dict.fromkeys(suspects(side, error)))
+                raise refusal from None
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

@@ -87,6 +87,11 @@ class SideBySide:
             if changes and own.get(name) != value:
                 yield name
 
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What modules keep in Python after the model's first pass, by dotted name."""
+        return self._states[0] if self._states else {}
+
     def plain(self) -> Trainee:
         """A copy of the model."""
         copy = copy_model(self.model, self.name)

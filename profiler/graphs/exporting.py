@@ -14,13 +14,14 @@ The mode is baked where no leaf module holds it: `F.dropout(x, p, self.training)
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import io
 import itertools
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,8 @@ from ..user_model.failures import first_line, is_out_of_memory, user_line
 from ..user_model.flat_output import FlatOutput
 from ..user_model.loaded_model import ModelInput
 from .export_cleaning import ask_devices, drop_checks, drop_unused_sizes, value_kind, write_early
-from .graph import TracedGraph
+from .graph import AROUND, TracedGraph
+from .opaque_calls import OpaqueCalls
 from .regions import as_calls, bodies
 from .remodule import attribute, drop_aliases, leaf_calls_made_whole, path_of, tell_inputs_apart
 from .tracing_patches import masks_as_in_training, refuse_custom_functions
@@ -44,6 +46,53 @@ _INSTEAD = (
     "Give granularity='module:PATTERN' with modules around what cannot be traced, "
     "or make the model an nn.Sequential of its layers."
 )
+
+
+def export_around(model: nn.Module, given: ModelInput, name: str, whole: Sequence[str] = ()) -> TracedGraph:
+    """As `export_graph` on the model's own device; each call of a module is one, and is not gone into, of the
+    modules `whole`, of those that cannot be traced, and of all others of their classes.
+
+    The graph's tool names them. Raises as `export_graph` does.
+    """
+    paths: list[str] = []
+    for path in whole:
+        paths = _with_its_class(model, path, paths)
+    while True:
+        inside: list[str] = []
+        try:
+            graph = _graph(model, _exported_around(model, given, name, paths, inside), paths)
+            return dataclasses.replace(graph, tool=AROUND + ", ".join(paths))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            failed = next((path for path in reversed(inside) if not _is_within(path, paths)), "")
+            if not failed:
+                raise _as_model_error(error, name) from error
+            paths = _with_its_class(model, failed, paths)
+
+
+def _with_its_class(model: nn.Module, path: str, paths: Sequence[str]) -> list[str]:
+    """`paths` and that of a module, and of all others of its class; outermost ones only."""
+    kind = type(model.get_submodule(path))
+    every = [*paths, *(other for other, part in model.named_modules() if other and type(part) is kind)]
+    return [
+        one for one in dict.fromkeys(every) if not _is_within(one, [each for each in every if each != one])
+    ]
+
+
+def _is_within(path: str, paths: list[str]) -> bool:
+    return any(f"{path}.".startswith(f"{each}.") for each in paths)
+
+
+def _exported_around(
+    model: nn.Module, given: ModelInput, name: str, paths: list[str], inside: list[str]
+) -> _Export:
+    """`inside`: takes the modules that were being called when it failed."""
+    calls = OpaqueCalls(paths)
+    if paths:
+        watched, some, _ = _for_real(model, given, name)
+        calls.watch(watched, [some, some.repeated(some.batch + 1)])
+    return _exported(*_for_real(model, given, name), calls, inside)
 
 
 def export_graph(model: nn.Module, given: ModelInput, name: str, *, for_real: bool = False) -> TracedGraph:
@@ -67,13 +116,16 @@ def export_graph(model: nn.Module, given: ModelInput, name: str, *, for_real: bo
         else:
             return _graph(model, export)
     # On the meta device much fails that is not the model's fault.
-    failure = failures[-1]
+    raise _as_model_error(failures[-1], name) from failures[-1]
+
+
+def _as_model_error(failure: Exception, name: str) -> ModelError:
     if isinstance(failure, ModelError):
-        raise failure
-    raise ModelError(
+        return failure
+    return ModelError(
         f"{name} cannot be traced by torch.export: {first_line(failure)}{_at(_stopping_line(failure))}",
         _INSTEAD,
-    ) from failure
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +136,9 @@ class _Export:
     device: torch.device
     inputs: tuple[fx.Node, ...]
     finish: Callable[[Any], Any] | None
+    no_tensors: Set[nn.Module]
+    """Modules of `traced` that return something else than a tensor."""
+    calls: OpaqueCalls
 
 
 def _on_meta(model: nn.Module, given: ModelInput, name: str) -> tuple[nn.Module, ModelInput, str]:
@@ -101,8 +156,17 @@ def _several(given: ModelInput) -> ModelInput:
     return given.repeated(next(n for n in itertools.count(max(2, given.batch)) if n not in others))
 
 
-def _exported(model: nn.Module, given: ModelInput, name: str) -> _Export:
-    tell_inputs_apart(model)
+def _exported(
+    model: nn.Module,
+    given: ModelInput,
+    name: str,
+    calls: OpaqueCalls | None = None,
+    inside: list[str] | None = None,
+) -> _Export:
+    calls = calls or OpaqueCalls(())
+    no_tensors = tell_inputs_apart(model)
+    if inside is not None:
+        _note_calls(model, inside)
     output = FlatOutput(model)
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in given.tensors:
@@ -110,13 +174,26 @@ def _exported(model: nn.Module, given: ModelInput, name: str) -> _Export:
             shapes[tensor] = {0: torch.export.Dim.AUTO}
     own_positions = "position_ids" not in given.kwargs
     masks = masks_as_in_training(one_text_a_row=own_positions)
-    with _silence(), masks, output.flattened(), refuse_custom_functions():
+    with _silence(), masks, output.flattened(), refuse_custom_functions(), calls.inside(model):
         _spell_keywords_out(model, given)
         program = torch.export.export(model, given.args, given.kwargs, dynamic_shapes=shapes, strict=False)
         module = program.module()
     inputs = _placeholders(module, program, given)
     _refuse_some_batch_sizes(inputs, program, given, name)
-    return _Export(module, model, given.tensors[0].device, inputs, output.finish)
+    if inside is not None:
+        inside.clear()
+    return _Export(module, model, given.tensors[0].device, inputs, output.finish, no_tensors, calls)
+
+
+def _note_calls(model: nn.Module, inside: list[str]) -> None:
+    """While `model` runs, `inside` are the modules that are being called, innermost last."""
+
+    def leave(*_: Any) -> None:
+        inside.pop()
+
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, path=path: inside.append(path))
+        module.register_forward_hook(leave)
 
 
 def _spell_keywords_out(model: nn.Module, given: ModelInput) -> None:
@@ -222,7 +299,7 @@ def _frame_line(place: Any) -> str:
     return f"{place.filename}:{place.lineno}, in {place.name}: {(place.line or '').strip()}"
 
 
-def _graph(model: nn.Module, export: _Export) -> TracedGraph:
+def _graph(model: nn.Module, export: _Export, opaque: Collection[str] = ()) -> TracedGraph:
     module = export.module
     as_calls(module)
     for body in (module, *bodies(module)):
@@ -231,7 +308,10 @@ def _graph(model: nn.Module, export: _Export) -> TracedGraph:
         ask_devices(body.graph, export.device)
     for node in module.graph.nodes:
         node.meta["value_kind"] = value_kind(node)
-    leaf_calls_made_whole(module.graph, export.traced)
+    export.calls.write_calls(module.graph, bodies(module))
+    leaf_calls_made_whole(
+        module.graph, export.traced, {*export.no_tensors, *map(export.traced.get_submodule, opaque)}
+    )
     drop_aliases(module.graph)
     for body in bodies(module):
         drop_aliases(body.graph)

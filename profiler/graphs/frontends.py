@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -11,11 +11,12 @@ from torch import nn
 
 from ...cost_models.errors import ModelError
 from ..torch_internals import has_hooks
-from ..user_model.failures import first_line, is_out_of_memory
+from ..user_model.failures import OTHER_INPUT, OTHER_SHAPE, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from .granularity import Granularity, refuse_unmatched
-from .graph import TracedGraph
+from .graph import AROUND, TracedGraph
 from .sequential_graph import ELEMENTS, is_plain_sequential, sequential_graph
+from .smallest_picture import larger_pictures
 from .tracing import INSTEAD, called_with, container_paths, trace_symbolically
 from .tracing_patches import notice_checkpoints
 from .trial import NotTheModel, Trial, refuse_failing, runs_on_meta
@@ -41,6 +42,23 @@ def trace_model(
     input, a pattern matches no module, `given` does not fit forward, or the model has hooks; and what `make`
     raises.
     """
+    try:
+        return _trace_model(model, given, name, granularity, make, tool)
+    except ModelError as error:
+        larger = larger_pictures(model, given, name) if error.hint in (OTHER_SHAPE, OTHER_INPUT) else ""
+        if larger:
+            raise ModelError(error.what, larger) from error
+        raise
+
+
+def _trace_model(
+    model: nn.Module,
+    given: ModelInput,
+    name: str,
+    granularity: Granularity,
+    make: Callable[[TracedGraph, Trial], _Made],
+    tool: str | None = None,
+) -> _Made:
     if has_hooks(model):
         raise ModelError(
             f"{name} has hooks of its own, which running its layers one by one would leave out",
@@ -53,11 +71,16 @@ def trace_model(
         return make(elements, Trial(elements, model, given, name))
     called_with(model, given, name)
     failures: list[ModelError] = []
-    for words, frontend in _frontends(model, granularity, tool):
+    suspects: list[str] = []
+    for words, frontend in _frontends(model, granularity, tool, suspects):
         try:
             with notice_checkpoints() as noticed:
                 traced = frontend(model, given, name)
-            traced = dataclasses.replace(traced, recomputes=bool(noticed), tool=words)
+            if traced.tool == AROUND:
+                # With nothing taken whole it is the graph that failed before.
+                continue
+            tool_used = traced.tool if traced.tool.startswith(AROUND) else words
+            traced = dataclasses.replace(traced, recomputes=bool(noticed), tool=tool_used)
         except ModelError as error:
             failures.append(error)
             continue
@@ -76,6 +99,7 @@ def trace_model(
             return make(traced, trial)
         except NotTheModel as error:
             failures.append(error)
+            suspects += error.suspects
     refuse_failing(model, given, name)
     raise _combined(failures, name)
 
@@ -87,17 +111,27 @@ def _as_model_error(error: Exception, words: str, name: str) -> ModelError:
 
 
 def _frontends(
-    model: nn.Module, granularity: Granularity, only: str | None
+    model: nn.Module, granularity: Granularity, only: str | None, suspects: Sequence[str]
 ) -> Iterator[tuple[str, _Frontend]]:
-    """Each with its name. Where there is none of the name `only`, as on the meta device, it is all."""
+    """Each with its name. Where there is none of the name `only`, as on the meta device, it is all.
+
+    `suspects` grows meanwhile: modules for the later ones to take whole.
+    """
     if only is None:
-        yield from _all_frontends(model, granularity)
+        yield from _all_frontends(model, granularity, suspects)
         return
-    every = list(_all_frontends(model, granularity))
+    if only.startswith(AROUND):
+        from .exporting import export_around
+
+        yield AROUND, partial(export_around, whole=only.removeprefix(AROUND).split(", "))
+        return
+    every = list(_all_frontends(model, granularity, suspects))
     yield from [pair for pair in every if pair[0] == only] or every
 
 
-def _all_frontends(model: nn.Module, granularity: Granularity) -> Iterator[tuple[str, _Frontend]]:
+def _all_frontends(
+    model: nn.Module, granularity: Granularity, suspects: Sequence[str]
+) -> Iterator[tuple[str, _Frontend]]:
     yield "torch.fx", trace_symbolically
     matched = [path for path, _ in model.named_modules() if path and granularity.outermost(path) == path]
     if matched:
@@ -106,11 +140,12 @@ def _all_frontends(model: nn.Module, granularity: Granularity) -> Iterator[tuple
         yield ELEMENTS, sequential_graph
         return
 
-    from .exporting import export_graph
+    from .exporting import export_around, export_graph
 
     yield "torch.export", export_graph
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         yield "torch.export on its device", partial(export_graph, for_real=True)
+        yield AROUND, partial(export_around, whole=suspects)
     containers = container_paths(model)
     if containers:
         yield "torch.fx around modules of torch.nn", _with_leaves([*matched, *containers])

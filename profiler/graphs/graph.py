@@ -10,6 +10,9 @@ from torch import fx, nn
 
 from ..torch_internals import is_persistent, make_transient
 
+AROUND = "torch.export around "
+"""What `TracedGraph.tool` begins with where modules are taken whole; their names follow."""
+
 
 @dataclass(frozen=True, eq=False)
 class TracedGraph:

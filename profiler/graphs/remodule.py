@@ -6,7 +6,7 @@ Then train() and eval() act on it, its hooks run, and it is known as what it is.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -15,25 +15,27 @@ from torch import Tensor, fx, nn
 from ..torch_internals import EXPORT_NO_MODULE, tree_map_only
 
 
-def leaf_calls_made_whole(graph: fx.Graph, model: nn.Module) -> None:
+def leaf_calls_made_whole(graph: fx.Graph, model: nn.Module, apart: Collection[nn.Module] = ()) -> None:
     """Replaces, in place, the nodes of each call of a leaf module by one `call_module` node.
 
     A leaf has no children and its forward one argument, and nothing else; its nodes take one tensor besides
-    its own parameters and buffers, and give one. Others stay as they are. `model` is what was traced.
+    its own parameters and buffers, and give one. Others stay as they are, and those of `apart`. `model` is
+    what was traced.
     Nodes carry torch.export's `nn_module_stack` and `val`, and `value_kind`.
     """
     places = {node: place for place, node in enumerate(graph.nodes)}
     for key, nodes in _by_call(graph).items():
         path = _innermost(nodes[0])[1]
         leaf = _leaf(model, path)
-        if leaf is not None:
+        if leaf is not None and leaf not in apart:
             call = _ModuleCall(graph, model, leaf, nodes, places)
             if call.is_whole:
                 call.make(path, key)
 
 
-def tell_inputs_apart(model: nn.Module) -> None:
-    """Before `model` is traced: every leaf is called with an alias of its input.
+def tell_inputs_apart(model: nn.Module) -> set[nn.Module]:
+    """Before `model` is traced: every leaf is called with an alias of its input. The set that it returns will
+    hold, when it was, the leaves that returned something else than a tensor.
 
     An operation that returns its input itself (dropout in eval, `to` the dtype it has) would otherwise stand
     for that input everywhere behind it: `x + dropout(x)` would be traced as `y = dropout(x); y + y`.
@@ -42,9 +44,17 @@ def tell_inputs_apart(model: nn.Module) -> None:
     def aliased(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map_only(Tensor, torch.ops.aten.alias.default, (args, kwargs))
 
+    found: set[nn.Module] = set()
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        if not isinstance(output, Tensor):
+            found.add(module)
+
     for module in model.modules():
         if not any(True for _ in module.children()):
             module.register_forward_pre_hook(aliased, with_kwargs=True)
+            module.register_forward_hook(note)
+    return found
 
 
 def drop_aliases(graph: fx.Graph) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from ...cost_models.errors import ModelError
 from ..torch_internals import tree_leaves
 from ..user_model.copies import copy_model, copy_to_meta
-from ..user_model.failures import at_user_line, first_line, is_out_of_memory
+from ..user_model.failures import OTHER_INPUT, at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import fixed_seed
 from .graph import TracedGraph, named
@@ -29,6 +29,9 @@ _MORE_SAMPLES = (1, 3)
 
 class NotTheModel(ModelError):
     """A graph that runs, and does other than the model it was made of."""
+
+    suspects: tuple[str, ...] = ()
+    """Modules that may be why: where they are taken whole, the rest may be the model."""
 
 
 class Trial:
@@ -125,7 +128,7 @@ def refuse_failing(model: nn.Module, given: ModelInput, name: str) -> None:
         f"{name} fails on its example input of shape {'x'.join(map(str, first.shape))} "
         f"({str(first.dtype).removeprefix('torch.')}), batch first: {first_line(failures[0])}"
         f"{at_user_line(failures[0])}",
-        "Give an input that the model takes.",
+        OTHER_INPUT,
     ) from failures[0]
 
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...cost_models.errors import FileError
-from .figures import Place, near, samples, seconds, shown, whole_bytes
+from ...cost_models.errors import FileError, shown
+from .figures import Place, near, samples, seconds, whole_bytes
 
 _TIMES = ("forward", "backward", "backward_input")
 _COLUMNS = (

@@ -7,13 +7,9 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ...cost_models.document import SHOWN
-from ...cost_models.errors import FileError
+from ...cost_models.errors import FileError, shown
+from ...cost_models.ranges import MOST_BYTES, MOST_SAMPLES, MOST_SECONDS
 
-_MOST_SECONDS = 1e9
-_MOST_BYTES = 2**63
-_MOST_SAMPLES = 2**24
-"""The bounds of a profile's fields."""
 _NAMED = 12
 """Names that an error shows."""
 
@@ -35,15 +31,15 @@ def seconds(place: Place, key: str, seen: object, *, milliseconds: bool = False)
     number = _number(place, key, seen)
     # Divided, so that 5 ms is the same float as 5e-3.
     found = number / 1e3 if milliseconds else number
-    if found > _MOST_SECONDS:
-        raise _out_of_bounds(place, key, seen, f"at most {_MOST_SECONDS:g} s")
+    if found > MOST_SECONDS:
+        raise _out_of_bounds(place, key, seen, f"at most {MOST_SECONDS:g} s")
     return found
 
 
 def whole_bytes(place: Place, key: str, seen: object) -> int:
     """The size `seen` under `key`, rounded: other tools write floats. Raises FileError."""
     found = seen if isinstance(seen, int) and not isinstance(seen, bool) else round(_number(place, key, seen))
-    if not 0 <= found < _MOST_BYTES:
+    if not 0 <= found <= MOST_BYTES:
         raise _out_of_bounds(place, key, seen, "at least 0 and less than 2**63 bytes")
     return found
 
@@ -51,8 +47,8 @@ def whole_bytes(place: Place, key: str, seen: object) -> int:
 def samples(place: Place, key: str, seen: object) -> int:
     """The number of samples `seen` under `key`. Raises FileError."""
     number = _number(place, key, seen)
-    if number != math.floor(number) or not 1 <= number <= _MOST_SAMPLES:
-        raise _out_of_bounds(place, key, seen, f"a whole number from 1 to {_MOST_SAMPLES}")
+    if number != math.floor(number) or not 1 <= number <= MOST_SAMPLES:
+        raise _out_of_bounds(place, key, seen, f"a whole number from 1 to {MOST_SAMPLES}")
     return int(number)
 
 
@@ -62,12 +58,6 @@ def near(word: str, known: Collection[str]) -> str:
     more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
     guess = f"Did you mean {found[0]}? " if found else ""
     return f"{guess}There are: {', '.join(list(known)[:_NAMED])}{more}."
-
-
-def shown(value: object) -> str:
-    """What stands there, cut where it is long."""
-    text = repr(value)
-    return f"{text[:SHOWN]}…" if len(text) > SHOWN else text
 
 
 def _number(place: Place, key: str, seen: object) -> float:

@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from ...cost_models.document import kind_of
 from ...cost_models.errors import FileError, UsageError
+from ...cost_models.file_kind import detect_kind
 from ...cost_models.quantities import counted, format_seconds
 from ...cost_models.text_files import read_text
 from ..profile_file import Profile, ProfiledLayer
@@ -51,7 +51,7 @@ def _recognised(text: str, path: Path) -> Format:
     """The format, by the content. Raises FileError."""
     if not text.strip():
         raise FileError(f"{path}: is empty", "Name a file of costs.")
-    kind = kind_of(text)
+    kind = detect_kind(text)
     # A table has the key `layers`, too; what pplan writes always has a schema.
     if kind is not None and "schema" in json.loads(text):
         raise FileError(

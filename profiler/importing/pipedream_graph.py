@@ -15,7 +15,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .figures import Place, near, seconds, shown, whole_bytes
+from ...cost_models.errors import shown
+from .figures import Place, near, seconds, whole_bytes
 
 _EXPECTED = (
     "Expected is a node, ID -- DESCRIPTION -- forward_compute_time=MS, backward_compute_time=MS, "

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from ...cost_models.errors import FileError, ModelError, UsageError
 from ..user_model.failures import first_line
+from .agreeing_sizes import agreeing_sizes, in_proportion, lists_of_layers, open_keys
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "layers": (
@@ -41,9 +42,13 @@ _KEYS: dict[str, tuple[str, ...]] = {
 
 _WORDS = ("layers", "hidden", "heads", "intermediate", "vocabulary", "sequence", "classes")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
-_HEAD_WIDTHS = ("head_dim", "d_kv", "kv_channels")
-_INNER_WIDTHS = (*_KEYS["intermediate"], "moe_intermediate_size", "shared_expert_intermediate_size")
-_SAME_WIDTHS = ("word_embed_proj_dim", "pooler_output_size", "embedding_size")
+_HEAD_WIDTHS = ("head_dim", "d_kv", "kv_channels", "attention_head_size", "d_head")
+_INNER_WIDTHS = (
+    *_KEYS["intermediate"],
+    "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+    "feed_forward_size", "intra_bottleneck_size", "embedding_size", "mamba_d_ssm",
+)  # fmt: skip
+_SAME_WIDTHS = ("word_embed_proj_dim", "pooler_output_size", "lru_width")
 """Widths that follow the hidden size where they equal it."""
 _OF_A_CHECKPOINT = ("dtype", "torch_dtype", "quantization_config", "auto_map", "_name_or_path", "model_type")
 """Of the file that weights were saved with. The weights made here are random, and float32."""
@@ -70,16 +75,17 @@ def configure_model(
     values = None if known_only or name in transformers.CONFIG_MAPPING else _file_values(name)
     kind = name if values is None else values["model_type"]
     family = _family(transformers, kind, name)
-    values = {key: value for key, value in (values or {}).items() if key not in _OF_A_CHECKPOINT}
+    values = {key: value for key, value in (values or open_keys(name)).items() if key not in _OF_A_CHECKPOINT}
     plain = _built(family, values, name)
     changes = _Changes(plain, name)
     changes.take(settings)
     changes.follow()
     changes.stretch_lists(values)
-    config = _built(family, values | changes.values | _no_cache(plain), name)
+    config = _built(family, values | changes.tree() | _no_cache(plain), name)
     if "tie_word_embeddings" in changes.values:
         # T5's class ties whatever it is told (it takes the key for another one).
         config.tie_word_embeddings = changes.values["tie_word_embeddings"]
+    _leave_out_caches(config)
     return ConfiguredModel(config, changes.sequence, tuple(changes.notes))
 
 
@@ -90,20 +96,24 @@ def size_of(config: Any, word: str) -> int | None:
 
 
 class _Changes:
-    """Keys of a configuration that are to have other values."""
+    """Keys of a configuration, and of those inside it (of text, of pictures), that get other values."""
 
-    def __init__(self, config: Any, name: str) -> None:
-        self._config, self._name = config, name
+    def __init__(self, config: Any, name: str, path: str = "") -> None:
+        self._config, self._name, self._path = config, name, path
         self._words: dict[str, int] = {}
         self.values: dict[str, Any] = {}
         self.sequence: int | None = None
         self.notes: list[str] = []
+        subs = {key: _value(config, key) for key in getattr(config, "sub_configs", {})}
+        self._parts = {
+            key: _Changes(sub, name, f"{path}{key}.") for key, sub in subs.items() if hasattr(sub, "to_dict")
+        }
 
     def take(self, settings: Mapping[str, object]) -> None:
         """Keys of the configuration's own first: they are the more exact."""
         for key, value in settings.items():
             if key not in _WORDS:
-                self.values[self._known(key)] = value
+                self._take_key(key, value)
         for word in _WORDS:
             if word in settings and settings[word] is not None:
                 self._take_word(word, settings[word])
@@ -117,18 +127,29 @@ class _Changes:
             followed |= self._head_widths()
         if "heads" in self._words:
             followed |= self._key_value_heads()
+        causes = [f"`{word}`" for word in ("hidden", "heads") if word in self._words]
+        if causes:
+            followed |= agreeing_sizes(self._sizes(followed))
+            self._let_follow(followed, " and ".join(causes))
+        if "layers" in self._words:
+            self._let_follow(lists_of_layers(self._sizes({}), self._words["layers"]), "`layers`")
+        if "vocab_size" in self.values:
+            self._special_tokens(self.values["vocab_size"])
+        for part in self._parts.values():
+            part.follow()
+            self.notes += part.notes
+
+    def _let_follow(self, sizes: Mapping[str, Any], causes: str) -> None:
+        """Those that are not set, and are others than before."""
         followed = {
             key: value
-            for key, value in followed.items()
+            for key, value in sizes.items()
             if key not in self.values and value != _value(self._config, key)
         }
         self.values |= followed
         if followed:
-            shown = ", ".join(f"{key}={value}" for key, value in followed.items())
-            causes = [f"`{word}`" for word in ("hidden", "heads") if word in self._words]
-            self.notes.append(f"{shown}: in proportion to {' and '.join(causes)}")
-        if "vocab_size" in self.values:
-            self._special_tokens(self.values["vocab_size"])
+            shown = ", ".join(f"{self._path}{key}={value}" for key, value in followed.items())
+            self.notes.append(f"{shown}: in proportion to {causes}")
 
     def stretch_lists(self, values: Mapping[str, Any]) -> None:
         """Lists in the file that have one entry a layer are cut, or repeated, to the new number."""
@@ -138,18 +159,62 @@ class _Changes:
             if layers and each and key not in self.values:
                 self.values[key] = [value[index % len(value)] for index in range(layers)]
 
+    def tree(self) -> dict[str, Any]:
+        """All values that change; of a configuration inside that has such, all values."""
+        found = dict(self.values)
+        for key, part in self._parts.items():
+            whole = part._config.to_dict()
+            part.stretch_lists(whole)
+            changed = part.tree()
+            if changed:
+                found.setdefault(key, whole | changed)
+        return found
+
+    def _sizes(self, followed: Mapping[str, Any]) -> dict[str, Any]:
+        """All keys of the configuration, with the values that they will have."""
+        before = {key: _value(self._config, key) for key in _names(self._config)}
+        return before | dict(followed) | self.values
+
+    def _take_key(self, key: str, value: object) -> None:
+        """Where the configuration has no such key, those inside it that have."""
+        having = [part for part in self._all_parts() if key in part._own_keys()]
+        if key in self._own_keys() or not having:
+            self.values[self._known(key)] = value
+        else:
+            for part in having:
+                part.values[part._known(key)] = value
+
+    def _all_parts(self) -> Iterator[_Changes]:
+        """The configurations in it, and those in them."""
+        for part in self._parts.values():
+            yield part
+            yield from part._all_parts()
+
+    def _takers(self, word: str) -> list[_Changes]:
+        """The configuration and those inside it that have keys for a size."""
+        every = (self, *self._all_parts())
+        return [each for each in every if _keys_of(each._config, word) and each._takes(word)]
+
+    def _takes(self, word: str) -> bool:
+        return word != "classes" or (not self._path and self._classifies())
+
     def _take_word(self, word: str, value: object) -> None:
         if not _is_size(value):
             raise UsageError(f"{word}={value!r}: a whole number of at least 1 is needed", f"As in {word}=8.")
         if word == "sequence":
             self._take_sequence(value)
             return
-        keys = _keys_of(self._config, word)
-        if not keys or (word == "classes" and not self._classifies()):
+        takers = self._takers(word)
+        if not takers:
             raise UsageError(
                 f"{word}={value}: the configuration {self._name} has no key for it",
                 f"Set a key of its own with `settings`: {', '.join(sorted(_names(self._config)))}.",
             )
+        for taker in takers:
+            taker._set_word(word, value)
+
+    def _set_word(self, word: str, value: int) -> None:
+        keys = _keys_of(self._config, word)
         for key in keys:
             if key in self.values:
                 raise UsageError(
@@ -169,17 +234,22 @@ class _Changes:
 
     def _take_sequence(self, sequence: int) -> None:
         """A table of positions that is too short for it is made longer."""
-        if size_of(self._config, "vocabulary") is None:
+        readers = self._takers("vocabulary")
+        if not readers:
             raise UsageError(
                 f"sequence={sequence}: {self._name} takes no tokens",
                 "Omit it; the size of an image is set with settings={'image_size': 224}.",
             )
         self.sequence = sequence
+        for reader in readers:
+            reader._make_room(sequence)
+
+    def _make_room(self, sequence: int) -> None:
         for key in _keys_of(self._config, "positions"):
             room = _value(self._config, key)
             if key not in self.values and _is_size(room) and room < sequence:
                 self.values[key] = sequence
-                self.notes.append(f"{key}={sequence} instead of {room}: `sequence` needs as many")
+                self.notes.append(f"{self._path}{key}={sequence} instead of {room}: `sequence` needs as many")
 
     def _widths(self) -> dict[str, Any]:
         hidden = self._words["hidden"]
@@ -187,7 +257,7 @@ class _Changes:
         names = _names(self._config)
         inner = [key for key in (*_keys_of(self._config, "intermediate"), *_INNER_WIDTHS) if key in names]
         widths = {
-            key: max(1, round(_value(self._config, key) * hidden / before))
+            key: in_proportion(_value(self._config, key), hidden, before)
             for key in inner
             if _is_size(_value(self._config, key)) and "intermediate" not in self._words
         }
@@ -231,16 +301,13 @@ class _Changes:
             if key.endswith("_token_id") and beyond and key not in self.values:
                 self.values[key] = vocabulary - 1
 
+    def _own_keys(self) -> set[str]:
+        more = () if self._path else ("num_labels", "tie_word_embeddings", "attn_implementation")
+        return {*_names(self._config), *self._config.attribute_map, *more}
+
     def _known(self, key: str) -> str:
         """The key as the family names it. Raises UsageError where it has none."""
-        names = _names(self._config)
-        known = {
-            *names,
-            *self._config.attribute_map,
-            "num_labels",
-            "tie_word_embeddings",
-            "attn_implementation",
-        }
+        names, known = _names(self._config), self._own_keys()
         if key in known:
             mapped = self._config.attribute_map.get(key, key)
             return mapped if mapped in names else key
@@ -259,7 +326,10 @@ def _keys_of(config: Any, word: str) -> list[str]:
     mapped = (config.attribute_map.get(key, key) for key in _KEYS[word])
     settable = (int, type(None)) if word == "intermediate" else int
     return [
-        key for key in dict.fromkeys(mapped) if key in names and isinstance(_value(config, key, ""), settable)
+        key
+        for key in dict.fromkeys(mapped)
+        # A stage has several layers.
+        if key in names and key != "num_stages" and isinstance(_value(config, key, ""), settable)
     ]
 
 
@@ -277,6 +347,15 @@ def _value(config: Any, key: str, otherwise: object = None) -> Any:
         return getattr(config, key, otherwise)
     except Exception:
         return otherwise
+
+
+def _leave_out_caches(config: Any) -> None:
+    """Of the configurations inside."""
+    for key in getattr(config, "sub_configs", {}):
+        part = _value(config, key)
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+        _leave_out_caches(part)
 
 
 def _no_cache(config: Any) -> dict[str, Any]:

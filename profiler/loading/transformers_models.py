@@ -16,23 +16,21 @@ from ...cost_models.errors import MachineError, ModelError
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import fixed_seed
+from .made_up_inputs import InputMaker
 from .repeated_blocks import block_patterns, record_call_order, registered_order
 from .transformers_config import configure_model, size_of
 from .transformers_session import transformers_session
 
-_SAMPLES = 2
 _SEQUENCE = 512
 """Tokens of a sample where nobody says, or all that the model has positions for."""
 _SHORT = 8
 """Tokens of the run that tells the order of the modules."""
 _HEADS = (
-    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-    "MODEL_MAPPING_NAMES",
-)
+    "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT", "OBJECT_DETECTION",
+    "VIDEO_CLASSIFICATION", "CTC", "AUDIO_CLASSIFICATION", "DEPTH_ESTIMATION", "IMAGE_TO_IMAGE",
+)  # fmt: skip
 """What a family is usually trained as: the first of these tables that has it."""
-_WITH_DECODER = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_MAPPING_NAMES")
+_WITH_DECODER = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "OBJECT_DETECTION", "IMAGE_TEXT_TO_TEXT")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +67,7 @@ def load_transformers(
         asked = configure_model(transformers, name, settings, known_only=known_only)
         module = _built(_class_of(transformers, asked.config, name), asked.config, name, torch.device(device))
         sequence = _sequence(module, asked.config, asked.sequence, name)
-        example = _example(module, asked.config, sequence, seed, name)
-        order = _order(module, example, name)
+        example, order = _example_and_order(module, asked.config, sequence, seed, name)
     patterns = block_patterns(module, order)
     return TransformersModel(
         module=module,
@@ -88,8 +85,9 @@ def _class_of(transformers: Any, config: Any, name: str) -> Any:
     named = (config.architectures or (None,))[0]
     if named is not None:
         return _class_named(transformers, str(named), name)
-    for table in _WITH_DECODER if config.is_encoder_decoder else _HEADS:
-        found = getattr(tables, table).get(config.model_type)
+    heads = _WITH_DECODER if config.is_encoder_decoder else _HEADS
+    for table in (*(f"MODEL_FOR_{head}_MAPPING_NAMES" for head in heads), "MODEL_MAPPING_NAMES"):
+        found = getattr(tables, table, {}).get(config.model_type)
         if found is not None:
             return _class_named(transformers, found if isinstance(found, str) else found[0], name)
     raise ModelError(
@@ -147,43 +145,24 @@ def _sequence(module: nn.Module, config: Any, asked: int | None, name: str) -> i
     return asked
 
 
-def _example(module: nn.Module, config: Any, sequence: int, seed: int, name: str) -> ModelInput:
-    generator = torch.Generator().manual_seed(seed)
-    main = getattr(module, "main_input_name", "input_ids")
-    if main == "pixel_values":
-        return ModelInput.of({main: _images(config, generator)})
-    vocabulary = size_of(config.get_text_config(), "vocabulary")
-    if main != "input_ids" or vocabulary is None:
-        raise ModelError(
-            f"hf:{name}: {type(module).__name__} takes {main}, which pplan cannot make up",
-            "Build it in a package.module:factory that returns (module, {keyword: tensor, ...}).",
-        )
-    tokens = {main: _tokens(config, vocabulary, sequence, generator)}
-    if config.is_encoder_decoder:
-        tokens["decoder_input_ids"] = _tokens(config, vocabulary, sequence, generator)
-    return ModelInput.of(tokens)
-
-
-def _tokens(config: Any, vocabulary: int, sequence: int, generator: torch.Generator) -> Tensor:
-    """Random ids of shape (2, sequence), none of them special: padding is skipped, an end ends."""
-    special = {
-        token
-        for key, value in config.get_text_config().to_dict().items()
-        if key.endswith("_token_id")
-        for token in (value if isinstance(value, list) else [value])
-    }
-    plain = [token for token in range(vocabulary) if token not in special] or list(range(vocabulary))
-    drawn = torch.randint(len(plain), (_SAMPLES, sequence), generator=generator, device="cpu")
-    return torch.tensor(plain, device="cpu")[drawn]
-
-
-def _images(config: Any, generator: torch.Generator) -> Tensor:
-    """Noise of shape (2, channels, height, width)."""
-    vision = getattr(config, "vision_config", config)
-    side = getattr(vision, "image_size", None) or 224
-    height, width = side if isinstance(side, list | tuple) else (side, side)
-    channels = getattr(vision, "num_channels", None) or 3
-    return torch.randn((_SAMPLES, channels, height, width), generator=generator, device="cpu")
+def _example_and_order(
+    module: nn.Module, config: Any, sequence: int, seed: int, name: str
+) -> tuple[ModelInput, dict[str, int]]:
+    """The first of the inputs made up that the model runs on, and the order of its modules then."""
+    maker = InputMaker(module, config, sequence, seed)
+    failure: ModelError | None = None
+    for inputs in maker.proposals():
+        example = ModelInput.of(inputs)
+        try:
+            return example, _order(module, example, name)
+        except ModelError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    raise ModelError(
+        f"hf:{name}: {type(module).__name__} takes {', '.join(maker.lacking)}, which pplan cannot make up",
+        "Build it in a package.module:factory that returns (module, {keyword: tensor, ...}).",
+    )
 
 
 def _order(module: nn.Module, example: ModelInput, name: str) -> dict[str, int]:

@@ -66,6 +66,9 @@ def _shown(filename: str) -> str:
         return str(path)
 
 
+OTHER_SHAPE = "Give the shape of one sample, without the batch, as in input_shape=(3, 224, 224)."
+OTHER_INPUT = "Give an input that the model takes."
+"""Hints where the input may be at fault."""
 _OTHER_DTYPE = r"dtype|scalar type|Input type .* should be the same|not implemented for '|desired output type"
 """How torch says that a layer takes another dtype."""
 
@@ -102,7 +105,7 @@ def _hint(said: str) -> str:
             "Give an input of the dtype that the layer takes (a factory may return one with its module), "
             "or name another `dtype`."
         )
-    return "Give the shape of one sample, without the batch, as in input_shape=(3, 224, 224)."
+    return OTHER_SHAPE
 
 
 class DoesNotFit(MachineError):

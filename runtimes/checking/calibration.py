@@ -80,8 +80,8 @@ def _overhead(pairs: Sequence[tuple[Case, CaseResult]], fixed: Corrections, name
     longest = max(max(own.forward, own.backward) for _, result in pairs for own in result.predicted.stages)
 
     def missed(overhead: float) -> float:
-        tried = fixed.model_copy(update={name: overhead})
-        return sum(_missed(case, result, tried) for case, result in pairs)
+        trial = fixed.model_copy(update={name: overhead})
+        return sum(_missed(case, result, trial) for case, result in pairs)
 
     return find_minimum(missed, 0.0, MOST_OVERHEAD * longest, TINY * longest)
 
@@ -94,15 +94,15 @@ def _missed(case: Case, result: CaseResult, fixed: Corrections) -> float:
 def find_minimum(function: Callable[[float], float], low: float, high: float, width: float) -> float:
     """Where a function with one valley is least, by golden sections."""
     share = (math.sqrt(5) - 1) / 2
-    left, right = high - share * (high - low), low + share * (high - low)
-    at_left, at_right = function(left), function(right)
+    lower, right = high - share * (high - low), low + share * (high - low)
+    at_left, at_right = function(lower), function(right)
     while high - low > width:
         if at_left <= at_right:
-            high, right, at_right = right, left, at_left
-            left = high - share * (high - low)
-            at_left = function(left)
+            high, right, at_right = right, lower, at_left
+            lower = high - share * (high - low)
+            at_left = function(lower)
         else:
-            low, left, at_left = left, right, at_right
+            low, lower, at_left = lower, right, at_right
             right = low + share * (high - low)
             at_right = function(right)
     middle = (low + high) / 2
@@ -111,10 +111,10 @@ def find_minimum(function: Callable[[float], float], low: float, high: float, wi
 
 def vary_case(case: Case, most: int = 3) -> list[Case]:
     """Cases of the same stages and micro-batches, at most so many; none of them is the case itself."""
-    return list(islice(_found(case), most))
+    return list(islice(_calibration_cases(case), most))
 
 
-def _found(case: Case) -> Iterator[Case]:
+def _calibration_cases(case: Case) -> Iterator[Case]:
     """Those of the same schedule first; a V of stages is no loop, so that no other schedule runs it."""
     document = case.document
     devices, order = len(document.stages), document.order

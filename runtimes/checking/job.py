@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ...cost_models.document import Record
+from ...cost_models.field_types import Seconds
+from ...cost_models.ranges import LEAST_RATE, MOST_RATE, MOST_SPEED
 from ...cost_models.simulator.costs import Costs
 from ...cost_models.tied_weights import TiedSum
 from ..formats.deepspeed_export import DeepspeedExport
@@ -83,7 +85,7 @@ class WeightSum(Record):
     seconds: float
 
     @classmethod
-    def list_of(cls, costs: Costs) -> list[WeightSum]:
+    def from_costs(cls, costs: Costs) -> list[WeightSum]:
         """Those of a plan's machine."""
         return [cls(name=own.name, devices=list(own.stages), seconds=own.seconds) for own in costs.tied]
 
@@ -99,11 +101,11 @@ class Corrections(Record):
     splits the backward, which PyTorch runs by another loop. A transfer takes `latency` and its bytes over
     `bandwidth` (None: as without)."""
 
-    overhead: float = 0.0
-    looped_overhead: float = 0.0
-    slowdown: float = 1.0
-    latency: float | None = None
-    bandwidth: float | None = None
+    overhead: Seconds = 0.0
+    looped_overhead: Seconds = 0.0
+    slowdown: Annotated[float, Field(gt=0, le=MOST_SPEED)] = 1.0
+    latency: Seconds | None = None
+    bandwidth: Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)] | None = None
 
 
 class Case(Record):

@@ -38,7 +38,7 @@ class ProgressCallbacks:
     predicted: Callable[[str, CasePrediction], object] = lambda *_: None
 
 
-def run_in_processes(job: Job, told: ProgressCallbacks | None = None) -> CheckMeasurements:
+def run_in_processes(job: Job, callbacks: ProgressCallbacks | None = None) -> CheckMeasurements:
     """Runs the job; no process of it is left behind.
 
     Raises MachineError with the words of the process that failed, or of the one that hangs: nothing was begun
@@ -47,26 +47,26 @@ def run_in_processes(job: Job, told: ProgressCallbacks | None = None) -> CheckMe
     with tempfile.TemporaryDirectory(prefix="pplan-check-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(job.model_dump_json(by_alias=True))
-        named = () if job.model is None else job.model.by_user
-        with _launched(folder, job.processes, named) as launcher:
-            _watch(launcher, folder, job, told or ProgressCallbacks())
-        found = folder / "found.json"
-        if not found.is_file():
+        user_names = () if job.model is None else job.model.by_user
+        with _launch(folder, job.processes, user_names) as launcher:
+            _watch(launcher, folder, job, callbacks or ProgressCallbacks())
+        measurements_file = folder / "found.json"
+        if not measurements_file.is_file():
             raise _error(folder, _lines(folder / "launcher.log"))
-        return CheckMeasurements.model_validate_json(found.read_text())
+        return CheckMeasurements.model_validate_json(measurements_file.read_text())
 
 
 @contextmanager
-def _launched(folder: Path, processes: int, named: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _launch(folder: Path, processes: int, user_names: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     """The launcher with its processes; at the end none of them is left."""
     with (folder / "launcher.log").open("wb") as log:
         launcher = subprocess.Popen(
-            _command(folder, processes, named),
+            _command(folder, processes, user_names),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=_environment(named),
+            env=_environment(user_names),
         )
     try:
         yield launcher
@@ -74,15 +74,15 @@ def _launched(folder: Path, processes: int, named: Sequence[str]) -> Iterator[su
         _end(launcher, folder)
 
 
-def _command(folder: Path, processes: int, named: Sequence[str]) -> list[str]:
+def _command(folder: Path, processes: int, user_names: Sequence[str]) -> list[str]:
     launcher = "pplan.runtimes.checking.processes.launcher"
-    return [sys.executable, "-m", launcher, str(folder), str(processes), *named]
+    return [sys.executable, "-m", launcher, str(folder), str(processes), *user_names]
 
 
-def _environment(named: Sequence[str]) -> dict[str, str]:
+def _environment(user_names: Sequence[str]) -> dict[str, str]:
     """This one's, with one thread a process: where the user named code of his own, the working directory is
     on the import path, and else never."""
-    here = [str(Path.cwd())] if any(":" in name for name in named) else []
+    here = [str(Path.cwd())] if any(":" in name for name in user_names) else []
     path = [*here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return os.environ | {
         "PYTHONSAFEPATH": "1",
@@ -98,17 +98,17 @@ def _loopback() -> str:
     return "lo" if sys.platform.startswith("linux") else "lo0"
 
 
-def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, told: ProgressCallbacks) -> None:
+def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks: ProgressCallbacks) -> None:
     """Until the launcher ends. Raises MachineError at a failure, or where nothing goes on any more."""
     doing: dict[str, str] = {}
-    since, known = time.monotonic(), 0
+    since, printed = time.monotonic(), 0
     while launcher.poll() is None:
         time.sleep(POLL_SECONDS)
-        known = _tell_predictions(folder, told, known)
+        printed = _tell_predictions(folder, callbacks, printed)
         now = _doing(folder)
         if now != doing:
             if "0" in now and now["0"] != doing.get("0"):
-                told.doing(now["0"])
+                callbacks.doing(now["0"])
             doing, since = now, time.monotonic()
         if any(folder.glob("*.failed")):
             # Whoever failed first may still be writing; those that lost it fail after it.
@@ -118,18 +118,18 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, told: Prog
         allowed = job.timeout_seconds if doing else max(job.timeout_seconds, STARTING_SECONDS)
         if time.monotonic() - since > allowed:
             raise _hanging(folder, doing, job.timeout_seconds)
-    _tell_predictions(folder, told, known)
+    _tell_predictions(folder, callbacks, printed)
     if launcher.returncode:
         raise _error(folder, _lines(folder / "launcher.log"))
 
 
-def _tell_predictions(folder: Path, told: ProgressCallbacks, known: int) -> int:
+def _tell_predictions(folder: Path, callbacks: ProgressCallbacks, printed: int) -> int:
     """Those that are new; returns how many there are."""
-    while (path := folder / f"{known}.predicted").is_file():
+    while (path := folder / f"{printed}.predicted").is_file():
         content = json.loads(path.read_text())
-        told.predicted(content["name"], CasePrediction.model_validate(content["predicted"]))
-        known += 1
-    return known
+        callbacks.predicted(content["name"], CasePrediction.model_validate(content["predicted"]))
+        printed += 1
+    return printed
 
 
 def _doing(folder: Path) -> dict[str, str]:
@@ -140,13 +140,13 @@ def _error(folder: Path, otherwise: list[str]) -> PplanError:
     """Of the process that failed on its own account, the first of them; else of what ended without a word."""
     failures = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.failed")}
     own = {rank: failure for rank, failure in failures.items() if not failure["lost"]}
-    ended = _ended(folder)
+    ended = _exit_codes(folder)
     silent = {rank: code for rank, code in ended.items() if rank not in failures and code != -signal.SIGTERM}
     if own or not silent:
-        chosen = own or failures
-        if chosen:
-            rank, first = min(chosen.items(), key=lambda item: float(item[1]["time"]))
-            hint = first["hint"] or _said(folder, rank) or "Run it by itself to see more."
+        causes = own or failures
+        if causes:
+            rank, first = min(causes.items(), key=lambda item: float(item[1]["time"]))
+            hint = first["hint"] or _output_tail(folder, rank) or "Run it by itself to see more."
             return MachineError(f"check: rank {rank} {_while(folder, rank)}: {first['what']}", hint)
         last = otherwise[-1] if otherwise else "without a word"
         return MachineError(
@@ -155,11 +155,11 @@ def _error(folder: Path, otherwise: list[str]) -> PplanError:
     rank, code = min(silent.items())
     return MachineError(
         f"check: rank {rank} died {_while(folder, rank)}: {_meaning(code)}",
-        _said(folder, rank) or "It printed nothing.",
+        _output_tail(folder, rank) or "It printed nothing.",
     )
 
 
-def _ended(folder: Path) -> dict[str, int]:
+def _exit_codes(folder: Path) -> dict[str, int]:
     """Exit codes by rank, of those that failed."""
     path = folder / "ended.json"
     return json.loads(path.read_text())["exit_codes"] if path.is_file() else {}
@@ -178,7 +178,7 @@ def _while(folder: Path, rank: str) -> str:
     return f"while {doing}" if doing else "before it began"
 
 
-def _said(folder: Path, rank: str) -> str:
+def _output_tail(folder: Path, rank: str) -> str:
     """The last lines that it printed."""
     for path in sorted((folder / "logs").glob(f"**/{rank}/stderr.log")):
         lines = _lines(path)
@@ -212,17 +212,17 @@ def _stacks(folder: Path) -> dict[str, list[str]]:
         with contextlib.suppress(OSError, AttributeError):
             os.kill(pid, signal.SIGUSR1)
     time.sleep(OWN_WORDS_SECONDS)
-    found = {}
+    stacks = {}
     for rank in pids:
-        found[rank] = busy_frames("\n".join(_lines(folder / f"{rank}.stack")))
-    return found
+        stacks[rank] = busy_frames("\n".join(_lines(folder / f"{rank}.stack")))
+    return stacks
 
 
 def busy_frames(dump: str) -> list[str]:
     """Of the thread that computes, as faulthandler writes the stacks of one or all; the innermost first."""
     threads = []
-    for told in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE):
-        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', told)
+    for thread in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE):
+        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)
         threads.append([f"{file}:{line}, in {function}" for file, line, function in frames])
     threads = [frames for frames in threads if frames]
     busy = [frames for frames in threads if not any(re.search(IDLE, frame) for frame in frames[:2])]

@@ -56,10 +56,10 @@ def _slowed(own: StageSeconds, factor: float) -> StageSeconds:
     return StageSeconds(**{name: seconds * factor for name, seconds in own.model_dump().items()})
 
 
-def _link(given: CutLink, sent: int, fixed: Corrections) -> CutLink:
+def _link(link: CutLink, sent: int, fixed: Corrections) -> CutLink:
     return CutLink(
-        latency=given.latency if fixed.latency is None else fixed.latency,
-        occupancy=given.occupancy if fixed.bandwidth is None else sent / fixed.bandwidth,
+        latency=link.latency if fixed.latency is None else fixed.latency,
+        occupancy=link.occupancy if fixed.bandwidth is None else sent / fixed.bandwidth,
     )
 
 

@@ -9,9 +9,10 @@ from pydantic import Field, model_validator
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import ExportError
+from ...cost_models.field_types import DeviceCount, LayerBound, LayerCount
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
-from .export_document import Count, ExportDocument, hash_layers, stage_bounds
+from .export_document import ExportDocument, hash_layers, stage_bounds
 from .plan_choice import Choice, choose
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -38,10 +39,10 @@ class DeepspeedExport(ExportDocument):
 
     kind: ClassVar[str] = "deepspeed"
     runtime: Literal["deepspeed"]
-    num_stages: Count
-    replicas: Count
+    num_stages: LayerCount
+    replicas: DeviceCount
     """Of every stage."""
-    parts: Annotated[list[int], Field(min_length=2)]
+    parts: Annotated[list[LayerBound], Field(min_length=2)]
     devices: list[int]
     """By rank, as the plan numbers them."""
     config: dict[str, Any]

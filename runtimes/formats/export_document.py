@@ -6,19 +6,18 @@ import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
-from pydantic import Field
+from pydantic import model_validator
 
 from ...cost_models.document import Document, MadeBy
 from ...cost_models.errors import ExportError, MachineError, UsageError
+from ...cost_models.field_types import MiniBatch, StepSeconds
 from ...cost_models.text_files import sha256
 from ...planner.plan_file import Plan
 
 if TYPE_CHECKING:
     from torch import nn
-
-Count = Annotated[int, Field(ge=1)]
 
 
 class ExportDocument(Document):
@@ -28,12 +27,25 @@ class ExportDocument(Document):
     model: str
     layers_sha256: str = ""
     """Of the names of the model's layers, one a line, as in the plan."""
-    mini_batch: Count
-    micro_batch_size: Count
-    step_seconds: Annotated[float, Field(gt=0)]
+    mini_batch: MiniBatch
+    micro_batch_size: MiniBatch
+    step_seconds: StepSeconds
     """Predicted seconds of a step."""
     estimated: bool = False
     """Whether they follow from an estimated profile, and not from a measured one."""
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        replicas = getattr(self, "replicas", 1)
+        if self.mini_batch % self.micro_batch_size:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} does not divide mini_batch {self.mini_batch}"
+            )
+        if self.micro_batch_size % replicas:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} is not shared evenly by {replicas} replicas"
+            )
+        return self
 
 
 E = TypeVar("E", bound=ExportDocument)
@@ -100,8 +112,8 @@ def check_layers(
             "Give an example_input, too, or pplan.sequential(model, example_input).",
         )
     if names is None:
-        known = getattr(model, "layer_names", ())
-        names = known if isinstance(known, tuple) and len(known) == layers else ()
+        own_names = getattr(model, "layer_names", ())
+        names = own_names if isinstance(own_names, tuple) and len(own_names) == layers else ()
     check_names(document, layers, len(model), names, name)
     return model
 

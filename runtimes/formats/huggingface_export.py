@@ -10,9 +10,10 @@ from typing import ClassVar, Literal
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import ExportError
+from ...cost_models.field_types import MicroBatches
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
-from .export_document import Count, ExportDocument, hash_layers
+from .export_document import ExportDocument, hash_layers
 from .plan_choice import Choice, choose
 from .transformer_blocks import NotBlocksError, find_blocks
 
@@ -22,7 +23,7 @@ class HuggingfaceExport(ExportDocument):
 
     kind: ClassVar[str] = "huggingface"
     runtime: Literal["huggingface"]
-    micro_batches: Count
+    micro_batches: MicroBatches
     """To be run one after another, their gradients added up."""
     device_map: dict[str, int | Literal["cpu"]]
     made_by: MadeBy = MadeBy()

@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import ExportError
+from ...cost_models.field_types import LayerCount
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
-from .export_document import Count
 from .plan_choice import Choice, choose
 from .trainer_text import TrainerArguments, device_remark, join_remarks, trainer_fields
 from .transformer_blocks import Transformer, check_whole_blocks, find_plan_blocks, is_small
@@ -32,7 +32,7 @@ class LayoutExport(TrainerArguments):
     """A layout and what goes with it; `layout` tells the virtual stages by how many stages it has."""
 
     layout: str
-    num_layers: Count
+    num_layers: LayerCount
     """Transformer blocks."""
 
 
@@ -84,7 +84,7 @@ def _build_document(
     check_whole_blocks(plan, model, ends, kind.kind)
     stages = _blocks_by_stage(plan, model, ends, kind.kind)
     shared = trainer_fields(plan, choice, kind.kind)
-    own: dict[str, Any] = {"layout": layout_of(stages), "num_layers": model.blocks}
+    own: dict[str, Any] = {"layout": write_layout(stages), "num_layers": model.blocks}
     document = kind(
         **shared,
         **own,
@@ -99,7 +99,7 @@ def _build_document(
     )
 
 
-def layout_of(blocks: Sequence[int]) -> str:
+def write_layout(blocks: Sequence[int]) -> str:
     """The layout of stages with so many transformer blocks, the embedding on the first and the head on the
     last: `Et*3|t|t*2L` for 3, 1 and 2."""
     stages = ["t" * (count == 1) if count < 2 else f"t*{count}" for count in blocks]
@@ -129,14 +129,14 @@ def _recompute(choice: Choice, stages: Sequence[int]) -> int | None:
     return gcd(*stages) if choice.recompute == "always" else None
 
 
-def _flags(made: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]:
+def _flags(fields: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]:
     """Megatron-LM counts a micro-batch by what one replica computes of it."""
     flags = {
-        "--num-layers": made["num_layers"],
-        "--pipeline-model-parallel-size": made["pipeline_size"],
-        "--pipeline-model-parallel-layout": made["layout"],
-        "--micro-batch-size": made["micro_batch_size"] // made["replicas"],
-        "--global-batch-size": made["mini_batch"],
+        "--num-layers": fields["num_layers"],
+        "--pipeline-model-parallel-size": fields["pipeline_size"],
+        "--pipeline-model-parallel-layout": fields["layout"],
+        "--micro-batch-size": fields["micro_batch_size"] // fields["replicas"],
+        "--global-batch-size": fields["mini_batch"],
     }
     if recompute is not None:
         flags["--recompute-granularity"] = "full"
@@ -147,32 +147,32 @@ def _flags(made: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]
         precision.append("--grad-reduce-in-bf16")
     if plan.profile.dtype == "float16" and plan.gradient_dtype == "fp32":
         precision.append("--accumulate-allreduce-grads-in-fp32")
-    spread = ["--use-distributed-optimizer"] if _spreads(plan, made) else []
+    spread = ["--use-distributed-optimizer"] if _spreads(plan, fields) else []
     return [str(part) for flag in flags.items() for part in flag] + precision + spread
 
 
-def _spreads(plan: Plan, made: dict[str, Any]) -> bool:
+def _spreads(plan: Plan, fields: dict[str, Any]) -> bool:
     """Whether its distributed optimizer is the plan's: ZeRO-1 over the replicas of a stage."""
-    return plan.zero == 1 and made["replicas"] > 1
+    return plan.zero == 1 and fields["replicas"] > 1
 
 
-def _overrides(made: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]:
+def _overrides(fields: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]:
     values = {
-        "model.num_layers": made["num_layers"],
-        "model.pipeline_model_parallel_size": made["pipeline_size"],
-        "model.pipeline_model_parallel_layout": made["layout"],
-        "train.micro_batch_size": made["micro_batch_size"] // made["replicas"],
-        "train.global_batch_size": made["mini_batch"],
+        "model.num_layers": fields["num_layers"],
+        "model.pipeline_model_parallel_size": fields["pipeline_size"],
+        "model.pipeline_model_parallel_layout": fields["layout"],
+        "train.micro_batch_size": fields["micro_batch_size"] // fields["replicas"],
+        "train.global_batch_size": fields["mini_batch"],
     }
     if plan.tied:
         values["model.share_embeddings_and_output_weights"] = "true"
-    if made["virtual_stages"] > 1:
-        values["model.virtual_pipeline_model_parallel_size"] = made["virtual_stages"]
+    if fields["virtual_stages"] > 1:
+        values["model.virtual_pipeline_model_parallel_size"] = fields["virtual_stages"]
     if recompute is not None:
         values["model.recompute_granularity"] = "full"
         values["model.recompute_method"] = "uniform"
         values["model.recompute_num_layers"] = recompute
-    if _spreads(plan, made):
+    if _spreads(plan, fields):
         values["ddp.use_distributed_optimizer"] = "true"
         values["optimizer.use_distributed_optimizer"] = "true"
     if plan.profile.dtype == "bfloat16" and plan.gradient_dtype is not None:

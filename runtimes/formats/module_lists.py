@@ -77,17 +77,17 @@ def list_modules(model: Transformer, ends: Sequence[int], words: ModuleNames | N
 
     Raises ExportError for a stage of no module.
     """
-    named = [
+    modules = [
         list(dict.fromkeys(name for layer in range(first, end) for name in _modules(model, layer, words)))
         for first, end in pairwise((0, *ends))
     ]
-    if [] in named:
-        stage = named.index([])
+    if [] in modules:
+        stage = modules.index([])
         raise ExportError(
             f"stage {stage} computes only {model.names[ends[stage] - 1]}, which is no module of its own",
             "Make a plan with fewer stages: pplan.solve(gpus=N)",
         )
-    return named
+    return modules
 
 
 def _modules(model: Transformer, layer: int, words: ModuleNames | None) -> list[str]:

@@ -46,24 +46,24 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[NemoExport, str
     `device` changes nothing: NeMo runs on CUDA devices.
     """
     del device
-    made = choose_blocks(plan, "nemo-automodel")
-    if made.choice.micro_batches < made.devices:
+    blocks = choose_blocks(plan, "nemo-automodel")
+    if blocks.choice.micro_batches < blocks.devices:
         raise ExportError(
-            f"it has {made.choice.micro_batches} micro-batches for {made.devices} devices: nemo-automodel "
-            "takes as many as devices, or more",
-            f"Make a plan with more: pplan.solve(micro_batches={made.devices})",
+            f"it has {blocks.choice.micro_batches} micro-batches for {blocks.devices} devices: "
+            "nemo-automodel takes as many as devices, or more",
+            f"Make a plan with more: pplan.solve(micro_batches={blocks.devices})",
         )
-    words = _words(made.model)
-    names = _with_positions(made.model, list_modules(made.model, made.ends, words))
+    words = _words(blocks.model)
+    names = _with_positions(blocks.model, list_modules(blocks.model, blocks.ends, words))
     document = NemoExport(
-        **made.fields,
+        **blocks.fields,
         module_fqns_per_model_part=names,
-        sections=_sections(made, names),
-        actions=list(made.actions),
+        sections=_sections(blocks, names),
+        actions=list(blocks.actions),
         made_by=made_by,
     )
     return document, join_remarks(
-        made.remark, device_remark(made.choice), None if words else _others(made.model)
+        blocks.remark, device_remark(blocks.choice), None if words else _others(blocks.model)
     )
 
 
@@ -92,19 +92,19 @@ def _with_positions(model: Transformer, names: list[list[str]]) -> list[list[str
     return [[*own, rotary] if any(name.startswith(blocks) for name in own) else own for own in names]
 
 
-def _sections(made: TransformerChoice, names: list[list[str]]) -> dict[str, dict[str, Any]]:
-    choice = made.choice
+def _sections(blocks: TransformerChoice, names: list[list[str]]) -> dict[str, dict[str, Any]]:
+    choice = blocks.choice
     batch = choice.micro_batches * choice.micro_batch_size
     return {
         "step_scheduler": {"global_batch_size": batch, "local_batch_size": batch // choice.replicas},
         "distributed": {
             "strategy": "fsdp2",
-            "pp_size": made.devices,
+            "pp_size": blocks.devices,
             "dp_size": choice.replicas,
-            "dp_replicate_size": 1 if made.plan.zero else choice.replicas,
+            "dp_replicate_size": 1 if blocks.plan.zero else choice.replicas,
             "activation_checkpointing": choice.recompute == "always",
             "pipeline": {
-                "pp_schedule": made.schedule or "PipelineScheduleMulti",
+                "pp_schedule": blocks.schedule or "PipelineScheduleMulti",
                 "pp_microbatch_size": choice.micro_batch_size // choice.replicas,
                 "module_fqns_per_model_part": names,
             },

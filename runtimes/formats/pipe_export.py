@@ -8,9 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from ...cost_models.document import MadeBy
+from ...cost_models.field_types import LayerCount, MicroBatches
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
-from .export_document import Count, ExportDocument, hash_layers
+from .export_document import ExportDocument, hash_layers
 from .plan_choice import Choice, choose
 
 Checkpoint = Literal["never", "always", "except_last"]
@@ -23,11 +24,11 @@ class PipeExport(ExportDocument):
     equal micro-batches (other sizes are not: `torch.chunk` makes 3, 3, 3 and 1 of 10 samples and 4 chunks).
     """
 
-    balance: Annotated[list[Count], Field(min_length=1)]
+    balance: Annotated[list[LayerCount], Field(min_length=1)]
     """Layers of each stage."""
     devices: list[str]
     """By stage: "cpu" or "cuda:N"."""
-    chunks: Count
+    chunks: MicroBatches
     """Micro-batches."""
     checkpoint: Checkpoint
     """Which micro-batches are recomputed."""

@@ -88,7 +88,9 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
     if plan.virtual_stages > 1 and not runtime.virtual_stages:
         reasons.append(f"it has {plan.virtual_stages} virtual stages a device, {runtime.name} runs 1")
     if not _runs_schedule(plan, runtime):
-        reasons.append(f"its schedule is {plan.schedule}, {runtime.name} runs {_listed(runtime.schedules)}")
+        reasons.append(
+            f"its schedule is {plan.schedule}, {runtime.name} runs {_join_words(runtime.schedules)}"
+        )
     if not runtime.runs_replicas(replicas):
         allowed = "no replicas" if runtime.replicas == "none" else "the same number of them on every stage"
         reasons.append(
@@ -111,7 +113,7 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
         reasons.append(f"its stages recompute {' and '.join(words)}, in {runtime.name} all do the same")
     unknown = [word for word in words if word not in runtime.recompute]
     if unknown:
-        reasons.append(f"it recomputes {unknown[0]}, {runtime.name} knows {_listed(runtime.recompute)}")
+        reasons.append(f"it recomputes {unknown[0]}, {runtime.name} knows {_join_words(runtime.recompute)}")
     return reasons
 
 
@@ -160,7 +162,7 @@ def _runs_schedule(plan: Plan, runtime: Runtime) -> bool:
 
 
 def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
-    words = _recompute_of(alternative)
+    words = _recompute_modes(alternative)
     return (
         runtime.name in alternative.runtimes
         and alternative.schedule in runtime.schedules
@@ -172,7 +174,7 @@ def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
     )
 
 
-def _recompute_of(alternative: Alternative) -> tuple[Recompute, ...]:
+def _recompute_modes(alternative: Alternative) -> tuple[Recompute, ...]:
     """What each of its stages recomputes."""
     return tuple(alternative.stage_recompute or [alternative.recompute] * len(alternative.balance))
 
@@ -202,21 +204,21 @@ def _of_alternative(alternative: Alternative) -> Choice:
         virtual_stages=alternative.virtual_stages,
         micro_batches=alternative.micro_batches,
         micro_batch_size=alternative.micro_batch_size,
-        stage_recompute=_recompute_of(alternative),
+        stage_recompute=_recompute_modes(alternative),
         step_seconds=alternative.step_seconds,
     )
 
 
-def _remark(plan: Plan, runtime: Runtime, why: str, taken: Alternative) -> str:
-    balance = ",".join(map(str, taken.balance))
-    replicas = f" of {taken.replicas} replicas" if taken.replicas > 1 else ""
+def _remark(plan: Plan, runtime: Runtime, why: str, other: Alternative) -> str:
+    balance = ",".join(map(str, other.balance))
+    replicas = f" of {other.replicas} replicas" if other.replicas > 1 else ""
     return (
         f"{why}. Exported instead its best "
-        f"alternative for {runtime.name}: balance {balance}{replicas}, schedule {taken.schedule}, "
-        f"{taken.micro_batches} micro-batches of {taken.micro_batch_size}, recompute {taken.recompute}, "
-        f"{taken.step_seconds:.4g} s a step (the plan: {plan.prediction.step_seconds:.4g} s)."
+        f"alternative for {runtime.name}: balance {balance}{replicas}, schedule {other.schedule}, "
+        f"{other.micro_batches} micro-batches of {other.micro_batch_size}, recompute {other.recompute}, "
+        f"{other.step_seconds:.4g} s a step (the plan: {plan.prediction.step_seconds:.4g} s)."
     )
 
 
-def _listed(words: frozenset[str]) -> str:
+def _join_words(words: frozenset[str]) -> str:
     return ", ".join(sorted(words))

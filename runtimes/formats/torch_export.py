@@ -14,14 +14,13 @@ from pydantic import Field, model_validator
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import ExportError
+from ...cost_models.field_types import DeviceCount, DeviceIndex, LayerBound, LayerIndex, MicroBatches
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
 from ...planner.plan_records import ScheduleName
-from .export_document import Count, ExportDocument, hash_layers
+from .export_document import ExportDocument, hash_layers
 from .plan_choice import Choice, choose
 from .torch_actions import action_rows, are_bounds, build_program, device_stages, schedule_class
-
-Index = Annotated[int, Field(ge=0)]
 
 
 class TorchExport(ExportDocument):
@@ -33,20 +32,20 @@ class TorchExport(ExportDocument):
 
     kind: ClassVar[str] = "torch"
     runtime: Literal["torch"]
-    micro_batches: Count
+    micro_batches: MicroBatches
     order: ScheduleName
     """The plan's word for the schedule."""
     schedule: str
     """The class in torch.distributed.pipelining.schedules."""
-    parts: Annotated[list[Index], Field(min_length=2)]
-    stages: Annotated[list[list[Index]], Field(min_length=1)]
-    replicas: Count
+    parts: Annotated[list[LayerBound], Field(min_length=2)]
+    stages: Annotated[list[list[LayerIndex]], Field(min_length=1)]
+    replicas: DeviceCount
     """Of every stage; they share every micro-batch."""
     zero: Annotated[int, Field(ge=0, le=1)] = 0
     """1: the replicas of a stage spread the optimizer's states, by FSDP2."""
-    devices: list[Index]
+    devices: list[DeviceIndex]
     """By rank, as the plan numbers them."""
-    gpus_per_node: Count | None = None
+    gpus_per_node: DeviceCount | None = None
     recompute: list[Literal["never", "always"]]
     granularity: str = "block"
     """How the model is cut into layers."""
@@ -81,10 +80,6 @@ class TorchExport(ExportDocument):
             raise ValueError(
                 f"micro_batches {self.micro_batches} times micro_batch_size {self.micro_batch_size} "
                 f"do not make a mini_batch of {self.mini_batch}"
-            )
-        if self.micro_batch_size % self.replicas:
-            raise ValueError(
-                f"micro_batch_size {self.micro_batch_size} is not shared evenly by {self.replicas} replicas"
             )
 
     @property

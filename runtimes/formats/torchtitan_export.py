@@ -47,20 +47,20 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchtitanExpor
     `device` changes nothing: torchtitan runs on the devices it finds. Raises ExportError.
     """
     del device
-    made = choose_blocks(plan, "torchtitan")
-    words = WORDS if is_decoder(made.model) else None
+    blocks = choose_blocks(plan, "torchtitan")
+    words = WORDS if is_decoder(blocks.model) else None
     if words is None:
-        _check_top(made.model)
-    names = list_modules(made.model, made.ends, words)
+        _check_top(blocks.model)
+    names = list_modules(blocks.model, blocks.ends, words)
     document = TorchtitanExport(
-        **made.fields,
+        **blocks.fields,
         module_fqns_per_model_part=names,
-        arguments=_arguments(made, names),
-        actions=list(made.actions),
+        arguments=_arguments(blocks, names),
+        actions=list(blocks.actions),
         made_by=made_by,
     )
     own = None if words else f"The modules keep the names that they have in {plan.model}."
-    return document, join_remarks(made.remark, own, device_remark(made.choice))
+    return document, join_remarks(blocks.remark, own, device_remark(blocks.choice))
 
 
 def _check_top(model: Transformer) -> None:
@@ -74,24 +74,24 @@ def _check_top(model: Transformer) -> None:
         )
 
 
-def _arguments(made: TransformerChoice, names: list[list[str]]) -> list[str]:
+def _arguments(blocks: TransformerChoice, names: list[list[str]]) -> list[str]:
     """torchtitan counts batches by what one replica computes."""
-    choice = made.choice
+    choice = blocks.choice
     prefix = "--parallelism.pipeline_parallel"
     recompute = "full" if choice.recompute == "always" else "none"
     return [
         *("--parallelism.module_fqns_per_model_part", *(",".join(stage) for stage in names)),
-        *(f"{prefix}_degree", str(made.devices)),
+        *(f"{prefix}_degree", str(blocks.devices)),
         # With a file of actions the name only says that the stages go round the devices.
-        *(f"{prefix}_schedule", made.schedule or "PipelineScheduleMulti"),
+        *(f"{prefix}_schedule", blocks.schedule or "PipelineScheduleMulti"),
         *(f"{prefix}_microbatch_size", str(choice.micro_batch_size // choice.replicas)),
         *(
             "--training.local_batch_size",
             str(choice.micro_batches * choice.micro_batch_size // choice.replicas),
         ),
         *("--training.global_batch_size", str(choice.micro_batches * choice.micro_batch_size)),
-        *("--parallelism.data_parallel_replicate_degree", "1" if made.plan.zero else str(choice.replicas)),
-        *("--parallelism.data_parallel_shard_degree", str(choice.replicas) if made.plan.zero else "1"),
+        *("--parallelism.data_parallel_replicate_degree", "1" if blocks.plan.zero else str(choice.replicas)),
+        *("--parallelism.data_parallel_shard_degree", str(choice.replicas) if blocks.plan.zero else "1"),
         "--training.disable_cuda_graphs",  # they do not go with pipelines
         f"activation_checkpoint:{recompute}",
     ]

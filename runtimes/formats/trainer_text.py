@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ...cost_models.document import MadeBy
+from ...cost_models.field_types import DeviceCount, LayerCount
 from ...cost_models.quantities import format_seconds
 from ...planner.plan_file import Plan
 from ...planner.plan_records import ScheduleName
-from .export_document import Count, ExportDocument, hash_layers
+from .export_document import ExportDocument, hash_layers
 from .plan_choice import Choice
 
 
@@ -24,18 +25,18 @@ class TrainerText(ExportDocument):
     suffix: ClassVar[str] = "txt"
     """Of the text's file, where the user names none."""
 
-    processes: Count
+    processes: DeviceCount
     """To be started: one a device."""
-    nodes: Count = 1
+    nodes: DeviceCount = 1
     """That they are spread over, as many on each."""
-    pipeline_size: Count
+    pipeline_size: DeviceCount
     """Devices of a pipeline."""
-    replicas: Count
+    replicas: DeviceCount
     """Of every stage. Ranks count those of a stage before the next stage."""
 
     order: ScheduleName
     """The plan's word for the schedule."""
-    virtual_stages: Count
+    virtual_stages: LayerCount
     """Of each device."""
     recompute: Literal["never", "always"]
     made_by: MadeBy = MadeBy()

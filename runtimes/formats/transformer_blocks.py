@@ -64,9 +64,9 @@ def find_blocks(names: Sequence[str]) -> Transformer:
     """The transformer whose layers have these names, in order. Raises NotBlocksError."""
     if not names:
         raise NotBlocksError("the names of the layers are not known")
-    found = [_BLOCK.match(name) for name in names]
-    inside = [layer for layer, match in enumerate(found) if match]
-    lists = dict.fromkeys(match["list"] for match in found if match)
+    matches = [_BLOCK.match(name) for name in names]
+    inside = [layer for layer, match in enumerate(matches) if match]
+    lists = dict.fromkeys(match["list"] for match in matches if match)
     if not lists:
         raise NotBlocksError(
             f"no layer has the name of a transformer's block, such as model.layers.0 (they are {names[0]} "
@@ -74,14 +74,14 @@ def find_blocks(names: Sequence[str]) -> Transformer:
         )
     if len(lists) > 1:
         raise NotBlocksError(f"there are blocks in {' and in '.join(lists)}")
-    ends = _ends(names, found[: inside[-1] + 1], inside[0])
+    ends = _ends(names, matches[: inside[-1] + 1], inside[0])
     return Transformer(tuple(names), next(iter(lists)), ends)
 
 
-def _ends(names: Sequence[str], found: Sequence[re.Match[str] | None], first: int) -> tuple[int, ...]:
-    """The layers before the end of the embedding and of each block. `found` goes up to the last block."""
+def _ends(names: Sequence[str], matches: Sequence[re.Match[str] | None], first: int) -> tuple[int, ...]:
+    """The layers before the end of the embedding and of each block. `matches` goes up to the last block."""
     ends, begun = [first], 0
-    for layer, match in enumerate(found[first:], start=first):
+    for layer, match in enumerate(matches[first:], start=first):
         if match is None:
             raise NotBlocksError(f"layer {layer}, {names[layer]}, stands between the blocks")
         number = int(match["number"])
@@ -90,7 +90,7 @@ def _ends(names: Sequence[str], found: Sequence[re.Match[str] | None], first: in
         if number == begun:
             ends += [layer] * (begun > 0)
             begun += 1
-    return (*ends, len(found))
+    return (*ends, len(matches))
 
 
 def find_plan_blocks(plan: Plan, runtime: str) -> Transformer:

@@ -34,15 +34,15 @@ class StageInputHook:
     packed: Crossings | None
     overwritten: tuple[bool, ...] | None
 
-    def __call__(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG002
-        tensors = _as_tuple(given[0])
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG002
+        tensors = _as_tuple(inputs[0])
         if self.packed is not None:
             tensors = _unpack(tensors, self.packed)
         which = (True,) * len(tensors) if self.overwritten is None else self.overwritten
         own = tuple(
             tensor.clone() if cloned else tensor for tensor, cloned in zip(tensors, which, strict=True)
         )
-        return (own[0] if isinstance(given[0], Tensor) else own,)
+        return (own[0] if isinstance(inputs[0], Tensor) else own,)
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class StageOutputHook:
     packs: bool
     is_output: bool
 
-    def __call__(self, module: nn.Module, given: Any, output: Any) -> Any:  # noqa: ARG002
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:  # noqa: ARG002
         if self.is_output:
-            return _tensors_of(output)
+            return _collect_tensors(output)
         packed = attach_all([pack_tensor(tensor) for tensor in _as_tuple(output)], always=True)
         return packed[0] if isinstance(output, Tensor) else tuple(packed)
 
@@ -100,8 +100,8 @@ def _crossings(
 ) -> list[Crossings | None]:
     """What each stage is handed; None where that is not known."""
     if example is not None:
-        given = example.repeated(samples).tensors
-        shapes = trace_shapes(layers, parts, given, InputForm((False,) * len(given)))
+        tensors = example.repeated(samples).tensors
+        shapes = trace_shapes(layers, parts, tensors, InputForm((False,) * len(tensors)))
         if shapes is not None:
             return [shape.crossings for shape in shapes]
     return [None] * (len(parts) - 1)
@@ -119,11 +119,11 @@ def _is_packed(about: Crossings | None, *, always: bool) -> bool:
     return about is not None and (always or not all(crossing.has_gradient for crossing in about))
 
 
-def _as_tuple(given: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (given,) if isinstance(given, Tensor) else given
+def _as_tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (tensors,) if isinstance(tensors, Tensor) else tensors
 
 
-def _tensors_of(output: Any) -> Any:
+def _collect_tensors(output: Any) -> Any:
     """`output`, or where that is a dict, say, its tensors: one, or a tuple of several."""
     if isinstance(output, Tensor) or (
         isinstance(output, tuple) and all(isinstance(part, Tensor) for part in output)

@@ -80,8 +80,8 @@ def hand_on(tensor: Tensor) -> Tensor:
 
     PyTorch detaches the outputs of a stage in place, before it computes weight gradients from what was saved.
     """
-    handed: Tensor = _HandOn.apply(tensor)
-    return handed
+    tensor_on: Tensor = _HandOn.apply(tensor)
+    return tensor_on
 
 
 class _HandOn(torch.autograd.Function):

@@ -22,12 +22,12 @@ class InputForm:
         """As of an example."""
         return cls(tuple(tensor.dim() == 0 or len(tensor) != example.batch for tensor in example.tensors))
 
-    def repeat_shared(self, given: object, samples: int, micro_batches: int) -> tuple[Tensor, ...]:
+    def repeat_shared(self, batch: object, samples: int, micro_batches: int) -> tuple[Tensor, ...]:
         """The tensors of a global batch; those that are shared once for every micro-batch.
 
         Raises UsageError where it has another number of samples or tensors.
         """
-        tensors = ModelInput.of(given, "the global batch").tensors
+        tensors = ModelInput.of(batch, "the global batch").tensors
         if len(tensors) != len(self.shared):
             raise UsageError(
                 f"the input has {len(tensors)} tensors, the example input had {len(self.shared)}",
@@ -49,18 +49,19 @@ class InputForm:
             for tensor, shared in zip(tensors, self.shared, strict=True)
         )
 
-    def drop_repeats(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def drop_repeats(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What the model takes, of what the first stage is handed."""
         return tuple(
-            tensor.squeeze(0) if shared else tensor for tensor, shared in zip(given, self.shared, strict=True)
+            tensor.squeeze(0) if shared else tensor
+            for tensor, shared in zip(tensors, self.shared, strict=True)
         )
 
 
 def check_samples(name: str, tensor: Tensor | None, samples: int) -> None:
     """Raises UsageError where dimension 0 of `tensor` is not `samples`."""
-    found = 0 if tensor is None or tensor.dim() == 0 else len(tensor)
-    if found != samples:
+    count = 0 if tensor is None or tensor.dim() == 0 else len(tensor)
+    if count != samples:
         raise UsageError(
-            f"the {name} holds {found} samples, a step of this process takes {samples}",
+            f"the {name} holds {count} samples, a step of this process takes {samples}",
             "Give each process its replica's samples of the global batch: `share` picks them.",
         )

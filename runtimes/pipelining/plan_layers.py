@@ -38,8 +38,8 @@ def match_layers(
     is_so = isinstance(model, LayerSequential) or (
         isinstance(model, nn.Sequential) and len(model) == count and not _registers_twice(model)
     )
-    made = model if is_so or example is None else sequential(model, example, granularity=granularity)
-    return check_layers(document, count, made, names)
+    layers = model if is_so or example is None else sequential(model, example, granularity=granularity)
+    return check_layers(document, count, layers, names)
 
 
 def _registers_twice(model: nn.Sequential) -> bool:
@@ -78,7 +78,7 @@ def prepare_pipe(
     layers = match_layers(document, parts[-1], model, example, layer_names, granularity=document.granularity)
     arguments = document.arguments()
     if devices is not None:
-        arguments["devices"] = _given(devices, len(document.balance))
+        arguments["devices"] = _as_devices(devices, len(document.balance))
     _check_devices(document, arguments["devices"])
     check_sharing(layers, parts, [torch.device(device) for device in arguments["devices"]])
     safe = guard_cuts(layers, parts, example, document.micro_batch_size)
@@ -96,7 +96,7 @@ def _check_input(document: PipeExport, example: ModelInput | None) -> None:
             )
 
 
-def _given(devices: Sequence[torch.device | str | int], stages: int) -> list[torch.device]:
+def _as_devices(devices: Sequence[torch.device | str | int], stages: int) -> list[torch.device]:
     if isinstance(devices, str) or len(devices) != stages:
         raise UsageError(
             f"devices={devices!r}: the plan has {stages} stages", "Give one device for each, in their order."

@@ -93,16 +93,16 @@ class PipelineProcess:
         to None before. Where stages share a weight, each has its gradients of all of them after the step.
         Raises UsageError for another number of samples or tensors.
         """
-        given: tuple[Tensor, ...] = ()
+        tensors: tuple[Tensor, ...] = ()
         options: dict[str, Any] = {"return_outputs": False}
         losses: list[Tensor] = []
         if self.is_first:
             moved = ModelInput.of(input, "the global batch").to(self.device)
-            given = self.form.repeat_shared(moved, self.samples, self.document.micro_batches)
+            tensors = self.form.repeat_shared(moved, self.samples, self.document.micro_batches)
         if self.is_last:
             check_samples("target", target, self.samples)
             options |= {"target": None if target is None else target.to(self.device), "losses": losses}
-        self.schedule.step(*given, **options)
+        self.schedule.step(*tensors, **options)
         if self.averages and self.coordinates.replicas is not None:
             average_gradients(self.parameters(), self.coordinates.replicas)
         self.tied.add_up()
@@ -130,9 +130,9 @@ def build_process(
     coordinates = find_coordinates(document, place, mesh)
     form = InputForm.of(example)
     samples = document.micro_batch_size // document.replicas
-    given = form.micro_batch(example, samples)
+    first_inputs = form.micro_batch(example, samples)
     splits = splits_backward(document.actions)
-    shapes = trace_shapes(layers, document.parts, given, form, splits_backward=splits)
+    shapes = trace_shapes(layers, document.parts, first_inputs, form, splits_backward=splits)
     own = {
         stage: split_stage(layers, document.parts, stage, tied)
         for stage in document.stages[coordinates.index]
@@ -155,8 +155,8 @@ def build_process(
         }
     pipeline_stages = []
     for stage, module in wrapped.items():
-        told = None if shapes is None else shapes[stage]
-        pipeline_stages.append(_pipeline_stage(document, stage, module, told, place, coordinates))
+        stage_shapes = None if shapes is None else shapes[stage]
+        pipeline_stages.append(_pipeline_stage(document, stage, module, stage_shapes, place, coordinates))
     last = stages.get(len(document.parts) - 2)
     loss = loss_fn if last is None else stage_loss(last, loss_fn)
     schedule = _schedule(document, pipeline_stages, loss, scale_grads=not sum_losses)
@@ -209,11 +209,11 @@ def _pipeline_stage(
     device: torch.device,
     coordinates: RankCoordinates,
 ) -> PipelineStage:
-    told: dict[str, Any] = {}
+    shape_arguments: dict[str, Any] = {}
     if shapes is not None:
-        told = {"input_args": shapes.inputs, "output_args": shapes.outputs}
+        shape_arguments = {"input_args": shapes.inputs, "output_args": shapes.outputs}
     count = len(document.parts) - 1
-    return Stage(module, stage, count, device, group=coordinates.pipeline, **told)
+    return Stage(module, stage, count, device, group=coordinates.pipeline, **shape_arguments)
 
 
 def _schedule(

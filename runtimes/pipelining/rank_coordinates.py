@@ -54,10 +54,10 @@ def find_coordinates(document: TorchExport, device: torch.device, mesh: DeviceMe
 def _in_mesh(mesh: DeviceMesh, document: TorchExport) -> RankCoordinates:
     names, needed = mesh.mesh_dim_names or (), {"pp": len(document.stages), "dp": document.replicas}
     for name, size in needed.items():
-        found = mesh.size(names.index(name)) if name in names else 1
-        if found != size or "pp" not in names:
+        dimension_size = mesh.size(names.index(name)) if name in names else 1
+        if dimension_size != size or "pp" not in names:
             raise MachineError(
-                f'the mesh of {names} has {found} processes along "{name}", the plan needs {size}',
+                f'the mesh of {names} has {dimension_size} processes along "{name}", the plan needs {size}',
                 f'Give a mesh with the dimensions "pp" of {needed["pp"]} and "dp" of {needed["dp"]}.',
             )
     pipeline: Any = mesh.get_group("pp")

@@ -40,14 +40,14 @@ class StageModule(nn.Module):
         """Of the latest output, as the next stage's crossings."""
         self._structure: tuple[TreeSpec, list[Any]] | None = None
 
-    def forward(self, *given: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Of what was sent, what is to be sent."""
-        tensors = self.receive(given)
+        tensors = self.receive(inputs)
         if self.recompute and torch.is_grad_enabled():
             output = checkpoint(self._run, *tensors, use_reentrant=False)
         else:
             output = self._run(*tensors)
-        return self._hand_out(output, given)
+        return self._hand_out(output, inputs)
 
     def assemble(self, output: Tensor | tuple[Tensor, ...]) -> Any:
         """The model's output, of the tensors that the last stage returned."""
@@ -57,13 +57,13 @@ class StageModule(nn.Module):
         tensors = iter((output,) if isinstance(output, Tensor) else output)
         return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
-    def receive(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def receive(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Of what was sent, what the layers take."""
         if self.form is not None:
-            return self.form.drop_repeats(given)
+            return self.form.drop_repeats(tensors)
         if self.crossings is None:
-            return given
-        return tuple(about.receive(tensor) for about, tensor in zip(self.crossings, given, strict=True))
+            return tensors
+        return tuple(about.receive(tensor) for about, tensor in zip(self.crossings, tensors, strict=True))
 
     def _run(self, *tensors: Tensor) -> Any:
         """The layers, on clones of what they overwrite: a micro-batch is needed again to recompute."""
@@ -73,7 +73,7 @@ class StageModule(nn.Module):
         )
         return self.layers(own[0] if len(own) == 1 else own)
 
-    def _hand_out(self, output: Any, given: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    def _hand_out(self, output: Any, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         if self.is_last:
             leaves, spec = tree_flatten(output)
             tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
@@ -83,17 +83,17 @@ class StageModule(nn.Module):
             own = (output,) if isinstance(output, Tensor) else output
             self.output_tensors = tuple(CutTensor.of(tensor) for tensor in own)
             tensors = attach_all([pack_tensor(tensor) for tensor in own])
-        carried = self._carried(given)
+        carried = self._carried(inputs)
         if carried and tensors:
             tied = max(range(len(tensors)), key=lambda i: tensors[i].requires_grad)
             tensors[tied] = add_zero_gradients(tensors[tied], carried)
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
-    def _carried(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _carried(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Tensors of which a gradient is asked that they have not."""
         if self.form is not None or self.crossings is None:
             return ()
-        pairs = zip(given, self.crossings, strict=True)
+        pairs = zip(tensors, self.crossings, strict=True)
         return tuple(tensor for tensor, about in pairs if tensor.requires_grad and not about.has_gradient)
 
 

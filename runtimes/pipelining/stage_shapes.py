@@ -33,12 +33,12 @@ class StageShapes:
 def trace_shapes(
     layers: nn.Sequential,
     parts: Sequence[int],
-    given: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     form: InputForm,
     *,
     splits_backward: bool = False,
 ) -> list[StageShapes] | None:
-    """For each stage, with `given` of that form to the first; None where the meta device cannot run them.
+    """For each stage, with `inputs` of that form to the first; None where the meta device cannot run them.
 
     PyTorch computes weight gradients apart only on what lies between an input with a gradient and the output:
     where `splits_backward`, a stage behind frozen ones has such an input all the same, and its gradient is
@@ -46,7 +46,7 @@ def trace_shapes(
     """
     try:
         twin = copy_to_meta(layers, "the model")
-        stages = _followed(twin, parts, tuple(tensor.to("meta") for tensor in given), form, splits_backward)
+        stages = _followed(twin, parts, tuple(tensor.to("meta") for tensor in inputs), form, splits_backward)
         return list(stages)
     except Exception:
         # Whatever a model does on the meta device that it does not do elsewhere; PyTorch finds out itself.
@@ -56,28 +56,31 @@ def trace_shapes(
 def _followed(
     twin: Any,
     parts: Sequence[int],
-    given: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
     form: InputForm | None,
     splits_backward: bool,
 ) -> Iterator[StageShapes]:
-    crossings = tuple(CutTensor.of(tensor) for tensor in given)
+    crossings = tuple(CutTensor.of(tensor) for tensor in inputs)
     for first, end in pairwise(parts):
         layers = twin[first:end]
-        crossings = _with_overwritten(layers, crossings, given, form)
+        crossings = _with_overwritten(layers, crossings, inputs, form)
         stage = StageModule(layers, crossings, form=form, is_last=end == parts[-1])
-        outputs = stage(*given)
+        outputs = stage(*inputs)
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         frozen = splits_backward and not any(tensor.requires_grad for tensor in outputs)
         leaves = tuple(_leaf(tensor, always=frozen) for tensor in outputs)
-        yield StageShapes(given, leaves, crossings)
-        crossings, given, form = stage.output_tensors, leaves, None
+        yield StageShapes(inputs, leaves, crossings)
+        crossings, inputs, form = stage.output_tensors, leaves, None
 
 
 def _with_overwritten(
-    layers: nn.Sequential, crossings: tuple[CutTensor, ...], given: tuple[Tensor, ...], form: InputForm | None
+    layers: nn.Sequential,
+    crossings: tuple[CutTensor, ...],
+    inputs: tuple[Tensor, ...],
+    form: InputForm | None,
 ) -> tuple[CutTensor, ...]:
     """`crossings` with a mark on those that the layers change in place: their version goes up."""
-    received = StageModule(layers, crossings, form=form).receive(given)
+    received = StageModule(layers, crossings, form=form).receive(inputs)
     watched = tuple(tensor.clone() for tensor in received)
     versions = [version_of(tensor) for tensor in watched]
     layers(watched[0] if len(watched) == 1 else watched)

@@ -84,9 +84,9 @@ def split_stage(
     used = [tensor for layer in layers[first:end] for tensor in tensors_used(layer)]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in used}
     memo |= {id(weight.parameter): copies[index] for index, weight in own.items()}
-    made = copy.deepcopy(layers[first:end], memo)
-    register_references(made)
-    return StageLayers(made, copies)
+    own_layers = copy.deepcopy(layers[first:end], memo)
+    register_references(own_layers)
+    return StageLayers(own_layers, copies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,15 +105,15 @@ class _Held:
 class TiedGradients:
     """Keeps the copies of this process equal to those of all others."""
 
-    def __init__(self, held: Sequence[_Held]) -> None:
-        self._held = held
+    def __init__(self, copies: Sequence[_Held]) -> None:
+        self._copies = copies
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._copies)
 
     def add_up(self) -> None:
         """After the last backward of a step: every copy has the gradients of all, averaged over replicas."""
-        for weight in self._held:
+        for weight in self._copies:
             gradients = [_gradient(parameter) for parameter in weight.parameters]
             if gradients:
                 whole = gradients[0]
@@ -149,7 +149,7 @@ def tie_stages(
     `device_of`: by stage, its device of the pipeline. Where replicas are `sharded`, each adds up its part
     with its likes of the other stages.
     """
-    held, tables = [], _tables(coordinates) if tied else []
+    copies_here, tables = [], _tables(coordinates) if tied else []
     for index, weight in enumerate(tied):
         devices = list(dict.fromkeys(device_of[stage] for stage in weight.stages))
         groups = _Groups.of(tables, devices)
@@ -160,10 +160,10 @@ def tie_stages(
             for other in others:
                 other.copy_(first)
         if copies and weight.parameter.requires_grad:
-            named = tuple((stages[stage], _name(stages[stage], own)) for stage, own in copies.items())
+            stage_names = tuple((stages[stage], _name(stages[stage], own)) for stage, own in copies.items())
             replicas = 1 if sharded else len(coordinates.ranks[0])
-            held.append(_Held(named, groups.likes if sharded else groups.every, replicas))
-    return TiedGradients(held)
+            copies_here.append(_Held(stage_names, groups.likes if sharded else groups.every, replicas))
+    return TiedGradients(copies_here)
 
 
 def _tables(coordinates: RankCoordinates) -> list[tuple[tuple[int, ...], ...]]:
@@ -171,9 +171,9 @@ def _tables(coordinates: RankCoordinates) -> list[tuple[tuple[int, ...], ...]]:
     own = coordinates.ranks
     if sum(map(len, own)) == dist.get_world_size():
         return [own]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return sorted(set(found))
+    tables: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, own)
+    return sorted(set(tables))
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,15 +189,15 @@ class _Groups:
         """Of one weight, on these devices of every pipeline."""
         own, every, likes = dist.get_rank(), None, None
         for ranks in tables:
-            held = [ranks[device] for device in devices]
-            whole = [rank for each in held for rank in each]
-            made = dist.new_group(whole) if len(whole) > 1 else None
-            every = made if own in whole else every
-            replicas = len(held[0])
+            members = [ranks[device] for device in devices]
+            whole = [rank for each in members for rank in each]
+            group = dist.new_group(whole) if len(whole) > 1 else None
+            every = group if own in whole else every
+            replicas = len(members[0])
             for replica in range(replicas if len(devices) > 1 else 0):
-                alike = [each[replica] for each in held]
-                made = dist.new_group(alike) if replicas > 1 else made
-                likes = made if own in alike else likes
+                alike = [each[replica] for each in members]
+                group = dist.new_group(alike) if replicas > 1 else group
+                likes = group if own in alike else likes
         return cls(every, likes)
 
 

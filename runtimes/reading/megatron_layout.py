@@ -15,7 +15,7 @@ MOST = 100_000
 """Characters of a layout without its repetitions."""
 
 
-def blocks_of(layout: str, where: str) -> list[int]:
+def parse_layout(layout: str, where: str) -> list[int]:
     """Transformer blocks a stage. Raises FileError.
 
     `x*n` stands for n of x, `(...)*n` for n of what is inside; commas are passed over. The first stage begins
@@ -24,14 +24,14 @@ def blocks_of(layout: str, where: str) -> list[int]:
     written = _unrolled(layout, where)
     unknown = sorted(set(written) - set("EtL|"))
     if unknown:
-        known = (
+        hint = (
             "m is a block that predicts further tokens, which a profile does not have"
             if "m" in unknown
             else ""
         )
-        raise partition_error(where, f"layout {layout!r}: {unknown[0]!r} is none of E, t, L and |", known)
-    held = written.replace("|", "")
-    if not re.fullmatch(r"Et*L", held):
+        raise partition_error(where, f"layout {layout!r}: {unknown[0]!r} is none of E, t, L and |", hint)
+    text = written.replace("|", "")
+    if not re.fullmatch(r"Et*L", text):
         raise partition_error(
             where, f"layout {layout!r}: it must begin with E and end with L, with each once"
         )
@@ -50,7 +50,7 @@ def _unrolled(layout: str, where: str) -> str:
 
 def from_layout(layout: str, names: Sequence[str], where: str, options: Options) -> Partition:
     """The partition of a layout, with what the options beside it say. Raises FileError."""
-    blocks = blocks_of(layout, where)
+    blocks = parse_layout(layout, where)
     size = read_number(options, "pipeline_model_parallel_size", where) or len(blocks)
     if len(blocks) % size:
         raise partition_error(
@@ -64,12 +64,12 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
         read_number(options, "micro_batch_size", where),
     )
     full = options.get("recompute_granularity") == ["full"]
-    known = "recompute_granularity" in options or batch is not None
+    tells_recompute = "recompute_granularity" in options or batch is not None
     return replace(
         from_blocks(blocks, names, where, "megatron"),
         virtual_stages=virtual,
         schedule="interleaved" if virtual > 1 else "1f1b",
         mini_batch=batch,
         samples=own,
-        recompute=("always" if full else "never") if known else None,
+        recompute=("always" if full else "never") if tells_recompute else None,
     )

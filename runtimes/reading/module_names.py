@@ -42,9 +42,9 @@ def from_modules(
     passed: list[str] = []
     for stage, own in enumerate(parts):
         for name in own:
-            found = layers.of(name)
-            passed += [name] * (not found and not name.endswith("rotary_emb"))
-            for layer in found:
+            indices = layers.of(name)
+            passed += [name] * (not indices and not name.endswith("rotary_emb"))
+            for layer in indices:
                 if owner.setdefault(layer, stage) != stage:
                     raise partition_error(
                         where, f"{name} is on stages {owner[layer]} and {stage}", "Name it once."
@@ -66,8 +66,8 @@ def from_device_map(places: Mapping[str, object], names: Sequence[str], where: s
     for name in sorted(devices, key=lambda name: (name.count("."), len(name)), reverse=True):
         for layer in layers.of(name) if name else range(len(names)):
             owner.setdefault(layer, devices[name])
-    held = layers.all_owned(owner, where)
-    order = [device for device, _ in groupby(held)]
+    indices = layers.all_owned(owner, where)
+    order = [device for device, _ in groupby(indices)]
     twice = [device for device in order if order.count(device) > 1]
     if twice:
         raise partition_error(
@@ -75,7 +75,7 @@ def from_device_map(places: Mapping[str, object], names: Sequence[str], where: s
             f"device {twice[0]} has layers before and after those of another",
             "pplan's stages are layers that follow one another: give each device one run of them.",
         )
-    stages = [order.index(device) for device in held]
+    stages = [order.index(device) for device in indices]
     return replace(_in_order(stages, len(order), "device_map", where), schedule="naive")
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from ...cost_models.document import kind_of
-from ...cost_models.errors import UsageError
+from ...cost_models.errors import UsageError, shown
+from ...cost_models.file_kind import detect_kind
 from ...cost_models.runtime import RUNTIMES
 from ..formats.deepspeed_export import DeepspeedExport
 from ..formats.export_document import ExportDocument, hash_names
@@ -53,19 +53,20 @@ def read_partition(text: str, names: Sequence[str], where: str) -> Partition:
 
 
 def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where: str) -> Partition:
-    kind = kind_of(text)
+    kind = detect_kind(text)
     if kind in ("plan", "profile", "simulation"):
         hint = "Give it to show, simulate or export." if kind == "plan" else ""
         raise partition_error(where, f"this is a {kind} of pplan, not another tool's partition", hint)
-    if content.get("runtime") not in RUNTIMES:
-        raise partition_error(where, f"runtime is {content.get('runtime')!r}, which is not known")
+    runtime = content.get("runtime")
+    if not isinstance(runtime, str) or runtime not in RUNTIMES:
+        raise partition_error(where, f"runtime is {shown(runtime)}, which is not known")
     if content.get("layers_sha256") not in (None, "", hash_names(names)):
         raise partition_error(
             where,
             f"it was exported for {content.get('model')}, the profile has other layers",
             "Name the profile of that plan: profile=FILE",
         )
-    return from_export(text, content["runtime"], names, where)
+    return from_export(text, runtime, names, where)
 
 
 def _of_json(content: Any, names: Sequence[str], where: str) -> Partition:
@@ -120,8 +121,8 @@ def _of_text(text: str, names: Sequence[str], where: str) -> Partition:
         )
         if layout:
             return from_layout(layout[0], names, where, options)
-    if found := _BALANCE.search(text):
-        return from_numbers(_numbers(found[1], where), names, where)
+    if match := _BALANCE.search(text):
+        return from_numbers(_numbers(match[1], where), names, where)
     raise partition_error(
         where, "it is in none of the formats that are read" if text.strip() else "it is empty"
     )
@@ -149,8 +150,10 @@ def _of_parts_text(text: str, names: Sequence[str], where: str) -> Partition:
 def _parts(content: list[Any]) -> list[list[str]]:
     """Lists of module names: each a list, or a text with commas; none where it is something else."""
     parts = [item.split(",") if isinstance(item, str) else item for item in content]
-    named = all(isinstance(part, list) and part and all(isinstance(n, str) for n in part) for part in parts)
-    return parts if named else []
+    all_names = all(
+        isinstance(part, list) and part and all(isinstance(n, str) for n in part) for part in parts
+    )
+    return parts if all_names else []
 
 
 def with_virtual_stages(partition: Partition, virtual_stages: int | None, where: str) -> Partition:
@@ -189,17 +192,17 @@ KINDS: dict[str, type[ExportDocument]] = {
 def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Partition:
     """The partition in a file for `runtime`. Raises FileError."""
     document = KINDS[runtime].parse(text, where)
-    made = _partition(document, names, where)
-    if made.ends[-1] != len(names):
+    partition = _partition(document, names, where)
+    if partition.ends[-1] != len(names):
         raise partition_error(
             where,
-            f"it has {made.ends[-1]} layers, the profile {len(names)}",
+            f"it has {partition.ends[-1]} layers, the profile {len(names)}",
             "Name the profile of that model: profile=FILE",
         )
     replicas = getattr(document, "replicas", 1)
     return check_stages(
         replace(
-            made,
+            partition,
             format=runtime,
             runtime=runtime,
             replicas=replicas,
@@ -213,12 +216,14 @@ def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Pa
 def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
     """The stages, schedule and recomputation."""
     if isinstance(document, PipeExport):
-        made = Partition("", tuple(accumulate(document.balance)), schedule="gpipe")
-        return replace(made, virtual_stages=1, recompute=document.checkpoint)
+        partition = Partition("", tuple(accumulate(document.balance)), schedule="gpipe")
+        return replace(partition, virtual_stages=1, recompute=document.checkpoint)
     if isinstance(document, DeepspeedExport):
-        again = document.config.get("pipeline", {}).get("activation_checkpoint_interval", 0) > 0
-        made = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
-        return replace(made, recompute="always" if again else "never")
+        pipeline = document.config.get("pipeline")
+        interval = pipeline.get("activation_checkpoint_interval") if isinstance(pipeline, dict) else None
+        again = isinstance(interval, int) and interval > 0
+        partition = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
+        return replace(partition, recompute="always" if again else "never")
     if isinstance(document, TorchExport):
         words = set(document.recompute)
         return Partition(
@@ -235,13 +240,13 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
 
 def _of_trainer(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
     if isinstance(document, LayoutExport):
-        made = from_layout(document.layout, names, where, {})
+        partition = from_layout(document.layout, names, where, {})
     elif isinstance(document, TorchtitanExport | NemoExport):
-        made = from_modules(document.module_fqns_per_model_part, names, where, {})
+        partition = from_modules(document.module_fqns_per_model_part, names, where, {})
     else:
         raise partition_error(where, f"files for {document.runtime} are not read")
     return replace(
-        made,
+        partition,
         virtual_stages=document.virtual_stages,
         schedule=document.order,
         recompute=document.recompute,

@@ -24,33 +24,33 @@ def parse_options(text: str, where: str) -> Options:
         words = shlex.split(text, comments=True)
     except ValueError as error:
         raise partition_error(where, f"its quotes do not end ({error})") from error
-    found: Options = {}
+    options: Options = {}
     last: list[str] | None = None
     for word in words:
-        given = _KEY.match(word)
-        if given:
-            found[_name(given[1])] = [given[2]]
+        match = _KEY.match(word)
+        if match:
+            options[_name(match[1])] = [match[2]]
             last = None
         elif word.startswith("--"):
-            last = found.setdefault(_name(word), [])
+            last = options.setdefault(_name(word), [])
         elif last is not None and word not in ("\\", ")"):
             last.append(word)
-    return found
+    return options
 
 
 def parse_yaml(text: str) -> Options:
     """The scalars of a piece of YAML by their last key, and of lists of lists their items by commas."""
-    found: Options = {}
+    options: Options = {}
     key = ""
     for line in text.splitlines():
         line = line.split(" #")[0].rstrip()
-        given = _YAML.match(line)
-        if given:
-            key = given[2]
-            found[key] = [_plain(given[3])] if given[3] else []
+        match = _YAML.match(line)
+        if match:
+            key = match[2]
+            options[key] = [_plain(match[3])] if match[3] else []
         elif line.lstrip().startswith("- ") and key:
-            _add_item(found[key], line.strip())
-    return found
+            _add_item(options[key], line.strip())
+    return options
 
 
 def _add_item(items: list[str], line: str) -> None:

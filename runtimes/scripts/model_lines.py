@@ -24,11 +24,11 @@ _CLASSES, _CLASSES_OF_CLIPS = 1000, 400
 
 
 def model_lines(
-    profile: Profile, named: NamedModel, document: ExportDocument, build: str, *, optimizer: str
+    profile: Profile, model: NamedModel, document: ExportDocument, build: str, *, optimizer: str
 ) -> dict[str, object]:
     """Values for a template: imports (`build` is one), batch, loss, model_lines, expressions of inputs.
 
-    `named`: the model that the script builds. Raises ExportError for a dtype that torch does not have, and
+    `model`: the model that the script builds. Raises ExportError for a dtype that torch does not have, and
     where the profile does not tell what the model takes.
     """
     if profile.dtype not in _BYTES:
@@ -36,14 +36,14 @@ def model_lines(
             f"`script`: the profile says dtype {shown(profile.dtype)}", f"It is one of {', '.join(_BYTES)}."
         )
     data = _Data.of(
-        profile, named.name, "float32" if isinstance(document, DeepspeedExport) else profile.dtype
+        profile, model.name, "float32" if isinstance(document, DeepspeedExport) else profile.dtype
     )
     lines: dict[str, object] = {
-        "imports": "\n".join(_imports(named.name, document, data, build, optimizer)),
+        "imports": "\n".join(_imports(model.name, document, data, build, optimizer)),
         "typing": "\nfrom typing import Any" if _uses_any(document, data) else "",
         "batch": data.batch(),
-        "loss": data.loss_of(),
-        "model_lines": "\n".join(f"    {line}" for line in _model_code(profile, named, document, data)),
+        "loss": data.loss_code(),
+        "model_lines": "\n".join(f"    {line}" for line in _model_code(profile, model, document, data)),
     }
     if data.is_one:
         of_rows = "inputs[own]" + _cast(profile, document, data)
@@ -113,10 +113,10 @@ class _Data:
 
     def batch(self) -> str:
         """A function that makes the samples of a step."""
-        made = [self._made(tensor) for tensor in self.inputs]
-        inputs = [f"    inputs = {made[0]}"]
-        if len(made) > 1:
-            inputs = ["    inputs = (", *(f"        {each}," for each in made), "    )"]
+        tensors = [self._tensor_code(tensor) for tensor in self.inputs]
+        inputs = [f"    inputs = {tensors[0]}"]
+        if len(tensors) > 1:
+            inputs = ["    inputs = (", *(f"        {each}," for each in tensors), "    )"]
         return "\n".join(
             [
                 f"def batch(step: int, samples: int) -> tuple[{self.type}, torch.Tensor]:",
@@ -128,7 +128,7 @@ class _Data:
             ]
         )
 
-    def loss_of(self) -> str:
+    def loss_code(self) -> str:
         """A function that makes the loss of an output."""
         if self.is_plain:
             return "\n".join(
@@ -168,7 +168,7 @@ class _Data:
     def _kind(self) -> str:
         return "" if self.dtype == "float32" else f", dtype=torch.{self.dtype}"
 
-    def _made(self, tensor: InputTensor) -> str:
+    def _tensor_code(self, tensor: InputTensor) -> str:
         shape = ", ".join(["samples", *map(str, tensor.shape)])
         whole = shape if tensor.shape else "samples,"
         if _is_whole(tensor):
@@ -197,24 +197,24 @@ def _imports(name: str, document: ExportDocument, data: _Data, build: str, optim
     return [*sorted(modules), *sorted(names)]
 
 
-def _model_code(profile: Profile, named: NamedModel, document: ExportDocument, data: _Data) -> list[str]:
+def _model_code(profile: Profile, model: NamedModel, document: ExportDocument, data: _Data) -> list[str]:
     """Lines that make `model` and `example`."""
-    name = write_literal(named.name)
+    name = write_literal(model.name)
     casts = profile.dtype != "float32" and not isinstance(document, DeepspeedExport)
-    if _is_torchvisions(named.name):
+    if _is_torchvisions(model.name):
         classes = "" if profile.classes is None else f", num_classes={profile.classes}"
         lines = [f"model = torchvision.models.get_model({name}, weights=None{classes})"]
     else:
-        options = [f"settings={write_literal(dict(named.settings))}"] if named.settings else []
-        if data.is_one_float and not named.name.startswith("hf:"):
+        options = [f"settings={write_literal(dict(model.settings))}"] if model.settings else []
+        if data.is_one_float and not model.name.startswith("hf:"):
             options.append(f"input_shape={tuple(profile.inputs[0].shape)}")
-        given = [name, *options]
-        lines = [f"model, example = pplan.load_model({', '.join(given)})"]
+        arguments = [name, *options]
+        lines = [f"model, example = pplan.load_model({', '.join(arguments)})"]
         if len(lines[0]) > _WIDTH:
-            lines = ["model, example = pplan.load_model(", *(f"    {each}," for each in given), ")"]
+            lines = ["model, example = pplan.load_model(", *(f"    {each}," for each in arguments), ")"]
     if casts:
         lines.append(f"model.to(torch.{profile.dtype})")
-    if _is_torchvisions(named.name) or (casts and data.is_one_float):
+    if _is_torchvisions(model.name) or (casts and data.is_one_float):
         lines.append("example, _ = batch(0, 2)")
     return lines
 

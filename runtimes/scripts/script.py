@@ -90,8 +90,8 @@ def write_script(
         )
     command = _command(document, path)
     names = _common_fields(document, plan, path, beside, command) | _runtime_fields(document, device)
-    named = model_for(profile, model, settings or {})
-    names |= model_lines(profile, named, document, _BUILD[document.runtime], optimizer=plan.optimizer)
+    named_model = model_for(profile, model, settings or {})
+    names |= model_lines(profile, named_model, document, _BUILD[document.runtime], optimizer=plan.optimizer)
     template = files(__package__).joinpath(f"{document.runtime}.template").read_text(encoding="utf-8")
     return Script(Template(template).substitute(names), command)
 

@@ -219,7 +219,7 @@ def test_options_that_are_handed_on_are_checked_too(argument: str, profile: Prof
 def test_a_flag_that_is_a_word_is_neither_taken_nor_recorded(profile: Profile) -> None:
     with pytest.raises(pplan.UsageError, match="use_all='no': is not True or False but of type str"):
         pplan.solve(profile, gpus=2, use_all=typing.cast("bool", "no"))
-    assert pplan.solve(profile, gpus=2, mini_batch=16, use_all=True).wishes.use_all is True
+    assert pplan.solve(profile, gpus=2, mini_batch=16, use_all=True).options.use_all is True
 
 
 @pytest.mark.parametrize(
@@ -235,4 +235,4 @@ def test_pins_are_layers_with_the_numbers_of_their_stages(pins: Any, profile: Pr
 def test_lists_are_taken_for_pairs(profile: Profile, here: Path) -> None:
     del here
     plan = pplan.solve(profile, gpus=2, mini_batch=16, pins=[["features.0", 0]])  # type: ignore[list-item]
-    assert plan.wishes.pins == (("features.0", 0),)
+    assert plan.options.pins == (("features.0", 0),)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.cli.explain_tables import answer_lines, described, print_explanation
+from pplan.cli.explain_tables import answer_lines, describe_plan, print_explanation
 from pplan.planner.explanation.explanation import Explanation
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_stages import PlanSummary
@@ -259,4 +259,4 @@ def test_python_arguments_are_checked(planned: Plan, profile: Profile) -> None:
 def test_virtual_stages_in_words() -> None:
     made = outline(0.5, [3, 4, 2, 3], virtual_stages=2, schedule="interleaved")
     words = "2 stages of 3-4-2-3 layers, 2 virtual stages each, 16 x 4, interleaved"
-    assert described(PlanSummary(**made)) == words
+    assert describe_plan(PlanSummary(**made)) == words

@@ -254,7 +254,7 @@ def test_a_plan_of_another_profile_of_this_name_is_kept(run: Run, here: Path, pr
     profile.save(here / "other.profile.json", force=False)
     ran = solved(run, "other.profile.json")
     assert (ran.status, (here / "toy.plan.json").read_bytes()) == (2, before)
-    assert ran.lines[-2] == "pplan: toy.plan.json exists already, for another model or profile"
+    assert ran.lines[-2] == "pplan: toy.plan.json exists already, for another model, profile or device"
 
 
 @pytest.mark.parametrize("runtime", ["torchgpipe", "fairscale"])

@@ -49,7 +49,7 @@ def test_the_robust_plan(measured: Path, here: Path, run: Callable[..., Any]) ->
     assert ran.status == 0, ran.err
     plan = Plan.load(here / "toy.plan.json")
     assert plan.balance == [1, 3]
-    assert plan.wishes.robust
+    assert plan.options.robust
     text = " ".join(ran.out.split())
     assert "is the fastest at the 90th percentile of those scored" in text
     assert "80 % interval" in text

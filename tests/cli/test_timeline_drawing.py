@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pplan.cli.timeline_drawing import IDLE, KINDS, Cell, block, cells, column_count, drawn, print_drawing
+from pplan.cli.timeline_drawing import IDLE, KINDS, Cell, block, cells, column_count, draw_row, print_drawing
 from pplan.cost_models.schedules import Action, schedule_named
 from pplan.cost_models.simulator.pipeline_costs import stage_costs
 from pplan.cost_models.simulator.result import Span, Timeline
@@ -98,7 +98,7 @@ def test_a_column_shows_what_fills_most_of_it() -> None:
     ]
     # Column 0: 0.6 of forwards; column 1: 0.45 of a forward and 0.55 of nothing.
     assert cells(spans, 2.0, 2) == [Cell(0, 0), Cell(IDLE, -1)]
-    assert drawn(spans, cells(spans, 2.0, 2), colour=False).plain == "F."
+    assert draw_row(spans, cells(spans, 2.0, 2), colour=False).plain == "F."
 
 
 @st.composite

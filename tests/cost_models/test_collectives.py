@@ -109,7 +109,7 @@ def by_ports(topology: Topology, ranks: list[int], size: float) -> float:
         merged: dict[int, list[list[int]]] = defaultdict(list)
         for group in groups:
             key = next(
-                (i for i, other in enumerate(groups) if topology.level_of(other[0], group[0]) <= index), 0
+                (i for i, other in enumerate(groups) if topology.shared_level(other[0], group[0]) <= index), 0
             )
             merged[key].append(group)
         n = len(next(iter(merged.values())))

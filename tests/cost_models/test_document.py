@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar, Self
 import pytest
 from pydantic import Field, model_validator
 
-from pplan.cost_models.document import Document, Record, kind_of
+from pplan.cost_models.document import Document, Record
 from pplan.cost_models.errors import FileError
+from pplan.cost_models.file_kind import detect_kind
 from pplan.cost_models.machines.topology_file import load_topology
 from pplan.cost_models.text_files import as_text, read_text, sha256, write_whole
 
@@ -158,7 +159,7 @@ def test_the_hash_of_a_file_is_that_of_its_bytes() -> None:
     ],
 )
 def test_kind_of(content: str, kind: str | None) -> None:
-    assert kind_of(content) == kind
+    assert detect_kind(content) == kind
 
 
 def test_an_existing_file_needs_force(tmp_path: Path) -> None:

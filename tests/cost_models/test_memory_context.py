@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pplan.cost_models.machines.preset_lookup import context_of
+from pplan.cost_models.machines.preset_lookup import device_context
 from pplan.cost_models.machines.presets import MIB, PRESETS, Preset
 
 
@@ -19,9 +19,9 @@ def test_every_preset_has_one_and_says_where_it_is_from(preset: Preset) -> None:
 
 @pytest.mark.parametrize("name", ["RTX 4090", "NVIDIA GeForce RTX 4090"])
 def test_a_device_is_found_by_its_title_and_by_its_drivers_name(name: str) -> None:
-    assert context_of(name) is PRESETS["rtx-4090"].context_bytes
+    assert device_context(name) is PRESETS["rtx-4090"].context_bytes
 
 
 @pytest.mark.parametrize("name", ["CPU", "AMD EPYC 7742", "toy", "", "NVIDIA H100 PCIe"])
 def test_a_device_without_preset_has_none(name: str) -> None:
-    assert context_of(name) is None
+    assert device_context(name) is None

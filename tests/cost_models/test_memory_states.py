@@ -12,7 +12,7 @@ from pplan.cost_models.optimizers import (
     MIXED_FLOAT32_GRADIENTS,
     SIXTEEN_BITS,
     Precision,
-    precision_of,
+    dtype_precision,
 )
 
 GB = 1e9
@@ -71,7 +71,7 @@ def test_gpt2_with_adam_in_mixed_precision_needs_24_gb() -> None:
         ("adamw", MIXED_FLOAT32_GRADIENTS, 2 + 4 + 4 + 8),
         ("adamw-8bit", FLOAT32, 4 + 4 + 2 + 2 * 4 / 256),
         ("adamw-8bit", SIXTEEN_BITS, 2 + 2 + 2 + 2 * 4 / 256),
-        ("adam", precision_of("float64"), 8 + 8 + 16),
+        ("adam", dtype_precision("float64"), 8 + 8 + 16),
     ],
 )
 def test_bytes_of_a_parameter(optimizer: str, precision: Precision, bytes_a_parameter: float) -> None:
@@ -143,4 +143,4 @@ def test_precisions_that_cannot_be() -> None:
     with pytest.raises(UsageError, match="master of nan bytes"):
         Precision(weight=2, gradient=2, master=float("nan"))
     with pytest.raises(UsageError, match="'int8' is unknown"):
-        precision_of("int8")
+        dtype_precision("int8")

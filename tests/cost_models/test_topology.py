@@ -69,7 +69,7 @@ def test_a_link_is_that_of_the_innermost_level_that_holds_both() -> None:
     assert topology.link(5, 5) is NVLINK
     for a, b in product(range(32), repeat=2):
         expected = next(k for k, n in enumerate((2, 4, 16, math.inf)) if a // n == b // n or n == math.inf)
-        assert topology.level_of(a, b) == expected
+        assert topology.shared_level(a, b) == expected
         assert topology.crosses(a, b) is (a // 4 != b // 4)
 
 

@@ -164,12 +164,12 @@ class TestAPlannersOtherPlacement:
             assert isinstance(answer.by_planner["dapple"], ScoredPlan)
             assert answer.best is not None
             assert answer.best.step_seconds <= dapple.step_seconds * (1 + 1e-9)
-            assert answer.found.universal
-            assert not answer.found.exact
-            assert answer.found.bound_seconds < 0.999 * dapple.step_seconds
+            assert answer.result.universal
+            assert not answer.result.exact
+            assert answer.result.bound_seconds < 0.999 * dapple.step_seconds
 
     def test_its_own_plan_has_a_bound_that_holds_for_it(self, seed: int, make_chain: MakeChain) -> None:
-        named = find(self.made(seed, make_chain, planner="dapple")).found
+        named = find(self.made(seed, make_chain, planner="dapple")).result
         assert named.best is not None
         assert not named.exact
         assert named.universal
@@ -197,7 +197,7 @@ def test_no_other_assignment_of_the_devices_is_faster(seed: int, make_chain: Mak
     assert best.step_seconds <= other.step_seconds * (1 + 1e-9)
     in_order = run_search(problem)
     assert in_order.exact
-    assert answer.found.exact == (best.step_seconds >= in_order.bound_seconds * (1 - 1e-9))
+    assert answer.result.exact == (best.step_seconds >= in_order.bound_seconds * (1 - 1e-9))
 
 
 @pytest.mark.parametrize(("seed", "devices"), [(1, 6), pytest.param(2, 6, marks=pytest.mark.slow), (3, 5)])

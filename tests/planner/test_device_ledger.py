@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.machines.preset_lookup import context_of
+from pplan.cost_models.machines.preset_lookup import device_context
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.build_plan import solve
 from pplan.planner.plan_file import Plan
@@ -94,7 +94,7 @@ def test_a_dtype_without_precision_is_refused(chain: Chain) -> None:
 
 
 def test_the_context_is_that_of_the_preset() -> None:
-    figure = context_of("RTX 4090")
+    figure = device_context("RTX 4090")
     assert figure is not None
     assert figure.value == CONTEXT
 

@@ -34,7 +34,7 @@ def problem(chain: Chain, topology: Topology, **options: Any) -> Problem:
 def step(chain: Chain, topology: Topology, **options: Any) -> float:
     """Of the best plan, which must be proven, but for one on devices in an order that is not searched; inf
     where none fits."""
-    found = find(problem(chain, topology, **options), []).found
+    found = find(problem(chain, topology, **options), []).result
     assert found.exact or found.universal
     return np.inf if found.best is None else found.best.step_seconds
 
@@ -137,7 +137,7 @@ def test_never_worse_than_any_planner(
             assert name == "interleaved"  # is shown, and not in the running
             continue
         assert answer.best.step_seconds <= plan.step_seconds * (1 + 1e-9), name
-        assert answer.found.bound_seconds <= plan.step_seconds * (1 + 1e-9), name
+        assert answer.result.bound_seconds <= plan.step_seconds * (1 + 1e-9), name
         assert made.allows(plan.proposal)
     reasons = [plan for plan in answer.by_planner.values() if isinstance(plan, str)]
     assert all(reasons)
@@ -158,10 +158,10 @@ def test_a_named_planners_own_plan(name: str, make_chain: MakeChain, make_topolo
     free, own = (find(problem(chain, topology, mini_batch=16, planner=word)) for word in ("best", name))
     assert own.best is not None
     assert own.best == own.by_planner[name]
-    assert own.found.bound_seconds <= own.best.step_seconds
-    assert own.found.bound_seconds <= free.found.bound_seconds * (1 + 1e-9)
-    if own.found.exact:
-        assert own.best.step_seconds == pytest.approx(own.found.bound_seconds, rel=1e-8)
+    assert own.result.bound_seconds <= own.best.step_seconds
+    assert own.result.bound_seconds <= free.result.bound_seconds * (1 + 1e-9)
+    if own.result.exact:
+        assert own.best.step_seconds == pytest.approx(own.result.bound_seconds, rel=1e-8)
 
 
 SCRIPT = """
@@ -207,5 +207,5 @@ def test_more_devices_are_never_worse_without_a_proof(
             answer = find(made)
             assert answer.best is not None
             assert answer.best.step_seconds <= last * (1 + 1e-9)
-            last, unproven = answer.best.step_seconds, unproven + (not answer.found.exact)
+            last, unproven = answer.best.step_seconds, unproven + (not answer.result.exact)
     assert unproven > 0

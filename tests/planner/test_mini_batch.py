@@ -85,7 +85,7 @@ def test_it_divides_into_the_micro_batches_that_are_wished(count: int, gpus: int
 def test_a_given_one_stays() -> None:
     own = problem((1, 2), 2, PlanOptions(mini_batch=6))
     assert own.mini_batch == 6
-    assert choose_mini_batch(own, tried=True) is None
+    assert choose_mini_batch(own, try_others=True) is None
 
 
 def solved(own: Problem) -> Plan:
@@ -110,7 +110,7 @@ def test_half_and_twice_of_it_are_shown() -> None:
 
 def test_of_a_large_problem_they_are_left_out() -> None:
     own = Problem(chain((1, 2), layers=40), machine(32), PlanOptions(time_limit=1.0))
-    default = choose_mini_batch(own, tried=True)
+    default = choose_mini_batch(own, try_others=True)
     assert default is not None
     assert default.others == []
 

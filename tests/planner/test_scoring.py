@@ -35,7 +35,7 @@ def planned(problem: Problem) -> Plan:
     """The best plan, read back from its file."""
     answer = find(problem, [])
     assert answer.best is not None
-    plan = bare_plan(problem, answer.best, answer.found, model="toy", profile=REFERENCE)
+    plan = bare_plan(problem, answer.best, answer.result, model="toy", profile=REFERENCE)
     return Plan.parse(plan.to_json(), "toy.plan.json")
 
 
@@ -145,7 +145,7 @@ def test_parts_of_a_backward_that_take_less_than_the_whole(
     half = 0.25 * chain.backward_seconds
     chain = replace(chain, backward_input_seconds=half, backward_weight_seconds=half)
     problem = Problem(chain, make_topology(2), PlanOptions(mini_batch=8, schedule="zb-h1"))
-    found = find(problem, []).found
+    found = find(problem, []).result
     assert found.best is not None
     assert busiest_seconds(problem.space, found.best.proposal) <= found.best.step_seconds * (1 + 1e-12)
     assert found.bound_seconds <= found.best.step_seconds

@@ -75,7 +75,7 @@ def bytes_through_ports(made: Assembly) -> float:
                 for port in topology.ports(a, b):
                     taken[port.level, port.direction, port.owner] += seconds * made.program.micro_batches
     for stage, ranks in enumerate(made.ranks):
-        gradients = float(made.table(stage).bytes_of(*made.bounds[stage]).trainable)
+        gradients = float(made.table(stage).bytes_between(*made.bounds[stage]).trainable)
         for (level, owner), each in all_reduce_loads(topology, ranks).items():
             for direction in ("out", "in"):
                 taken[level, direction, owner] += gradients * each

@@ -74,7 +74,7 @@ def test_the_bytes_of_every_stage_are_those_of_its_layers(seed: int, make_chain:
     table = StageTable.of(chain, 2)
     for i, j in combinations(range(table.blocks + 1), 2):
         expected = stage_bytes(chain.at(2), table.cut_points[i], table.cut_points[j] - 1)
-        found = table.bytes_of(i, j, zero=3)
+        found = table.bytes_between(i, j, zero=3)
         for name, amount in vars(expected).items():
             assert vars(found)[name] == (None if amount is None else pytest.approx(amount)), name
 

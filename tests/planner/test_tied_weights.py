@@ -47,7 +47,10 @@ def test_tables_are_those_of_each_stage(seed: int, make_chain: MakeChain) -> Non
     chain = replace(chain, cut_after=cut_after)
     table, costs = StageTable.of(chain, 2), chain.at(2)
     for i, j in combinations(range(table.blocks + 1), 2):
-        own, expected = table.bytes_of(i, j), stage_bytes(costs, table.cut_points[i], table.cut_points[j] - 1)
+        own, expected = (
+            table.bytes_between(i, j),
+            stage_bytes(costs, table.cut_points[i], table.cut_points[j] - 1),
+        )
         for name in ("parameters", "trainable", "copies"):
             assert getattr(own, name) == pytest.approx(getattr(expected, name)), name
 

@@ -10,7 +10,8 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
-from pplan.cost_models.topology import MOST_DEVICES, Device, Link, Topology, two_level_topology
+from pplan.cost_models.ranges import MOST_DEVICES
+from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.build_plan import build_plan
 from pplan.planner.joint_search import find
 from pplan.planner.objectives.throughput import throughput
@@ -69,12 +70,12 @@ def problem_of(devices: int, clock: Reading | None = None) -> Problem:
 @pytest.mark.slow
 @pytest.mark.parametrize("each", [1, 3, 30, 300, 1_000])
 def test_whenever_the_time_is_over_there_is_a_plan_and_a_bound_that_holds(each: int) -> None:
-    whole = find(problem_of(8)).found
+    whole = find(problem_of(8)).result
     assert whole.best is not None
     assert whole.exact
     clock = Reading(each)
     problem = problem_of(8, clock)
-    found = find(problem).found
+    found = find(problem).result
     assert found.best is not None
     assert found.bound_seconds <= whole.best.step_seconds * (1 + 1e-9)
     assert found.bound_seconds <= found.best.step_seconds
@@ -86,7 +87,7 @@ def test_a_plan_for_very_many_devices_needs_no_time_at_all() -> None:
     problem = problem_of(16_384, clock)
     answer = find(problem)
     assert answer.best is not None
-    assert answer.best.proposal.used > 1
+    assert answer.best.proposal.device_count > 1
     assert clock.looks < 400  # each look is a step of something that then ended
     plan = build_plan(problem, answer, model="m", profile=ProfileReference(file="p", sha256=""))
     assert any("the time limit of 1 s ended the search" in said for said in plan.warnings)
@@ -96,8 +97,8 @@ def test_a_plan_for_very_many_devices_needs_no_time_at_all() -> None:
 @pytest.mark.slow
 def test_where_counted_work_ends_the_search_nothing_is_said_of_time_and_answers_are_the_same() -> None:
     made = [find(problem_of(72), planners=("data-parallel",)) for _ in range(2)]
-    assert made[0].found == made[1].found
-    assert not problem_of(72).budget.stopped
+    assert made[0].result == made[1].result
+    assert not problem_of(72).budget.was_interrupted
 
 
 def test_more_devices_than_are_planned_for_are_refused() -> None:
@@ -114,4 +115,4 @@ def test_throughput_has_a_plan_and_a_bound_whenever_the_time_is_over(each: int) 
     made = throughput(problem_of(4, Reading(each)))
     assert whole.best is not None
     assert made.best is not None
-    assert made.found.bound_seconds <= whole.best.step_seconds * (1 + 1e-9)
+    assert made.result.bound_seconds <= whole.best.step_seconds * (1 + 1e-9)

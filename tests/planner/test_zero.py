@@ -97,8 +97,8 @@ def test_no_plan_is_faster_than_the_one_that_is_found(
     ]
     best = fastest(problem.space, [p for p in everything if problem.allows(p)])
     assert best is not None
-    assert answer.found.bound_seconds <= best.step_seconds * (1 + 1e-9)
-    if answer.found.exact:
+    assert answer.result.bound_seconds <= best.step_seconds * (1 + 1e-9)
+    if answer.result.exact:
         assert answer.best.step_seconds <= best.step_seconds * (1 + 1e-9)
 
 

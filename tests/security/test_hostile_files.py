@@ -86,7 +86,7 @@ def slow_names(profile: Content, plan: Content) -> None:
     for index, layer in enumerate(profile["layers"]):
         layer["name"] = f"{LONG}{index}"
     plan["layer_names"] = [layer["name"] for layer in profile["layers"]]
-    plan["wishes"] = plan["wishes"] | {"planner": f"deepspeed-type:{FOREVER}", "keep_together": ["a*" * 40]}
+    plan["options"] = plan["options"] | {"planner": f"deepspeed-type:{FOREVER}", "keep_together": ["a*" * 40]}
 
 
 def machine(text: str) -> Change:

@@ -26,10 +26,10 @@ WORDS_ONLY = {
     ("prediction", "high_seconds"),
     ("prediction", "root_bound_seconds"),
     ("prediction", "exact"),
-    ("wishes", "time_limit"),
-    ("wishes", "robust"),
-    ("wishes", "planner"),
-    ("wishes", "use_all"),
+    ("options", "time_limit"),
+    ("options", "robust"),
+    ("options", "planner"),
+    ("options", "use_all"),
     ("objective",),
 }
 """What a plan says in words, draws at random, or proves by its search."""

@@ -8,7 +8,7 @@ import pytest
 
 from pplan.cost_models.collectives import all_reduce_seconds as modelled
 from pplan.cost_models.communication import exposed_all_reduce_seconds
-from pplan.cost_models.machines.preset_lookup import context_of
+from pplan.cost_models.machines.preset_lookup import device_context
 from pplan.cost_models.machines.presets import PRESETS
 from pplan.cost_models.machines.topology_text import to_toml
 from pplan.cost_models.routes import Routes
@@ -36,7 +36,7 @@ def test_the_text_of_a_topology() -> None:
     assert machine.kind(5) == StatedDevice("A100-40GB", 2**30, 1.5, None)
     assert machine.kind(6) == StatedDevice("toy", None, 1.0, None)
     for a, b in ((0, 1), (0, 5), (3, 15), (8, 4)):
-        assert machine.level(a, b) == SERVERS.level_of(a, b)
+        assert machine.level(a, b) == SERVERS.shared_level(a, b)
         level, link = machine.levels[machine.level(a, b)], SERVERS.link(a, b)
         assert (level.bandwidth, level.latency) == (link.bandwidth_bytes_per_second, link.latency_seconds)
         for own, other in zip(machine.ports(a, b), SERVERS.ports(a, b), strict=True):
@@ -47,7 +47,7 @@ def test_contexts_are_those_of_the_presets() -> None:
     for preset in PRESETS.values():
         assert StatedDevice(preset.title, None, 1.0, None).context_bytes == preset.context_bytes.value
     for name in ("NVIDIA A100-SXM4-80GB", "Tesla T4", "NVIDIA L4", "AMD Instinct MI300X OAM", "cpu", "A100"):
-        known = context_of(name)
+        known = device_context(name)
         assert StatedDevice(name, None, 1.0, None).context_bytes == (0 if known is None else known.value)
 
 

@@ -32,14 +32,14 @@ class ActionStamps:
         self._pending: list[tuple[int, str, Any, Any]] = []
         self._seconds: dict[tuple[int, str], list[float]] = {}
 
-    def timed(self, stage: int, kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def time_calls(self, stage: int, kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run` with a stamp before and after."""
 
         def run_timed(*args: Any, **kwargs: Any) -> Any:
             start = self._clock.stamp()
-            made = run(*args, **kwargs)
+            output = run(*args, **kwargs)
             self._pending.append((stage, kind, start, self._clock.stamp()))
-            return made
+            return output
 
         return run_timed
 
@@ -57,16 +57,16 @@ class ActionStamps:
 
     def stages(self) -> dict[int, StageSeconds]:
         """Medians over all micro-batches of all steps; the last stage's forward has the loss in it."""
-        found: dict[int, StageSeconds] = {}
+        seconds: dict[int, StageSeconds] = {}
         for stage in {stage for stage, _ in self._seconds}:
             of = {
                 kind: self._median(stage, kind) for kind in ("forward", "loss", "backward", "input", "weight")
             }
             whole = of["backward"] or of["input"] + of["weight"]
-            found[stage] = StageSeconds(
+            seconds[stage] = StageSeconds(
                 forward=of["forward"] + of["loss"], backward=whole, input=of["input"], weight=of["weight"]
             )
-        return found
+        return seconds
 
     def _median(self, stage: int, kind: str) -> float:
         seconds = self._seconds.get((stage, kind))
@@ -103,18 +103,18 @@ class PartitionStamps(ActionStamps):
         backward = self._median(0, "backward") + self._median(0, "again")
         return StageSeconds(forward=self._median(0, "forward"), backward=backward)
 
-    def _enter(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG002
-        tensors = given[0] if isinstance(given[0], tuple) else (given[0],)
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG002
+        tensors = inputs[0] if isinstance(inputs[0], tuple) else (inputs[0],)
         if not any(tensor.requires_grad for tensor in tensors):
             self._watch_parameters()
-        marked = _marked(given[0], self._end_backward)
+        marked = _mark_gradients(inputs[0], self._end_backward)
         self._forward = self._clock.stamp()
         return (marked,)
 
-    def _leave(self, module: nn.Module, given: Any, output: Any) -> Any:  # noqa: ARG002
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:  # noqa: ARG002
         kind = "again" if self.backward_runs else "forward"
         self._pending.append((0, kind, self._forward, self._clock.stamp()))
-        return _marked(output, self._begin_backward)
+        return _mark_gradients(output, self._begin_backward)
 
     def _watch_parameters(self) -> None:
         if not self._watched:
@@ -139,23 +139,23 @@ class PartitionStamps(ActionStamps):
         self._backward = []
 
 
-def _marked(made: Any, reached: Callable[[], None]) -> Any:
-    """The same tensors; `reached` is called when their gradients are known."""
-    tensors = made if isinstance(made, tuple) else (made,)
+def _mark_gradients(output: Any, on_gradient: Callable[[], None]) -> Any:
+    """The same tensors; `on_gradient` is called when their gradients are known."""
+    tensors = output if isinstance(output, tuple) else (output,)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-        return made
+        return output
     wanting = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
-    passed = iter(_Mark.apply(reached, *(tensors[number] for number in wanting)))
+    passed = iter(_Mark.apply(on_gradient, *(tensors[number] for number in wanting)))
     own = tuple(next(passed) if number in wanting else tensor for number, tensor in enumerate(tensors))
-    return own if isinstance(made, tuple) else own[0]
+    return own if isinstance(output, tuple) else own[0]
 
 
 class _Mark(torch.autograd.Function):
     """The identity."""
 
     @staticmethod
-    def forward(ctx: Any, reached: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.reached = reached
+    def forward(ctx: Any, on_gradient: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.reached = on_gradient
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod

@@ -50,13 +50,13 @@ class CheckGroup:
         """What the last process computes; the others wait for it."""
         if not dist.is_initialized():
             return compute()
-        found: list[Any] = [None]
+        objects: list[Any] = [None]
         last = dist.get_world_size() - 1
         if dist.get_rank() == last:
-            found = [compute()]
-        dist.broadcast_object_list(found, src=last, group=self.talk)
-        made: T = found[0]
-        return made
+            objects = [compute()]
+        dist.broadcast_object_list(objects, src=last, group=self.talk)
+        value: T = objects[0]
+        return value
 
     def wait(self) -> None:
         """Until all processes are here."""
@@ -106,7 +106,7 @@ class CaseRun:
         self.group.wait()
         predicted = pipeline.predict(self._by_stage(self.group.gather(pipeline.measure_stages())))
         if self.group.is_first:
-            self.group.journal.predicted(self.case.name, predicted)
+            self.group.journal.write_prediction(self.case.name, predicted)
         return predicted
 
     def _by_stage(self, everyone: Sequence[dict[int, StageSeconds]]) -> list[StageSeconds]:
@@ -178,8 +178,8 @@ def _peaks(devices: Sequence[torch.device]) -> list[int | None]:
 
 
 def _most(peaks: Sequence[int | None]) -> int | None:
-    known = [peak for peak in peaks if peak is not None]
-    return max(known) if len(known) == len(peaks) else None
+    measured_peaks = [peak for peak in peaks if peak is not None]
+    return max(measured_peaks) if len(measured_peaks) == len(peaks) else None
 
 
 def _gpus(devices: Sequence[torch.device]) -> list[torch.device]:

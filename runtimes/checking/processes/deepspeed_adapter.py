@@ -59,7 +59,7 @@ class DeepspeedAdapter(PipelineAdapter):
         self.case, self.document, self.devices, self._loss = case, document, [device], target.loss
         self.stage, self.replica = divmod(dist.get_rank(), document.replicas)
         example = target.example.repeated(document.micro_batch_size // document.replicas)
-        self._given = stage_inputs(target.layers, document.parts[self.stage], example.tensors)
+        self._inputs = stage_inputs(target.layers, document.parts[self.stage], example.tensors)
         stage = build(document, target.layers, target.loss, target.example.handed)
         config = {name: value for name, value in document.config.items() if name != "optimizer"}
         optimizer = torch.optim.SGD(stage.parameters(), lr=LEARNING_RATE)
@@ -82,7 +82,7 @@ class DeepspeedAdapter(PipelineAdapter):
         """Its stage's."""
         seconds = measure_isolated(
             TensorsApart(self.model),
-            self._given,
+            self._inputs,
             self.devices[0],
             loss=self._loss if self.stage == self.document.num_stages - 1 else None,
             is_first=self.stage == 0,
@@ -115,7 +115,7 @@ class DeepspeedAdapter(PipelineAdapter):
         """Every forward and backward of the engine, which looks up what an instruction does."""
         from deepspeed.runtime.pipe import schedule
 
-        timed = partial(self._stamps.timed, self.stage)
+        timed = partial(self._stamps.time_calls, self.stage)
         wrappers = {
             schedule.ForwardPass: partial(timed, "forward"),
             schedule.BackwardPass: partial(timed, "backward"),

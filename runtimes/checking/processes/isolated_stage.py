@@ -21,22 +21,22 @@ Pass = tuple[float, float, float]
 """Seconds of the forward, of the backward or its first part, and of the second."""
 
 
-def stage_inputs(layers: nn.Sequential, first: int, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def stage_inputs(layers: nn.Sequential, first: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What the stage that begins with layer `first` is sent for a micro-batch: the layers before are run, on
     the CPU and without gradients."""
     if not first:
-        return given
+        return inputs
     with torch.no_grad():
-        made: Any = given[0] if len(given) == 1 else given
+        output: Any = inputs[0] if len(inputs) == 1 else inputs
         for layer in layers[:first]:
-            made = layer(made)
-    tensors = (made,) if isinstance(made, Tensor) else tuple(made)
+            output = layer(output)
+    tensors = (output,) if isinstance(output, Tensor) else tuple(output)
     return tuple(pack_tensor(tensor).detach().clone() for tensor in tensors)
 
 
 def measure_isolated(
     module: nn.Module,
-    given: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     device: torch.device,
     *,
     loss: Callable[..., Tensor] | None,
@@ -50,16 +50,16 @@ def measure_isolated(
     computes them; on the first stage it computes both with the weights'.
     """
     clock = clock_for(device)
-    taken = []
+    passes = []
     for _ in range(WARM_UPS + repeats):
-        own = tuple(_leaf(tensor.to(device), wants=not is_first) for tensor in given)
-        taken.append(_pass(module, own, clock, loss=loss, is_first=is_first, splits=splits))
+        own = tuple(_leaf(tensor.to(device), wants=not is_first) for tensor in inputs)
+        passes.append(_pass(module, own, clock, loss=loss, is_first=is_first, splits=splits))
     for parameter in module.parameters():
         parameter.grad = None
-    kept = [seconds for seconds, _ in taken[WARM_UPS:]]
-    forward, input, weight = (median(each) for each in zip(*kept, strict=True))
-    whole = median(first + second for _, first, second in kept)
-    hosts = [host for _, host in taken[WARM_UPS:]] if clock.has_host else [(0.0, 0.0, 0.0)]
+    forwards = [seconds for seconds, _ in passes[WARM_UPS:]]
+    forward, input, weight = (median(each) for each in zip(*forwards, strict=True))
+    whole = median(first + second for _, first, second in forwards)
+    hosts = [host for _, host in passes[WARM_UPS:]] if clock.has_host else [(0.0, 0.0, 0.0)]
     return StageSeconds(
         forward=forward,
         backward=whole,
@@ -72,7 +72,7 @@ def measure_isolated(
 
 def _pass(
     module: nn.Module,
-    given: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
     clock: Clock,
     *,
     loss: Callable[..., Tensor] | None,
@@ -82,17 +82,17 @@ def _pass(
     """The device's and the host's."""
     input_gradients, weight_gradients = backward_parts()
     stamps = [clock.stamp()]
-    made = module(*given)
-    outputs = [made] if isinstance(made, Tensor) else list(made)
+    output = module(*inputs)
+    outputs = [output] if isinstance(output, Tensor) else list(output)
     if loss is not None:
-        outputs = [loss(made, None)]
+        outputs = [loss(output, None)]
     stamps.append(clock.stamp())
     trained = [tensor for tensor in outputs if tensor.requires_grad]
     gradients = None if loss is not None else [torch.ones_like(tensor) for tensor in trained]
     if not trained:
         stamps += [stamps[-1]] * 2
     elif splits and not is_first:
-        _, groups = input_gradients(trained, gradients, list(given), module.parameters())
+        _, groups = input_gradients(trained, gradients, list(inputs), module.parameters())
         stamps.append(clock.stamp())
         weight_gradients(module.parameters(), groups)
         stamps.append(clock.stamp())

@@ -43,22 +43,22 @@ class PipeAdapter(PipelineAdapter):
 
     def measure_stages(self) -> dict[int, StageSeconds]:
         """Each stage is fed what the one before makes of a micro-batch."""
-        given = self._target.example.repeated(self.case.document.micro_batch_size).tensors
-        found: dict[int, StageSeconds] = {}
+        tensors = self._target.example.repeated(self.case.document.micro_batch_size).tensors
+        seconds: dict[int, StageSeconds] = {}
         for number, (partition, device) in enumerate(zip(self._pipe.partitions, self.devices, strict=True)):
             is_last = number == len(self.devices) - 1
-            stage, given = TensorsApart(partition), tuple(tensor.to(device) for tensor in given)
-            found[number] = measure_isolated(
+            stage, tensors = TensorsApart(partition), tuple(tensor.to(device) for tensor in tensors)
+            seconds[number] = measure_isolated(
                 stage,
-                given,
+                tensors,
                 device,
                 loss=self._target.loss if is_last else None,
                 is_first=number == 0,
                 splits=False,
             )
             if not is_last:
-                given = _outputs(stage, given)
-        return found
+                tensors = _outputs(stage, tensors)
+        return seconds
 
     def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
         """The stages that are written down have in their backward what it recomputes, as in the steps."""
@@ -71,8 +71,8 @@ class PipeAdapter(PipelineAdapter):
     def step(self, fed: ModelInput) -> list[Tensor]:
         """The mean over the micro-batches, each by itself as in the plain model."""
         self._tell_backward(runs=False)
-        given = fed.to(device=self.devices[0])
-        output = self._pipe(given.handed if isinstance(given.handed, Tensor) else given.tensors)
+        inputs = fed.to(device=self.devices[0])
+        output = self._pipe(inputs.handed if isinstance(inputs.handed, Tensor) else inputs.tensors)
         parts = _micro_batches(output, self.case.micro_batches)
         loss = torch.stack([self._target.loss(part, None) for part in parts]).sum() / len(parts)
         self._tell_backward(runs=True)
@@ -109,11 +109,11 @@ def _build_pipe(case: RuntimeCase, target: TrainingTarget) -> Any:
     raise ValueError(f"{document.runtime} has a process for each stage")
 
 
-def _outputs(stage: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _outputs(stage: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What the next stage is fed."""
     with torch.no_grad():
-        made = stage(*given)
-    tensors = (made,) if isinstance(made, Tensor) else tuple(made)
+        output = stage(*inputs)
+    tensors = (output,) if isinstance(output, Tensor) else tuple(output)
     return tuple(tensor.detach().clone() for tensor in tensors)
 
 

@@ -72,6 +72,6 @@ class TensorsApart(nn.Module):
         super().__init__()
         self.stage = stage
 
-    def forward(self, *given: Tensor) -> Any:
+    def forward(self, *tensors: Tensor) -> Any:
         """What the stage returns."""
-        return self.stage(given[0] if len(given) == 1 else given)
+        return self.stage(tensors[0] if len(tensors) == 1 else tensors)

@@ -63,9 +63,9 @@ def plain_losses(
             total = 0.0
             for part in range(parts):
                 own = _part(samples, part * size, size)
-                made = loss(model(own.handed), None) / parts
-                torch.autograd.backward(made)
-                total += float(made.detach())
+                part_loss = loss(model(own.handed), None) / parts
+                torch.autograd.backward(part_loss)
+                total += float(part_loss.detach())
             apply_sgd(list(model.parameters()))
             losses.append(total)
             if not torch.equal(state, torch.get_rng_state()):

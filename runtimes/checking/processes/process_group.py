@@ -53,15 +53,15 @@ def measure_links(sizes: Sequence[int], device: torch.device) -> LinkSeconds:
     Half of a round trip of as many bytes there and back.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    taken: dict[int, list[float]] = {size: [] for size in sizes}
+    trips: dict[int, list[float]] = {size: [] for size in sizes}
     for first in range(world - 1):
         for size in sizes:
             if rank in (first, first + 1):
                 seconds = _half_round_trip(size, 2 * first + 1 - rank, device, asks=rank == first)
-                taken[size] += [seconds] if rank == first else []
+                trips[size] += [seconds] if rank == first else []
         dist.barrier()
     everyone: list[dict[int, list[float]]] = [{}] * world
-    dist.all_gather_object(everyone, taken)
+    dist.all_gather_object(everyone, trips)
     return LinkSeconds(
         sizes=list(sizes),
         seconds=[median(value for own in everyone for value in own[size]) for size in sizes],
@@ -69,16 +69,16 @@ def measure_links(sizes: Sequence[int], device: torch.device) -> LinkSeconds:
 
 
 def _half_round_trip(size: int, other: int, device: torch.device, *, asks: bool) -> float:
-    held = torch.zeros(max(size // ELEMENT, 1), device=device)
-    taken = []
+    buffer = torch.zeros(max(size // ELEMENT, 1), device=device)
+    trips = []
     for _ in range(WARM_UPS + REPEATS):
         start = time.perf_counter()
         for sends in (asks, not asks):
             if sends:
-                dist.send(held, other)
+                dist.send(buffer, other)
             else:
-                dist.recv(held, other)
+                dist.recv(buffer, other)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append((time.perf_counter() - start) / 2)
-    return median(taken[WARM_UPS:])
+        trips.append((time.perf_counter() - start) / 2)
+    return median(trips[WARM_UPS:])

@@ -44,13 +44,13 @@ class RankJournal:
         """Says what is being done."""
         self.write(f"{self.rank}.doing", doing)
 
-    def predicted(self, name: str, predicted: CasePrediction) -> None:
+    def write_prediction(self, name: str, predicted: CasePrediction) -> None:
         """Written down before the case runs."""
         content = {"name": name, "predicted": predicted.model_dump(mode="json")}
         self.write(f"{self._predictions}.predicted", content)
         self._predictions += 1
 
-    def failed(self, error: BaseException) -> None:
+    def write_failure(self, error: BaseException) -> None:
         """Why this process ends."""
         self.write(f"{self.rank}.failed", describe_failure(error) | {"time": time.time()})
 
@@ -58,9 +58,9 @@ class RankJournal:
         """Whole, or not at all."""
         if self.folder is None:
             return
-        made = self.folder / f".{name}.{self.rank}"
-        made.write_text(json.dumps(content))
-        made.replace(self.folder / name)
+        temporary = self.folder / f".{name}.{self.rank}"
+        temporary.write_text(json.dumps(content))
+        temporary.replace(self.folder / name)
 
 
 def describe_failure(error: BaseException) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
             "hint": "Plan with less `memory_bytes` a device, or with recompute='always'.",
             "lost": False,
         }
-    said = first_line(error)
+    message = first_line(error)
     is_lost = isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
-    return {"what": f"{said}{at_user_line(error)}", "hint": "", "lost": is_lost}
+    return {"what": f"{message}{at_user_line(error)}", "hint": "", "lost": is_lost}
 
 
 def end_with(parent: int) -> None:

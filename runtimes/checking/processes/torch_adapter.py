@@ -30,13 +30,13 @@ class TorchAdapter(PipelineAdapter):
     ) -> None:
         self.case, self.document, self.corrections = case, case.document, corrections
         self.devices, self._loss = [device], target.loss
-        self._given = self._stage_inputs(target)  # before the layers are moved to the device
+        self._inputs = self._stage_inputs(target)  # before the layers are moved to the device
         self._stamps = ActionStamps(clock_for(device))
         self.process = build(
             self.document,
             target.layers,
             example_input=target.example,
-            loss_fn=self._stamps.timed(len(case.parts) - 2, "loss", target.loss),
+            loss_fn=self._stamps.time_calls(len(case.parts) - 2, "loss", target.loss),
             device=device,
         )
         self._model = nn.ModuleList(self.process.wrapped.values())
@@ -54,28 +54,28 @@ class TorchAdapter(PipelineAdapter):
     def _stage_inputs(self, target: TrainingTarget) -> dict[int, tuple[Tensor, ...]]:
         """What each of this process's stages is sent for a micro-batch."""
         size = self.document.micro_batch_size // self.document.replicas
-        handed = target.example.repeated(size).handed
+        arguments = target.example.repeated(size).handed
         first = InputForm.of(target.example).micro_batch(target.example, size)
-        given = (handed,) if isinstance(handed, Tensor) else handed
+        tensors = (arguments,) if isinstance(arguments, Tensor) else arguments
         return {
-            stage: first if stage == 0 else stage_inputs(target.layers, self.document.parts[stage], given)
+            stage: first if stage == 0 else stage_inputs(target.layers, self.document.parts[stage], tensors)
             for stage in self.document.stages[dist.get_rank() // self.document.replicas]
         }
 
     def measure_stages(self) -> dict[int, StageSeconds]:
         """As the schedule runs them, but for the replicas' exchange of gradients."""
-        last, found = len(self.document.parts) - 2, {}
+        last, seconds = len(self.document.parts) - 2, {}
         for stage, module in self.process.wrapped.items():
             inner = _stage_inside(module)
-            found[stage] = measure_isolated(
+            seconds[stage] = measure_isolated(
                 inner,
-                self._given[stage],
+                self._inputs[stage],
                 self.devices[0],
                 loss=stage_loss(inner, self._loss) if stage == last else None,
                 is_first=stage == 0,
                 splits=splits_backward(self.document.actions),
             )
-        return found
+        return seconds
 
     def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
         """By the simulator, without the corrections and with them."""
@@ -102,12 +102,12 @@ class TorchAdapter(PipelineAdapter):
         stages: list[Any] = list(self.process.stages)
         for stage in stages:
             index = stage.stage_index
-            stage.forward_one_chunk = self._stamps.timed(index, "forward", stage.forward_one_chunk)
-            stage.backward_weight_one_chunk = self._stamps.timed(
+            stage.forward_one_chunk = self._stamps.time_calls(index, "forward", stage.forward_one_chunk)
+            stage.backward_weight_one_chunk = self._stamps.time_calls(
                 index, "weight", stage.backward_weight_one_chunk
             )
-            whole = self._stamps.timed(index, "backward", stage.backward_one_chunk)
-            input_only = self._stamps.timed(index, "input", stage.backward_one_chunk)
+            whole = self._stamps.time_calls(index, "backward", stage.backward_one_chunk)
+            input_only = self._stamps.time_calls(index, "input", stage.backward_one_chunk)
             stage.backward_one_chunk = _choose_backward(whole, input_only)
 
     def stage_seconds(self) -> dict[int, StageSeconds]:

@@ -73,9 +73,9 @@ def _load_model(spec: ModelSpec) -> TrainingTarget:
     example = loaded.example.to(dtype=dtype, memory_format=modes.memory_format)
     layers = sequential(module, example, granularity=spec.granularity)
     _check_layers(layers, spec)
-    named = loss_named(_loss(spec), spec.seed)
+    user_loss = loss_named(_loss(spec), spec.seed)
     return TrainingTarget(
-        layers, example, partial(_sum_of_means) if named is None else lambda out, _: named.of(out)
+        layers, example, partial(_sum_of_means) if user_loss is None else lambda out, _: user_loss.of(out)
     )
 
 
@@ -118,19 +118,19 @@ class EmulatedStage(nn.Module):
         self.seconds, self.elements, self.sleep = seconds, elements, sleep
         self.weight = nn.Parameter(torch.zeros(()))
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, tensor: Tensor) -> Tensor:
         """Of the batch that it is given, one of as many samples."""
-        waits = not given.is_meta
+        waits = not tensor.is_meta
         split = self.seconds.input + self.seconds.weight > 0
         input_wait = self.seconds.input if split else self.seconds.backward
         weight_wait = self.seconds.weight if split else 0.0
         if waits:
             self.sleep(self.seconds.forward)
         # The first stage's input needs no gradient, but the layers behind its first one have one.
-        anchor = None if given.requires_grad else self.weight
-        made = _Waiting.apply(given, anchor, self.elements, input_wait if waits else 0.0, self.sleep)
+        anchor = None if tensor.requires_grad else self.weight
+        waiting = _Waiting.apply(tensor, anchor, self.elements, input_wait if waits else 0.0, self.sleep)
         weight = _Weighing.apply(self.weight, weight_wait if waits else 0.0, self.sleep)
-        output: Tensor = made + weight
+        output: Tensor = waiting + weight
         return output
 
 
@@ -139,10 +139,10 @@ class _Waiting(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, given: Tensor, anchor: Tensor | None, elements: int, seconds: float, sleep: Sleep
+        ctx: Any, tensor: Tensor, anchor: Tensor | None, elements: int, seconds: float, sleep: Sleep
     ) -> Tensor:
-        ctx.seconds, ctx.sleep, ctx.shape, ctx.anchored = seconds, sleep, given.shape, anchor is not None
-        return given.new_zeros((len(given), elements))
+        ctx.seconds, ctx.sleep, ctx.shape, ctx.anchored = seconds, sleep, tensor.shape, anchor is not None
+        return tensor.new_zeros((len(tensor), elements))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -48,11 +48,11 @@ def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasur
         build = partial(_build_adapter, group.device, corrections)
         return CaseRun(group, case, build, compared=compared).result()
 
-    tried = [run(case, None, 0) for case in job.calibration]
+    calibration = [run(case, None, 0) for case in job.calibration]
     corrections = job.corrections
-    if tried:
+    if calibration:
         # Every process has the same figures, and so fits the same.
-        corrections = fit_corrections(job.calibration, tried, links)
+        corrections = fit_corrections(job.calibration, calibration, links)
     cases: list[Case | RuntimeCase] = [*job.cases, *job.runtime_cases]
     results = [run(case, corrections, job.compared_steps) for case in cases]
     if dist.is_initialized():
@@ -65,7 +65,7 @@ def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasur
         cases=results,
         links=links,
         corrections=corrections,
-        calibration=tried,
+        calibration=calibration,
     )
 
 
@@ -109,14 +109,14 @@ def main(arguments: Sequence[str]) -> int:
     journal.listen(all_threads=process.world_size == 1)
     job = Job.model_validate_json((folder / "job.json").read_text()).naming(arguments[1:])
     try:
-        found = run_job(job, process, journal)
+        measurements = run_job(job, process, journal)
     except BaseException as error:
-        journal.failed(error)
+        journal.write_failure(error)
         # Taking NCCL or gloo down would wait for the others.
         sys.stderr.flush()
         os._exit(1)
-    if found is not None:
-        journal.write("found.json", json.loads(found.model_dump_json()))
+    if measurements is not None:
+        journal.write("found.json", json.loads(measurements.model_dump_json()))
     return 0
 
 

@@ -44,7 +44,7 @@ def solved() -> Callable[..., Solved]:
         answer = find(problem)
         assert answer.best is not None
         reference = ProfileReference(file="toy.profile.json", sha256="0" * 64)
-        plan = bare_plan(problem, answer.best, answer.found, model="toy", profile=reference)
+        plan = bare_plan(problem, answer.best, answer.result, model="toy", profile=reference)
         return Solved(plan, chain, topology)
 
     return solve

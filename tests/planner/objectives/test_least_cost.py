@@ -78,7 +78,7 @@ def test_the_cheapest_devices_may_stand_last(
     assert {rank for own in outcome.best.proposal.devices for rank in own} <= {1, 2}
     alone = 0
     for proposal in dict.fromkeys(proposal for proposal, _, _ in every_plan(problem)):
-        for start in range(3 - proposal.used + 1):
+        for start in range(3 - proposal.device_count + 1):
             devices = tuple(tuple(rank + start for rank in own) for own in proposal.devices)
             moved = replace(proposal, devices=devices)
             scored = fastest(problem.space, [moved])
@@ -103,7 +103,7 @@ def test_use_all_leaves_no_device_free(make_problem: MakeProblem) -> None:
     problem = make_problem(1, 3, 3, use_all=True)
     outcome = least_cost(problem, {"": 1.0})
     assert outcome.best is not None
-    assert outcome.best.proposal.used == 3
+    assert outcome.best.proposal.device_count == 3
 
 
 @pytest.mark.parametrize(

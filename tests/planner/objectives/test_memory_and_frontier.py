@@ -43,7 +43,7 @@ def test_least_memory_of_all_plans_that_are_fast_enough(
         assert outcome.aim.value == pytest.approx(least, abs=1.5)
         assert outcome.aim.exact
         assert least - 2.5 <= outcome.aim.lower_bound <= least + 1.5
-        assert outcome.found.bound_seconds <= fastest * (1 + 1e-9)
+        assert outcome.result.bound_seconds <= fastest * (1 + 1e-9)
 
 
 def pareto(every: list[tuple[Proposal, float, float]]) -> list[tuple[float, float]]:

@@ -11,9 +11,8 @@ import pytest
 
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.simulator.steady import steady_state
-from pplan.planner.asynchronous import assemble_endless, steady_seconds
+from pplan.planner.asynchronous import assemble_endless, pace, steady_seconds
 from pplan.planner.candidate import Proposal
-from pplan.planner.objectives.steady_search import pace
 from pplan.planner.objectives.throughput import fastest_asynchronous, throughput
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
@@ -119,8 +118,8 @@ def test_throughput_is_the_best_of_both_kinds(
     )
     assert outcome.best is not None
     assert outcome.best.step_seconds == pytest.approx(min(flushed, late), rel=1e-6)
-    assert outcome.found.exact
-    assert outcome.found.bound_seconds <= min(flushed, late) * (1 + 1e-6)
+    assert outcome.result.exact
+    assert outcome.result.bound_seconds <= min(flushed, late) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -160,5 +160,5 @@ def test_proposals_of_a_runtime(
     assert proposals
     for proposal in proposals:
         assert problem.allows(proposal)
-        assert proposal.used == problem.reached
+        assert proposal.device_count == problem.usable_gpus
         assert proposal.config in problem.configs

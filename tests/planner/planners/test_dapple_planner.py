@@ -27,9 +27,9 @@ MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 Devices = tuple[tuple[int, ...], ...]
 
-EVERY = BeamLimits(entries=10**7, kept=10**6)
+EVERY = BeamLimits(entries=10**7, plans_per_state=10**6)
 """No plan of a state is dropped."""
-PAPER = BeamLimits(kept=1)
+PAPER = BeamLimits(plans_per_state=1)
 
 
 def paper_latency(forward: list[float], backward: list[float], reduced: list[float], count: int) -> float:
@@ -254,6 +254,6 @@ def test_many_devices_and_layers(make_chain: MakeChain, make_problem: Callable[.
     for proposal in PLANNER.propose(problem):
         assert proposal.ends[-1] == 150
         assert problem.allows(proposal)
-        assert proposal.used > 20
+        assert proposal.device_count > 20
         return
     pytest.fail("no proposal")

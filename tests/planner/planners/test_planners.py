@@ -56,7 +56,7 @@ def check(proposal: Proposal, problem: Problem) -> None:
     assert len(proposal.devices) == len(proposal.ends)
     ranks = [rank for own in proposal.devices for rank in own]
     assert set(ranks) <= set(range(problem.topology.gpus))
-    assert len(ranks) == proposal.used * config.virtual_stages
+    assert len(ranks) == proposal.device_count * config.virtual_stages
     assert config.mini_batch == problem.mini_batch
     assert problem.options.micro_batches in (None, config.micro_batches)
     if problem.options.schedule != "auto":

@@ -86,7 +86,7 @@ def test_the_first_stages_have_one_layer_more(make_named: Callable[..., Chain]) 
 
 
 def type_ends(planner: DeepSpeedType, chain: Chain, stages: int) -> tuple[int, ...] | None:
-    return deepspeed_ends(chain, DeepSpeedBalance(planner.counted(chain).astype(np.float64)), stages)
+    return deepspeed_ends(chain, DeepSpeedBalance(planner.matching_layers(chain).astype(np.float64)), stages)
 
 
 def test_what_does_not_match_stays_with_the_block_before(make_named: Callable[..., Chain]) -> None:
@@ -172,9 +172,11 @@ def test_megatron_refuses_blocks_that_do_not_divide(
 
 def test_interleaved_goes_round_the_devices(gpt: Chain, make_problem: MakeProblem) -> None:
     found = list(PLANNERS["interleaved"].propose(make_problem(gpt, 3, mini_batch=12)))
-    assert {(p.config.virtual_stages, p.used) for p in found} == {(v, n) for v in (2, 3, 4) for n in (2, 3)}
+    assert {(p.config.virtual_stages, p.device_count) for p in found} == {
+        (v, n) for v in (2, 3, 4) for n in (2, 3)
+    }
     for proposal in found:
-        config, devices = proposal.config, proposal.used
+        config, devices = proposal.config, proposal.device_count
         assert config.schedule == "interleaved"
         assert config.micro_batches % devices == 0
         assert proposal.devices == tuple((rank,) for rank in range(devices)) * config.virtual_stages

@@ -139,8 +139,8 @@ def test_the_plan_says_what_was_chosen(uncertain: Problem) -> None:
     plan, nominal = solved(problem), solved(uncertain)
     assert plan.balance == [1, 3]
     assert nominal.balance == [2, 2]
-    assert plan.wishes.robust
-    assert plan.wishes.robust
+    assert plan.options.robust
+    assert plan.options.robust
     assert plan.objective is not None
     assert plan.objective.name == "robust"
     assert plan.objective.value == plan.prediction.high_seconds

@@ -133,7 +133,7 @@ def test_seconds_of_few_tables_are_kept(
         assert plan is not None
         fresh = StepSampler(problem.space, make_draws(6, DRAWS)).step_seconds(plan)
         assert (own.step_seconds(plan) == fresh).all()
-        assert len(own._kept) <= 2
+        assert len(own._seconds) <= 2
 
 
 def test_known_where_every_kind_of_device_tells_it(make_problem: MakeProblem) -> None:

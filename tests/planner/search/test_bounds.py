@@ -40,7 +40,7 @@ def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
     for stage, (end, devices) in enumerate(zip(proposal.ends, proposal.devices, strict=True)):
         position, before = ranks.index(devices[0]), len(seen)
         for more in expansions(options, plans, len(proposal.ends) - stage):
-            known = {name: values[more.parent] for name, values in plans.known.items()}
+            known = {name: values[more.parent] for name, values in plans.state.items()}
             own, now = bound.extend(known, more)
             same = (more.end == cut_points.index(end)) & (more.position == position)
             (rows,) = np.nonzero(same & (more.group.replicas == len(devices)))

@@ -48,7 +48,7 @@ class Seen:
         self.replicated_pipeline += max(best.proposal.replicas) > 1
         self.selective += len(set(best.modes)) > 1
         self.pipelines += len(best.modes) > 1
-        self.partly += best.proposal.used < space.topology.gpus
+        self.partly += best.proposal.device_count < space.topology.gpus
 
 
 @pytest.fixture

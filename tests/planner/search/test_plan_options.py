@@ -95,10 +95,10 @@ def test_wishes_against_brute_force(
         return
     assert answer.best is not None
     assert Wanted(options, chain, gpus)(answer.best.proposal.ends, answer.best.proposal.devices)
-    if answer.found.universal:  # on devices in an order that is not searched
+    if answer.result.universal:  # on devices in an order that is not searched
         assert answer.best.step_seconds < best.step_seconds * (1 - 1e-9)
         return
-    assert answer.found.exact
+    assert answer.result.exact
     assert answer.best.step_seconds == pytest.approx(best.step_seconds, rel=1e-9)
 
 
@@ -136,7 +136,7 @@ def test_runtimes_against_brute_force(
         assert answer.best is None
         return
     assert answer.best is not None
-    assert answer.found.exact
+    assert answer.result.exact
     assert answer.best.step_seconds == pytest.approx(best.step_seconds, rel=1e-9)
     size = answer.best.config.micro_batch_size
     assert all(size % count == 0 for count in answer.best.proposal.replicas)
@@ -181,7 +181,7 @@ def test_pinned_neighbours_of_a_long_chain(make_chain: MakeChain, make_topology:
     """Where not all cuts are searched, those that the pins need are."""
     chain, topology = make_chain(3, 300, cuts=1.1, traffic=0.05), make_topology(8)
     problem = Problem(chain, topology, PlanOptions(mini_batch=16, pins=(("layer150", 0), ("layer151", 1))))
-    found = find(problem, []).found
+    found = find(problem, []).result
     own = [config for config in problem.configs if config.schedule == "1f1b"]
     simple = fastest(problem.space, [replicated_pipeline(config, (151, 300), (4, 4)) for config in own])
     assert found.best is not None

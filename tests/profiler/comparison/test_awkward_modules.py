@@ -997,7 +997,6 @@ REFUSED = {
     "ModuleDictChoice": "in pass 2, on a batch of 1 again",
     "RoundRobinBlocks": "in pass 2, on a batch of 1 again",
     "GlobalChoice": "draw other random numbers than the model, of random",
-    "BackwardHookedContainer": r"the gradient of f\.\w+ is not the model's .*, in layer f",
     "LambdaKeptParameter": r"cannot be copied: a copy of it trains a\.weight of the model itself",
     "ScriptedPart": r"cannot be copied: b was made by torch\.jit",
     "ConditionalOnShape": "holds for 2 to 3 samples only",

@@ -236,14 +236,12 @@ class Around(nn.Module):
 def test_modules_of_the_users_choice_need_not_be_traceable() -> None:
     model, given = Around(), torch.ones(2, 4)
     with pytest.raises(ModelError, match=r"given if given\.sum") as caught:
-        build_chain(model, given)
+        build_chain(Undecided(), given)
     assert "module:PATTERN" in caught.value.hint
-    chain = build_chain(model, given, granularity="module:undecided")
-    assert [(layer.name, layer.path) for layer in chain.layers] == [
-        ("first", None),
-        ("undecided", "undecided"),
-        ("last", "last"),
-    ]
+    for granularity in ("block", "module:undecided"):
+        chain = build_chain(model, given, granularity=granularity)
+        assert ("undecided", "undecided") in [(layer.name, layer.path) for layer in chain.layers]
+    assert [layer.name for layer in chain.layers] == ["first", "undecided", "last"]
 
 
 class Twice(nn.Module):

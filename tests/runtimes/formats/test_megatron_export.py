@@ -18,8 +18,8 @@ import pytest
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.formats.exporters import export
-from pplan.runtimes.formats.megatron_export import MegatronBridgeExport, MegatronExport, layout_of
-from pplan.runtimes.reading.megatron_layout import blocks_of
+from pplan.runtimes.formats.megatron_export import MegatronBridgeExport, MegatronExport, write_layout
+from pplan.runtimes.reading.megatron_layout import parse_layout
 
 MakePlan = Callable[..., Plan]
 CONFLICTING = {
@@ -116,7 +116,7 @@ def test_uniform_recomputation_divides_every_stage(make_decoder_plan: MakePlan) 
     """Its loop steps through a stage by that number, and past its end where it does not divide."""
     for balance, together in (([5, 4, 6], 4), ([5, 2, 8], 2), ([4, 4, 4], 1), ([1, 12, 2], 12)):
         document, remark = megatron(make_decoder_plan(balance, recompute="always"))
-        blocks = blocks_of(document.layout, "x")
+        blocks = parse_layout(document.layout, "x")
         assert options(document)["--recompute-num-layers"] == str(together)
         assert all(count % together == 0 for count in blocks)
         assert (remark is None) == (together == max(blocks))
@@ -135,7 +135,7 @@ WIDE = ["embed", "positions", "layers.0.a", "layers.0.b", "layers.1", "norm", "h
 @pytest.mark.parametrize("balance", [[2, 5], [4, 3], [5, 2], [6, 1], [2, 2, 3]])
 def test_whole_blocks_are_taken(make_decoder_plan: MakePlan, balance: list[int]) -> None:
     document, _ = megatron(make_decoder_plan(balance, names=WIDE))
-    assert sum(blocks_of(document.layout, "x")) == document.num_layers == 2
+    assert sum(parse_layout(document.layout, "x")) == document.num_layers == 2
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ LAYOUTS = ["EtL", "E|t|L", "Et*3|(tt|)*29,t|L", "Ettt|(tt|)*2tL", "E,t*5,L", "Et
 def test_its_parser_reads_layouts_as_ours(parser: Any, layout: str) -> None:
     """Our parser is what the round trips of other tests rely on."""
     read = [[item.name for item in stage] for stage in parser.parse_str_to_list(layout)]
-    assert [stage.count("decoder") for stage in read] == blocks_of(layout, "x")
+    assert [stage.count("decoder") for stage in read] == parse_layout(layout, "x")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_its_parser_takes_our_layouts(
 @pytest.mark.parametrize("layout", LAYOUTS[:-1])
 def test_our_layouts_keep_its_rules(layout: str) -> None:
     """E first and L last, once each, as its documentation asks; and its grammar back again."""
-    blocks = blocks_of(layout, "x")
-    ours = layout_of(blocks)
-    assert blocks_of(ours, "x") == blocks
+    blocks = parse_layout(layout, "x")
+    ours = write_layout(blocks)
+    assert parse_layout(ours, "x") == blocks
     assert re.fullmatch(r"E(t|t\*\d+)?(\|(t|t\*\d+)?)*L", ours)

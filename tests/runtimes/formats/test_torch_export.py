@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from pplan.cost_models.errors import ExportError, FileError, UsageError
+from pplan.cost_models.errors import ExportError, FileError, PplanError, UsageError
 from pplan.cost_models.schedules import schedule_named
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.formats.exporters import export
@@ -93,8 +94,10 @@ def test_two_stages_a_device(make_plan: MakePlan, schedule: str, kind: str, stag
 
 
 def test_stages_that_no_schedule_has(make_plan: MakePlan) -> None:
-    plan = make_plan([1, 2, 3], micro_batches=4, schedule="interleaved", virtual_stages=2)
-    with pytest.raises(ExportError, match="the plan has 3 stages, interleaved with 2 virtual stages on 1"):
+    with pytest.raises(ValidationError, match="virtual_stages is 2, which does not divide the 3 stages"):
+        make_plan([1, 2, 3], micro_batches=4, schedule="interleaved", virtual_stages=2)
+    plan = make_plan([1, 2, 3, 4], micro_batches=4, schedule="zb-v", virtual_stages=4)
+    with pytest.raises(PplanError, match="zb-v"):
         export("torch", plan)
 
 

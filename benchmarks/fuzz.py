@@ -1,0 +1,142 @@
+"""Mutates the files that pplan reads, and command lines: python benchmarks/fuzz.py [--cases N] [--kind KIND]
+
+Every file that loads goes through verbs that read it. A command may end with a status that is documented,
+within 10 s of processor time and 1 GiB of memory, without a traceback, a warning of numpy, nan or inf in what
+it prints, a message that repeats its input, or a change to a file that it was not told to write. Prints each
+kind of finding with the smallest case that shows it, and a table; ends with status 1 where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from fuzzing.cases import KINDS, Case, Workspace, case_of
+from fuzzing.seeds import make_seeds
+
+CASES = 10_000
+KILLED_AFTER = 60
+"""Seconds of a case that answers no signal: its process ends."""
+COMMAND_LINE = "command line"
+
+
+def work(seeds: dict[str, bytes], numbers: range, kinds: list[str], seed: int, pipe: Connection) -> None:
+    """Runs the cases of these numbers and tells of each."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        os.chdir(folder)
+        workspace, known = Workspace(Path(folder).resolve(), seeds), set[str]()
+        for number in numbers:
+            rng = random.Random(f"{seed} {number}")
+            kind = kinds[number % len(kinds)]
+            pipe.send(("begin", number, kind))
+            faulthandler.dump_traceback_later(KILLED_AFTER, exit=True)
+            case = workspace.random_case(rng, kind)
+            ran, fine, found, command = workspace.run(case)
+            told = None
+            if found is not None and found.kind not in known:
+                known.add(found.kind)
+                faulthandler.dump_traceback_later(10 * KILLED_AFTER, exit=True)
+                told = (found.kind, found.text, workspace.smaller(case, found.kind, command).as_json())
+            elif found is not None:
+                told = (found.kind, "", case.as_json())
+            pipe.send(("end", number, kind, ran, fine, told))
+        faulthandler.cancel_dump_traceback_later()
+    pipe.send(("done",))
+
+
+def results(
+    seeds: dict[str, bytes], numbers: range, kinds: list[str], seed: int
+) -> Iterator[tuple[Any, ...]]:
+    """Of every case, in a process that is started anew where one dies."""
+    while numbers:
+        receiving, sending = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.Process(target=work, args=(seeds, numbers, kinds, seed, sending))
+        process.start()
+        sending.close()
+        number, kind = numbers[0], ""
+        try:
+            while (told := receiving.recv())[0] != "done":
+                if told[0] == "begin":
+                    _, number, kind = told
+                else:
+                    yield told[1:]
+            numbers = numbers[:0]
+        except EOFError:
+            yield number, kind, 0, 0, ("killed", f"case {number} of seed {seed}: the process died", "")
+            numbers = range(number + 1, numbers.stop)
+        process.join()
+
+
+def report(found: Counter[str], rows: dict[str, list[int]]) -> str:
+    """Cases, commands and findings by kind of file."""
+    lines = [f"{'mutated':14} {'cases':>8} {'commands':>9} {'accepted':>9} {'findings':>9}"]
+    lines += [f"{kind:14} {row[0]:8,} {row[1]:9,} {row[2]:9,} {row[3]:9,}" for kind, row in rows.items()]
+    lines += ["", *(f"{count:6,}  {kind}" for kind, count in found.most_common())]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Prints what is found as it is found, then the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every = [*KINDS, COMMAND_LINE]
+    parser.add_argument("--cases", type=int, default=CASES, help="how many (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=every, action="append", help="of these alone; repeatable")
+    parser.add_argument("--corpus", type=Path, help="append the smallest case of each kind of finding")
+    parser.add_argument("--again", type=Path, help="run the cases of this corpus instead")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="seeds-") as folder:
+        make_seeds(Path(folder))
+        seeds = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    if arguments.again is not None:
+        return run_again(seeds, arguments.again)
+    found, rows = Counter[str](), {kind: [0, 0, 0, 0] for kind in arguments.kind or every}
+    began = time.perf_counter()
+    numbers = range(arguments.first, arguments.first + arguments.cases)
+    for number, kind, ran, fine, told in results(seeds, numbers, list(rows), arguments.seed):
+        rows[kind] = [a + b for a, b in zip(rows[kind], (1, ran, fine, told is not None), strict=True)]
+        if told is None:
+            continue
+        name, text, case = told
+        found[name] += 1
+        if found[name] == 1:
+            print(f"--- {name} (case {number})\n{case}\n{text}\n", flush=True)
+            if arguments.corpus is not None and case:
+                with arguments.corpus.open("a") as corpus:
+                    corpus.write(f"{case}\n")
+    print(f"\n{report(found, rows)}\n\n{len(numbers):,} cases, {time.perf_counter() - began:,.0f} s")
+    return 1 if found else 0
+
+
+def run_again(seeds: dict[str, bytes], corpus: Path) -> int:
+    """The cases of a corpus, without --debug as a user runs them."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        os.chdir(folder)
+        workspace, wrong = Workspace(Path(folder).resolve(), seeds), 0
+        for line in corpus.read_text().splitlines():
+            case: Case = case_of(line)
+            found = workspace.run(case)[2]
+            if found is not None:
+                wrong += 1
+                print(f"--- {found.kind}\n{case.as_json()[:1000]}\n{found.text[-1500:]}\n", flush=True)
+        os.chdir(tempfile.gettempdir())
+    print(f"{wrong} findings")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""The command lines that read a file, and a grammar of all others from the options that typer knows."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import typer
+
+from pplan.cli.verbs import root
+from pplan.cost_models.runtime import RUNTIMES
+from pplan.cost_models.schedules import SCHEDULES
+
+from .mutation import WORDS
+from .seeds import EXPORTS, MACHINE, PARTITIONS, PLAIN, PLANS, PROFILES
+
+Command = list[str]
+QUICK = ["--time-limit", "1s"]
+OTHER = "1f1b.plan.json"
+FILES = (
+    *PROFILES,
+    *PLANS,
+    *EXPORTS,
+    *PARTITIONS,
+    "machine.toml",
+    "short.toml",
+    "table.csv",
+    "table.json",
+    "graph.txt",
+)
+
+
+def readers(file: str) -> list[Command]:
+    """What reads it; first the verb that decides whether it is one of its kind."""
+    if file in PROFILES:
+        return _of_profile(file)
+    if file in PLANS:
+        return _of_plan(file)
+    if file in EXPORTS or file in PARTITIONS:
+        own = ["import-plan", file, "--profile", PLAIN]
+        return [
+            [*own, "-o", "made.plan.json"],
+            [*own, *MACHINE, "--json", "-o", "made.plan.json"],
+            [*own, "--virtual-stages", "2", "-o", "made.plan.json"],
+            ["show", file],
+        ]
+    if file.endswith(".toml"):
+        solve = ["solve", PLAIN, "--topology", file, *QUICK, "-o", "made.plan.json"]
+        return [
+            ["topology", "show", file],
+            ["topology", "show", file, "--json"],
+            ["topology", "show", file, "--toml"],
+            ["topology", "show", file, "--gpus", "8"],
+            solve,
+            ["simulate", OTHER, "--topology", file, "--json"],
+            ["import-plan", "4,3", "--profile", PLAIN, "--topology", file, "-o", "made.plan.json"],
+        ]
+    return [
+        ["import", file, "-o", "made.profile.json"],
+        ["import", file, "--json", "-o", "made.profile.json"],
+        ["import", file, "--granularity", "fine", "-o", "made.profile.json"],
+        [
+            "import",
+            file,
+            "--format",
+            file.rpartition(".")[2].replace("txt", "pipedream"),
+            "-o",
+            "made.profile.json",
+        ],
+        ["import", file, "--micro-batch-size", "16777216", "-o", "made.profile.json"],
+    ]
+
+
+def after(file: str) -> list[Command]:
+    """What reads the file that its reader made."""
+    if file in (*EXPORTS, *PARTITIONS):
+        return _of_plan("made.plan.json")
+    return [] if file.endswith(".toml") else _of_profile("made.profile.json")
+
+
+def _of_profile(file: str) -> list[Command]:
+    solve = ["solve", file, *QUICK, "-o", "made.plan.json"]
+    return [
+        ["show", file],
+        ["show", file, "--json"],
+        [*solve, "--gpus", "2"],
+        [*solve, *MACHINE, "--details", "--optimizer", "adam"],
+        [*solve, *MACHINE, "--json", "--objective", "memory:5%"],
+        [*solve, *MACHINE, "--objective", "throughput", "--precision", "bf16"],
+        [*solve, *MACHINE, "--objective", "cost", "--price", "2.5"],
+        [*solve, *MACHINE, "--frontier", "--points", "4"],
+        [*solve, *MACHINE, "--robust", "--recompute", "auto"],
+        [*solve, "--gpus", "4", "--schedule", "zb-v", "--memory", "1GiB"],
+        [*solve, "--gpus", "4", "--planner", "pipedream"],
+        [*solve, "--gpus", "4", "--planner", "alpa"],
+        [*solve, "--sweep", "gpus=1..4", "--csv", "made.csv", "--jobs", "1"],
+        ["import-plan", "3,4", "--profile", file, "-o", "made.plan.json"],
+        ["import-plan", "Et*2|t*2L", "--profile", file, *MACHINE, "-o", "made.plan.json"],
+        *(command for plan in (OTHER, "tied.plan.json") for command in _of_both(plan, file)),
+    ]
+
+
+def _of_both(plan: str, profile: str) -> list[Command]:
+    given = [plan, "--profile", profile]
+    return [
+        ["explain", *given],
+        ["explain", *given, "--current", "4,3", "--json"],
+        ["simulate", *given, "--json", "--actions"],
+        ["simulate", *given, "--schedule", "gpipe", "--stages", "3"],
+        ["compare", plan, "--planners", "--profile", profile],
+        ["verify", plan, profile],
+        ["export", "torch", *given, "--script", "made.py", "-o", "made.json"],
+    ]
+
+
+def _of_plan(file: str) -> list[Command]:
+    return [
+        ["show", file],
+        ["show", file, "--json"],
+        ["explain", file],
+        ["explain", file, "--json"],
+        ["explain", file, "--current", "4,3"],
+        ["compare", file],
+        ["compare", file, OTHER, "--json"],
+        ["compare", OTHER, file, "--fail-above", "10%"],
+        ["compare", file, "--planners"],
+        ["simulate", file],
+        ["simulate", file, "--json", "--actions"],
+        ["simulate", file, "--schedule", "gpipe", "--micro-batches", "8"],
+        ["simulate", file, "--trace", "made.trace.json", "--svg", "made.svg"],
+        ["verify", file],
+        ["verify", file, PLAIN, "--json"],
+        *(["export", name, file, "-o", f"made.{name}.json"] for name in RUNTIMES),
+        ["export", "torch", file, "--script", "made.py", "-o", "made.json"],
+        ["export", "megatron", file, "--script", "made.sh", "-o", "made.json"],
+        ["import-plan", file, "--profile", PLAIN, "-o", "made.plan.json"],
+    ]
+
+
+GOOD: dict[str, tuple[str, ...]] = {
+    "FILE": (*FILES, "missing.json", ".", "made.json"),
+    "PLAN": (*PLANS, "missing.json"),
+    "PROFILE": (*PROFILES, "missing.json"),
+    "N": ("1", "2", "4", "8", "64", "1000000"),
+    "NAME": (*RUNTIMES, *SCHEDULES, "pipedream", "alpa", "best", "a100-40gb", "t4", "dgx-a100"),
+    "300GB/s[,25GB/s]": ("300GB/s", "300GB/s,25GB/s", "inf", "1e-300B/s", "1e300GB/s", "1B/s", "5e-324B/s"),
+    "5us[,20us]": ("5us", "5us,20us", "0", "1e300s", "5e-324s", "1h"),
+    "16GiB": ("16GiB", "1B", "1e300GiB", "9999999TiB"),
+    "NAME|FILE.toml": ("machine.toml", "short.toml", "dgx-h100", "p3.16xlarge"),
+    "B": ("1", "16", "1024", "1099511627776", "9" * 18),
+    "M|auto": ("1", "8", "auto", "1048576"),
+    "M": ("1", "8", "1048576", "99999999"),
+    "MS[,MS...]": ("1", "1,2,3", "0", "1e300", "1e-300", "0,0"),
+    "LAYER": ("transformer.h.1", "transformer.*", "x"),
+    "LAYER=stageN": ("transformer.h.1=stage1", "lm_head=stage9999999999999999999", "x=stage0", "lm_head=1"),
+    "PATTERN": ("transformer.h.*", "*", "[", "(a+)+$"),
+    "KEY=V,V|A..B": (
+        "gpus=1,2",
+        "mini-batch=8..32",
+        "gpus=1..1000000000000",
+        "memory=1GiB,2GiB",
+        "bandwidth=1GB/s",
+    ),
+    "PARTITION": (
+        *PARTITIONS,
+        *EXPORTS,
+        "3,4",
+        "0,3,7",
+        "Et*2|t*2L",
+        "9" * 400,
+        "1," * 500 + "1",
+        "(" * 60 + "1",
+    ),
+    "N,N,...": ("4,3", "1,1,1,1,1,1,1", "7", "0,7", "9999999999999999999,1"),
+    "30s": ("1s", "0", "0.1s", "1e300s"),
+    "RUNTIME": tuple(RUNTIMES),
+    "10%": ("10%", "0", "-1", "1e300%", "nan"),
+    "step-time|throughput|memory[:5%]|cost": (
+        "memory",
+        "memory:5%",
+        "cost",
+        "throughput",
+        "memory:1e300%",
+        "memory:-1%",
+    ),
+    "2.5|A100=2.5,T4=0.35": ("2.5", "0", "1e300", "1e-300", "NVIDIA A100-SXM4-40GB=1", "x=1,x=2"),
+    "R": ("1", "2", "3", "1000000"),
+    "V": ("1", "2", "3", "1000000"),
+}
+"""Values of options and arguments, by the form that their help shows."""
+VERBS = (
+    "import",
+    "solve",
+    "export",
+    "import-plan",
+    "show",
+    "explain",
+    "compare",
+    "simulate",
+    "verify",
+    "topology",
+)
+"""Those that measure nothing."""
+
+
+def random_command(rng: random.Random) -> Command:
+    """Any verb with a few of its options, mostly with values of their form."""
+    context = typer.Context(root)
+    verb = rng.choice(VERBS)
+    command = root.get_command(context, verb)
+    if command is None:
+        raise LookupError(verb)
+    options = [own for own in command.params if _is_option(own) and own.name != "help"]
+    arguments = [own for own in command.params if not _is_option(own)]
+    words = [_value_of(own, rng) for own in arguments if own.required or rng.random() < 0.9]
+    for own in rng.sample(options, min(len(options), rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))):
+        words.append(own.opts[-1])
+        if not getattr(own, "is_flag", False):
+            words.append(_value_of(own, rng))
+    if verb == "solve" and "--time-limit" not in words:
+        words += QUICK
+    if verb == "solve" and "--sweep" in words and "--jobs" not in words:
+        words += ["--jobs", "1"]
+    if rng.random() < 0.05:
+        rng.shuffle(words)
+    return [verb, *words]
+
+
+def _is_option(own: Any) -> bool:
+    return bool(own.param_type_name == "option")
+
+
+def _value_of(own: Any, rng: random.Random) -> str:
+    form = own.metavar or own.make_metavar(typer.Context(root))
+    if rng.random() < 0.12:
+        return rng.choice([word for word in WORDS if "\x00" not in word])
+    known = GOOD.get(form) or GOOD.get(form.strip("[]."))
+    if known is None:
+        known = tuple(form.split("|")) if "|" in form else (form, *GOOD["N"])
+    return rng.choice(known)

@@ -1,0 +1,201 @@
+"""The files that are mutated: one of each kind that pplan reads, made by pplan where it writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pplan.cli.app import main
+from pplan.cost_models.runtime import RUNTIMES
+
+TIED, PLAIN = "tied.profile.json", "plain.profile.json"
+PROFILES = (TIED, PLAIN)
+MACHINE = ("--gpus", "4", "--gpu", "a100-40gb", "--mini-batch", "16")
+SOLVED = {"tied.plan.json": TIED, "plain.plan.json": PLAIN}
+IMPORTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "replicas.plan.json": (PLAIN, "4,3", ("--replicas", "2", "--schedule", "1f1b")),
+    "interleaved.plan.json": (TIED, "2,2,1,2", ("--virtual-stages", "2")),
+    "1f1b.plan.json": (PLAIN, "3,4", ("--schedule", "1f1b")),
+    "gpipe.plan.json": (PLAIN, "3,4", ("--schedule", "gpipe")),
+    "naive.plan.json": (PLAIN, "3,4", ("--schedule", "naive")),
+}
+PLANS = {**SOLVED, **{name: given[0] for name, given in IMPORTED.items()}}
+"""With the profile that each was made of."""
+_RUN_BY = {"torchgpipe": "gpipe", "fairscale": "gpipe", "huggingface": "naive"}
+EXPORTS = tuple(f"plain.{name}.json" for name in RUNTIMES)
+TABLE = "name,forward_seconds,backward_seconds,activation_bytes,parameter_bytes,saved_bytes\n" + "".join(
+    f"layer{number},{1 + number}e-3,{2 + number}e-3,1048576,4194304,2097152\n" for number in range(5)
+)
+GRAPH = "".join(
+    f"node{number} -- Linear{number} -- forward_compute_time={number}.5, backward_compute_time={number}.9, "
+    f"activation_size=[8.0; 1048576.0], parameter_size=4096.0 -- stage_id=1\n"
+    for number in range(1, 6)
+) + "".join(f"\tnode{number} -- node{number + 1}\n" for number in range(1, 5))
+TOPOLOGY = """gpus = 4
+[[device]]
+gpu = "a100-40gb"
+count = 2
+[[device]]
+name = "small"
+memory = "16GiB"
+count = 2
+speed = 0.5
+[[level]]
+name = "node"
+size = 2
+link = "NVLink 3"
+bandwidth = "300GB/s"
+latency = "5us"
+[[level]]
+name = "network"
+bandwidth = "12.5GB/s"
+latency = "20us"
+shared = true
+"""
+SHORT_TOPOLOGY = """gpu = "a100-40gb"
+gpus = 16
+gpus_per_node = 8
+bandwidth = ["300GB/s", "25GB/s"]
+latency = ["5us", "20us"]
+"""
+PARTITIONS = {
+    "balance.txt": "balance = [3, 4]\n",
+    "parts.txt": "0,3,7\n",
+    "layout.txt": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'E(t|)*2t*2L' "
+    "--global-batch-size 16 --micro-batch-size 2\n",
+    "device_map.json": json.dumps({"transformer": 0, "transformer.h.2": 1, "lm_head": 1}),
+    "recipe.yaml": "pp_size: 2\nmodule_fqns_per_model_part:\n  - [transformer.wte, transformer.h.0]\n"
+    "  - - transformer.h.1\n    - transformer.h.2\n    - transformer.h.3\n    - transformer.ln_f\n"
+    "    - lm_head\n",
+}
+GIB = 2**30
+
+
+def make_seeds(folder: Path) -> None:
+    """Writes all of them there."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        _write(folder)
+    finally:
+        os.chdir(before)
+
+
+def _write(folder: Path) -> None:
+    content = profile()
+    (folder / TIED).write_text(json.dumps(content, indent=1))
+    (folder / PLAIN).write_text(json.dumps(content | {"tied": []}, indent=1))
+    (folder / "table.csv").write_text(TABLE)
+    (folder / "graph.txt").write_text(GRAPH)
+    rows = [dict(zip(TABLE.splitlines()[0].split(","), line.split(","), strict=True)) for line in _rows()]
+    numbers = [{key: _number(value) for key, value in row.items()} for row in rows]
+    (folder / "table.json").write_text(json.dumps({"layers": numbers}, indent=1))
+    (folder / "machine.toml").write_text(TOPOLOGY)
+    (folder / "short.toml").write_text(SHORT_TOPOLOGY)
+    for name, text in PARTITIONS.items():
+        (folder / name).write_text(text)
+    for name, of in SOLVED.items():
+        _run("solve", of, *MACHINE, "--time-limit", "2s", "-o", name)
+    for name, (of, partition, more) in IMPORTED.items():
+        _run("import-plan", partition, "--profile", of, *MACHINE, *more, "-o", name)
+    for name, file in zip(RUNTIMES, EXPORTS, strict=True):
+        _run("export", name, f"{_RUN_BY.get(name, '1f1b')}.plan.json", "-o", file)
+
+
+def _rows() -> list[str]:
+    return TABLE.splitlines()[1:]
+
+
+def _number(text: str) -> Any:
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    return text
+
+
+def _run(*arguments: str) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(list(arguments))
+    if status:
+        raise AssertionError(f"{' '.join(arguments)}: {status}: {err.getvalue()}")
+
+
+def profile() -> dict[str, Any]:
+    """Of a small GPT, with all that a measured profile has."""
+    names = ["transformer.wte", *(f"transformer.h.{block}" for block in range(4))]
+    names += ["transformer.ln_f", "lm_head"]
+    return {
+        "schema": 1,
+        "model": "hf:gpt2",
+        "device": "cuda",
+        "device_name": "NVIDIA A100-SXM4-40GB",
+        "device_memory_bytes": 40 * GIB,
+        "dtype": "float32",
+        "input_shape": [128],
+        "inputs": [{"shape": [128], "dtype": "int64"}],
+        "input_bytes_per_sample": 1024,
+        "settings": {"n_layer": 4},
+        "seed": 0,
+        "granularity": "block",
+        "layers": [_layer(name, number) for number, name in enumerate(names)],
+        "edges": [list(pair) for pair in pairwise(names)],
+        "whole": [_whole(size) for size in (1, 2, 4)],
+        "loss": {"name": "cross-entropy", "costs": [_costs(size, 0.1) for size in (1, 2, 4)]},
+        "tied": [{"tensor": "transformer.wte.weight", "layers": [names[0], names[-1]], "bytes": 2**20}],
+        "unmeasured": [{"micro_batch_size": 8, "reason": "does not fit"}],
+        "notes": ["a note"],
+        "made_by": {"pplan": "0.1.0", "command": "pplan profile hf:gpt2", "time": "2026-01-01T00:00:00Z"},
+    }
+
+
+def _layer(name: str, number: int) -> dict[str, Any]:
+    return {
+        "name": name,
+        "kind": "GPT2Block" if ".h." in name else "Embedding",
+        "parameter_bytes": 2**22 + number,
+        "trainable_bytes": 2**22,
+        "buffer_bytes": 1024,
+        "cut_after": name != "transformer.ln_f",
+        "cut_reason": "one tensor" if name == "transformer.ln_f" else None,
+        "crossing": 1,
+        "costs": [_costs(size, 1 + number % 3) for size in (1, 2, 4)],
+    }
+
+
+def _costs(size: int, weight: float) -> dict[str, Any]:
+    return {
+        "micro_batch_size": size,
+        "forward_seconds": 1e-3 * size * weight + 1e-4,
+        "backward_seconds": 2e-3 * size * weight + 1e-4,
+        "output_bytes": 2**18 * size,
+        "saved_bytes": 2**20 * size,
+        "saved_input_bytes": 1024,
+        "workspace_bytes": 2**16,
+        "forward_workspace_bytes": 2**15,
+        "backward_workspace_bytes": 2**16,
+        "spread": 0.02,
+        "forward_host_seconds": 5e-5,
+        "backward_host_seconds": 5e-5,
+        "backward_input_seconds": 1e-3 * size * weight,
+        "backward_weight_seconds": 1e-3 * size * weight,
+    }
+
+
+def _whole(size: int) -> dict[str, Any]:
+    return {
+        "micro_batch_size": size,
+        "forward_seconds": 1.4e-2 * size,
+        "backward_seconds": 2.8e-2 * size,
+        "closing_ratio": 1.01,
+        "forward_closing_ratio": 1.0,
+        "backward_closing_ratio": 1.02,
+        "peak_bytes": 2**28,
+        "predicted_peak_bytes": 2**28,
+        "rounds": 20,
+        "spread": 0.01,
+    }

@@ -1,0 +1,66 @@
+"""Inputs made up from a configuration: each family trains on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pplan.cost_models.errors import ModelError
+from pplan.profiler.loading.transformers_models import load_transformers
+
+pytest.importorskip("transformers")
+
+SIZES = {"layers": 1, "hidden": 32, "heads": 4}
+TEXT = {**SIZES, "vocabulary": 64, "sequence": 8}
+PICTURE = {"image_size": 32, "patch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "shapes"),
+    [
+        (
+            "whisper",
+            {**TEXT, "max_source_positions": 30},
+            {"input_features": (2, 80, 60), "decoder_input_ids": (2, 8)},
+        ),
+        ("wav2vec2", {**SIZES, "conv_dim": [32] * 7}, {"input_values": (2, 16000)}),
+        (
+            "audio-spectrogram-transformer",
+            {**SIZES, "max_length": 64},
+            {"input_values": (2, 64, 128)},
+        ),
+        ("timesformer", {**SIZES, **PICTURE, "num_frames": 2}, {"pixel_values": (2, 2, 3, 32, 32)}),
+        ("vilt", {**TEXT, **PICTURE}, {"input_ids": (2, 8), "pixel_values": (2, 3, 32, 32)}),
+        ("blip", {**TEXT, **PICTURE}, {"input_ids": (2, 8), "pixel_values": (2, 3, 32, 32)}),
+        ("canine", {**SIZES, "max_position_embeddings": 128}, {"input_ids": (2, 128)}),
+        ("patchtst", {"heads": 4, "d_model": 32, "context_length": 16}, {"past_values": (2, 16, 1)}),
+        (
+            "decision_transformer",
+            SIZES,
+            {
+                "states": (2, 20, 17),
+                "actions": (2, 20, 4),
+                "rewards": (2, 20, 1),
+                "returns_to_go": (2, 20, 1),
+                "timesteps": (2, 20),
+            },
+        ),
+    ],
+)
+def test_a_family_trains_on_what_is_made_up(
+    name: str, settings: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    made = load_transformers(name, settings, seed=0)
+    assert {key: tuple(tensor.shape) for key, tensor in made.example.kwargs.items()} == shapes
+    output = made.example.repeated(3).call(made.module)
+    tensors = [value for value in output.values() if isinstance(value, torch.Tensor) and value.requires_grad]
+    assert tensors
+    torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
+    assert any(parameter.grad is not None for parameter in made.module.parameters())
+
+
+def test_what_cannot_be_made_up_is_named() -> None:
+    with pytest.raises(ModelError, match="takes freq, which pplan cannot make up"):
+        load_transformers("timesfm", SIZES, seed=0, device="meta")
