@@ -2,9 +2,10 @@
 
 FOLDER holds `cases_b200.json`, `kernels_b200.csv` and `links_b200.json`: steps, kernels and links measured on
 one node of eight B200 (SimuMax release v1.2, https://github.com/MooreThreads/SimuMax, Apache-2.0). Each step
-is predicted from the model's sizes, the degrees of parallelism, the kernels and the links alone; `Overheads`
-are the three figures that were fitted, on the steps of half of the degrees (`--fit` fits them again and
-prints both halves)."""
+is predicted from the model's sizes, the degrees of parallelism, the kernels and the links; `Overheads` are
+the three figures that were fitted, to all of the steps. `--fit` fits them to half of the degrees, twice, and
+prints the errors of the half that they were not fitted to: those are what to expect of other steps.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from pplan.cost_models.transformer.block_kernels import Tokens
-from pplan.cost_models.transformer.degrees import ParallelDegrees
 from pplan.cost_models.transformer.kernel_table import KernelTable, load_kernel_table
 from pplan.cost_models.transformer.kernels import CollectiveName
+from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, GroupLinks, Overheads, RankCosts
 from pplan.cost_models.transformer.training_step import StepEstimate, TrainingSetting, estimate_step
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, ExpertShape, TransformerShape
 
 GIB = 2**30
 FITTED = ("tp1pp2", "tp4pp1", "tp1ep8pp1")
-"""The degrees on whose steps `Overheads` were fitted."""
+"""The degrees of one half of the steps."""
 
 
 @dataclass(frozen=True)

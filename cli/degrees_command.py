@@ -16,7 +16,7 @@ from ..planner.degrees.degree_options import DegreeOptions
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..cost_models.transformer.training_step import StageCosts
+    from ..cost_models.transformer.training_step import StageEstimate
     from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan
 
 Config = Annotated[
@@ -71,7 +71,7 @@ def as_dictionary(answer: DegreeAnswer) -> dict[str, Any]:
 
 
 def _plan_dictionary(answer: DegreeAnswer, plan: DegreePlan) -> Mapping[str, Any]:
-    from ..runtimes.formats.degree_arguments import megatron_arguments
+    from ..api.degree_arguments import megatron_arguments
 
     estimate = plan.estimate
     return {
@@ -100,8 +100,8 @@ def _plan_dictionary(answer: DegreeAnswer, plan: DegreePlan) -> Mapping[str, Any
 def _print_answer(answer: DegreeAnswer, console: Console, *, measured: bool) -> None:
     import shlex
 
+    from ..api.degree_arguments import megatron_arguments
     from ..cost_models.quantities import format_bytes, format_seconds
-    from ..runtimes.formats.degree_arguments import megatron_arguments
     from .number_format import percent, three_digits
     from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
@@ -134,7 +134,7 @@ def _print_answer(answer: DegreeAnswer, console: Console, *, measured: bool) -> 
         number("memory", lambda plan: plan.estimate.peak_bytes, format_bytes),
     ]
     print_table(console, plans, answer.plans, title="The fastest combinations")
-    stages: list[Column[StageCosts]] = [
+    stages: list[Column[StageEstimate]] = [
         text("layers", lambda stage: f"{stage.blocks.start}-{stage.blocks.stop - 1}", min_width=7),
         number("forward", lambda stage: stage.forward_seconds, format_seconds),
         number("backward", lambda stage: stage.backward_seconds, format_seconds),

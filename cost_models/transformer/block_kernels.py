@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .degrees import ParallelDegrees, padded_vocabulary
 from .kernels import AttentionKernel, Collective, GroupedMatmul, Kernel, Matmul, MemoryPass
+from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .transformer_shape import ExpertShape, TransformerShape
 
 NUMBER = 2

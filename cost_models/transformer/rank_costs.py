@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 from ..collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from ..topology import Topology
 from .block_kernels import Work
-from .degrees import ParallelDegrees
 from .kernel_table import KernelTable
 from .kernels import (
     AttentionKernel,
@@ -24,6 +23,7 @@ from .kernels import (
     MemoryPass,
     Product,
 )
+from .parallel_degrees import ParallelDegrees
 
 
 class GroupLinks(Protocol):
@@ -97,12 +97,12 @@ class Overheads:
 
     `slowdown`: of products in the midst of others, at the clock that the device holds under load. `gap`:
     seconds from the end of a pass over memory to the next kernel. `dispatch`: seconds of either pass of a
-    layer whose host waits to know how many tokens each expert takes. The defaults were fitted to half of 18
+    layer whose host waits to know how many tokens each expert takes. The defaults were fitted to 18
     measured steps of Megatron-LM on B200 (docs/degrees.md): on other machines they are assumptions.
     """
 
-    slowdown: float = 1.09
-    gap: float = 40e-6
+    slowdown: float = 1.06
+    gap: float = 50e-6
     dispatch: float = 2e-3
 
 

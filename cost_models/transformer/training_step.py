@@ -20,7 +20,7 @@ from ..schedules.one_f_one_b import in_flight, program
 from ..simulator.costs import Costs
 from ..timeline import simulate
 from .block_kernels import NUMBER, Tokens, Work, block_work, embedding_work, head_work
-from .degrees import ParallelDegrees, padded_vocabulary
+from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .rank_costs import PassSeconds, RankCosts, rank_group
 from .transformer_shape import LayerParameters, TransformerShape
 
@@ -32,14 +32,14 @@ _UPDATED = GRADIENT + 3 * 2 * 4 + WEIGHT
 """That the update of a parameter reads and writes."""
 
 
-class Parameters(NamedTuple):
+class ParameterCounts(NamedTuple):
     """Of one device: dense ones, and those of its routed experts."""
 
     dense: float
     routed: float
 
-    def plus(self, other: Parameters) -> Parameters:
-        return Parameters(self.dense + other.dense, self.routed + other.routed)
+    def plus(self, other: ParameterCounts) -> ParameterCounts:
+        return ParameterCounts(self.dense + other.dense, self.routed + other.routed)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TrainingSetting:
 
 
 @dataclass(frozen=True)
-class StageCosts:
+class StageEstimate:
     """Of one device of a stage: `ledger` in bytes by term, at its peak."""
 
     blocks: range
@@ -75,7 +75,7 @@ class StepEstimate:
     step_seconds: float
     pipeline_seconds: float
     update_seconds: float
-    stages: tuple[StageCosts, ...]
+    stages: tuple[StageEstimate, ...]
 
     @property
     def peak_bytes(self) -> float:
@@ -176,11 +176,11 @@ class LayerTable:
         parts = [self.parameters(range(0), stage) for stage in {0, stages - 1}]
         for routed, count in self._kinds(range(self.shape.blocks)):
             own = self._block_parameters(routed)
-            parts.append(Parameters(count * own.dense, count * own.routed))
+            parts.append(ParameterCounts(count * own.dense, count * own.routed))
         dense = sum(part.dense for part in parts) / stages
         experts = sum(part.routed for part in parts) / stages
-        once, twice = (self._update_seconds(Parameters(0, times * experts)) for times in (1, 2))
-        return self._update_seconds(Parameters(dense, 0)) + twice - once
+        once, twice = (self._update_seconds(ParameterCounts(0, times * experts)) for times in (1, 2))
+        return self._update_seconds(ParameterCounts(dense, 0)) + twice - once
 
     def _counts(self, blocks: range) -> tuple[int, int]:
         """Blocks without experts and with."""
@@ -192,21 +192,21 @@ class LayerTable:
         dense, routed = self._counts(blocks)
         return [(kind, count) for kind, count in ((True, routed), (False, dense)) if count]
 
-    def stage(self, blocks: range, stage: int) -> StageCosts:
+    def stage(self, blocks: range, stage: int) -> StageEstimate:
         seconds = self.seconds(blocks, stage)
         own = self.parameters(blocks, stage)
-        return StageCosts(
+        return StageEstimate(
             blocks, seconds.forward, seconds.backward, self._update_seconds(own), self.ledger(blocks, stage)
         )
 
-    def parameters(self, blocks: range, stage: int) -> Parameters:
+    def parameters(self, blocks: range, stage: int) -> ParameterCounts:
         """On one device of a stage."""
         degrees, shape = self.degrees, self.shape
         table = padded_vocabulary(shape, degrees.tensor) * shape.hidden / degrees.tensor
         first, last = stage == 0, stage == degrees.pipeline - 1
         tables = table * (first + last - (first and last and shape.tied)) + shape.hidden * last
         parts = [(count, self._block_parameters(routed)) for routed, count in self._kinds(blocks)]
-        return Parameters(
+        return ParameterCounts(
             tables + sum(n * own.dense for n, own in parts), sum(n * own.routed for n, own in parts)
         )
 
@@ -262,15 +262,15 @@ class LayerTable:
         forward, backward = self.costs.seconds(work, self.degrees)
         return PassSeconds(forward, backward + (forward if self.setting.recompute == "full" else 0.0))
 
-    def _block_parameters(self, routed: bool) -> Parameters:
+    def _block_parameters(self, routed: bool) -> ParameterCounts:
         attention = self._on_device(self.shape.attention_parameters())
         return attention.plus(self._on_device(self.shape.feed_forward_parameters(routed)))
 
-    def _on_device(self, layer: LayerParameters) -> Parameters:
+    def _on_device(self, layer: LayerParameters) -> ParameterCounts:
         degrees = self.degrees
-        return Parameters(layer.whole + layer.shared / degrees.tensor, layer.routed / degrees.expert)
+        return ParameterCounts(layer.whole + layer.shared / degrees.tensor, layer.routed / degrees.expert)
 
-    def _update_seconds(self, own: Parameters) -> float:
+    def _update_seconds(self, own: ParameterCounts) -> float:
         """Reduction, update and gathering of the weights; with ZeRO each device updates its share."""
         total = 0.0
         for count, group in ((own.dense, "gradients"), (own.routed, "expert_gradients")):
@@ -311,7 +311,7 @@ def _program(stages: int, micro_batches: int) -> Program:
     return program(stages, micro_batches)
 
 
-def _pipeline_seconds(stages: Sequence[StageCosts], transfer: float, micro_batches: int) -> float:
+def _pipeline_seconds(stages: Sequence[StageEstimate], transfer: float, micro_batches: int) -> float:
     """Of all micro-batches."""
     forward = np.array([stage.forward_seconds for stage in stages])
     backward = np.array([stage.backward_seconds for stage in stages])

@@ -158,7 +158,7 @@ def load_transformer_shape(path: Path) -> TransformerShape:
 
 def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerShape:
     """Of the keys of a configuration, in any of the families' spellings. Raises UsageError."""
-    sizes = _Sizes(keys)
+    sizes = _ConfigurationSizes(keys)
     family = str(keys.get("model_type", name))
     hidden, heads = (
         sizes.needed("hidden_size", "n_embd", "d_model"),
@@ -183,7 +183,21 @@ def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerSha
 
 
 _NOT_GATED = frozenset(
-    ["gpt2", "gpt_neo", "gpt_neox", "gptj", "codegen", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2", "nemotron", "bert"]
+    {
+        "gpt2",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "codegen",
+        "opt",
+        "bloom",
+        "falcon",
+        "mpt",
+        "phi",
+        "starcoder2",
+        "nemotron",
+        "bert",
+    }
 )
 """Families whose feed-forward layer has one matrix up and one down."""
 _TIED = frozenset(
@@ -192,7 +206,7 @@ _TIED = frozenset(
 """Families that tie head and embedding unless told otherwise."""
 
 
-class _Sizes:
+class _ConfigurationSizes:
     """Whole numbers by any of several keys."""
 
     def __init__(self, keys: Mapping[str, Any]) -> None:
@@ -222,7 +236,7 @@ class _Sizes:
         return size
 
 
-def _attention(sizes: _Sizes, hidden: int, heads: int) -> AttentionShape:
+def _attention(sizes: _ConfigurationSizes, hidden: int, heads: int) -> AttentionShape:
     latent = sizes.optional("kv_lora_rank")
     if latent:
         rotary = sizes.needed("qk_rope_head_dim")
@@ -250,7 +264,7 @@ def _attention(sizes: _Sizes, hidden: int, heads: int) -> AttentionShape:
     return AttentionShape(heads, shared, width, width)
 
 
-def _experts(sizes: _Sizes) -> ExpertShape | None:
+def _experts(sizes: _ConfigurationSizes) -> ExpertShape | None:
     number = sizes.optional("n_routed_experts", "num_experts", "num_local_experts")
     if number < 2:
         return None
@@ -267,7 +281,7 @@ def _experts(sizes: _Sizes) -> ExpertShape | None:
 def _routed(keys: Mapping[str, Any], blocks: int) -> Iterator[bool]:
     """By block: `first_k_dense_replace` (DeepSeek), `mlp_only_layers` and `decoder_sparse_step` (Qwen),
     `moe_layer_freq` say which have no experts; without them all have."""
-    sizes = _Sizes(keys)
+    sizes = _ConfigurationSizes(keys)
     dense_first = sizes.optional("first_k_dense_replace")
     step = sizes.optional("decoder_sparse_step") or 1
     every = keys.get("moe_layer_freq", 1)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
+from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
-from ..cost_models.machines.preset_lookup import context_of, preset_of
+from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.machines.preset_lookup import device_context, device_preset
 from ..cost_models.machines.rooflines import ROOFLINES
 from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
 from ..cost_models.memory import FRAGMENTATION_RESERVE
@@ -20,13 +21,9 @@ from ..cost_models.transformer.transformer_shape import (
     load_transformer_shape,
     transformer_shape,
 )
-from ..planner.degrees.degree_options import DegreeKeywords, DegreeOptions
+from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
-from .options import options_from
-
-
-class DegreeCallKeywords(DegreeKeywords, MachineKeywords, total=False):
-    """What `degrees` takes."""
+from .options import DegreesKeywords, options_from
 
 
 def degrees(
@@ -34,7 +31,7 @@ def degrees(
     *,
     gpus: int,
     kernels: str | Path | None = None,
-    **options: Unpack[DegreeCallKeywords],
+    **options: Unpack[DegreesKeywords],
 ) -> DegreeAnswer:
     """The fastest ways to train a transformer on `gpus`: tensor, context, expert, pipeline and data
     parallelism.
@@ -47,8 +44,12 @@ def degrees(
     Raises UsageError, FileError, and InfeasibleError where nothing fits.
     """
     wanted, machine = options_from({**options, "gpus": gpus}, DegreeOptions, MachineOptions, of="degrees")
-    shape = transformer_shape(config) if isinstance(config, Mapping) else load_transformer_shape(Path(config))
-    return find_degrees(shape, machine, wanted, None if kernels is None else Path(kernels))
+    shape = (
+        transformer_shape(config)
+        if isinstance(config, Mapping)
+        else load_transformer_shape(arguments.path("config", config))
+    )
+    return find_degrees(shape, machine, wanted, arguments.optional_path("kernels", kernels))
 
 
 def find_degrees(
@@ -68,7 +69,7 @@ def usable_bytes(topology: Topology) -> float:
     device = topology.device(0)
     if device.memory_bytes is None:
         return float("inf")
-    context = context_of(device.name)
+    context = device_context(device.name)
     whole = device.memory_bytes - (0 if context is None else context.value)
     return whole / (1 + FRAGMENTATION_RESERVE)
 
@@ -90,7 +91,7 @@ def build_machine(machine: MachineOptions) -> Topology:
 def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
     """Of the device's preset. Raises UsageError where there are no figures of its FLOP/s."""
     name = topology.device(0).name
-    preset = preset_of(name)
+    preset = device_preset(name)
     if preset is None or preset.name not in ROOFLINES:
         raise UsageError(
             f"there are no figures of the FLOP/s of {name}", f"Name one with `gpu`: {', '.join(ROOFLINES)}."

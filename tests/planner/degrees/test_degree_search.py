@@ -12,7 +12,7 @@ from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.topology import two_level_topology
 from pplan.cost_models.transformer.block_kernels import Tokens
-from pplan.cost_models.transformer.degrees import ParallelDegrees
+from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
 from pplan.cost_models.transformer.training_step import LayerTable, TrainingSetting, estimate_stages
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, ExpertShape, TransformerShape

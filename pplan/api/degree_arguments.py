@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import gcd
 
-from ...planner.degrees.degree_search import DegreeAnswer, DegreePlan
-from .megatron_export import layout_of
+from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan
+from ..runtimes.formats.megatron_export import write_layout
 
 
 def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
@@ -20,7 +20,7 @@ def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
         "--pipeline-model-parallel-size": degrees.pipeline,
     }
     if len(set(plan.blocks)) > 1:
-        flags["--pipeline-model-parallel-layout"] = layout_of(plan.blocks)
+        flags["--pipeline-model-parallel-layout"] = write_layout(plan.blocks)
     if degrees.context > 1:
         flags["--context-parallel-size"] = degrees.context
         flags["--cp-comm-type"] = "a2a"
