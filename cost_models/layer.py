@@ -59,7 +59,14 @@ class LayerCosts:
     uncertainty: float | None = None
     outside: str = ""
     tied: tuple[TiedWeight, ...] = ()
+    largest_parameters: Vector | None = None
+    """As of `Chain`."""
     shared_buffers: tuple[SharedBuffer, ...] = ()
+
+    @property
+    def largest_bytes(self) -> Vector:
+        """(layers,): bytes of each layer's largest trainable parameter; where that is not known, of all."""
+        return self.trainable_bytes if self.largest_parameters is None else self.largest_parameters
 
     def mean_backward(self, first_share: float) -> Vector:
         """(layers,): backward seconds, on average over micro-batches of which such a share is the first of a
@@ -107,6 +114,8 @@ class Chain:
     known."""
     tied: tuple[TiedWeight, ...] = ()
     """Weights that several layers use, where cuts between these are allowed."""
+    largest_parameters: Vector | None = None
+    """Bytes of each layer's largest trainable parameter, shape (layers,); None: not known."""
     shared_buffers: tuple[SharedBuffer, ...] = ()
     """Buffers likewise, which each stage with a user has."""
 
@@ -158,6 +167,7 @@ class Chain:
             uncertainty=self.uncertainty_at(size),
             outside=self._outside(size),
             tied=self.tied,
+            largest_parameters=self.largest_parameters,
             shared_buffers=self.shared_buffers,
             **values,
         )

@@ -147,6 +147,7 @@ class Plan(Document):
             precision=self.precision or "auto",
             gradient_dtype=self.gradient_dtype or "auto",
             runtime=self.runtime,
+            device=self.profile.device,
         )
 
     @property

@@ -33,8 +33,12 @@ def ledger_options(
     bytes of a parameter (None: those that are usual for a profile in `dtype`) and the stage of ZeRO.
     Raises UsageError for an unknown dtype."""
     context = device_context(device.name)
+    numbers = precision or training_precision(dtype).bytes
+    if context is not None and numbers.kernels == "for-loop":
+        # A GPU planned for with a profile of a CPU.
+        numbers = replace(numbers, kernels="foreach")
     return {
-        "precision": precision or training_precision(dtype).bytes,
+        "precision": numbers,
         "zero": zero,
         "context_bytes": 0.0 if context is None else context.value,
     }
@@ -116,7 +120,17 @@ class StageTable:
             sent=self.crossing[None, :],
             workspace=self._workspace,
             copies=copies,
+            largest=self._largest_parameter,
         )
+
+    @cached_property
+    def _largest_parameter(self) -> Floats:
+        """Of each stage, copies of tied weights included."""
+        largest = self._largest(self.costs.largest_bytes)
+        for weight in self.costs.tied:
+            alone = copied_bytes((weight,), self.cut_points, trainable=True)
+            largest = np.maximum(largest, alone)
+        return largest
 
     def _copied_bytes(self, *, trainable: bool) -> Floats | float:
         """Bytes of weights of each stage that an earlier one has, too; of those that are trained."""

@@ -50,6 +50,7 @@ def build_profile(
             kind=layer.kind,
             parameter_bytes=layer.parameter_bytes,
             trainable_bytes=layer.trainable_bytes,
+            largest_parameter_bytes=layer.largest_parameter_bytes,
             buffer_bytes=layer.buffer_bytes,
             cut_after=layer.cut_reason is None,
             cut_reason=layer.cut_reason,

@@ -74,6 +74,8 @@ class ProfiledLayer(Record):
     parameter_bytes: Bytes
     trainable_bytes: Bytes | None = None
     """Of the parameters, those that need a gradient; None: all."""
+    largest_parameter_bytes: Bytes | None = None
+    """Of the trainable parameters the largest; None: not known."""
     buffer_bytes: Bytes = 0
     cut_after: bool = True
     cut_reason: str | None = None
@@ -368,6 +370,7 @@ class Profile(Document):
             uncertainty=self._uncertainty(),
             spread=self._spread(),
             tied=self._tied(),
+            largest_parameters=self._largest_parameters(),
             shared_buffers=self._shared_buffers(),
         )
 
@@ -377,6 +380,11 @@ class Profile(Document):
             SharedBuffer(own.tensor, float(own.bytes), tuple(order[name] for name in own.layers))
             for own in self.shared_buffers
         )
+
+    def _largest_parameters(self) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
+        """None where one is not known."""
+        largest = [layer.largest_parameter_bytes for layer in self.layers]
+        return None if None in largest else np.array(largest, dtype=np.float64)
 
     def _tied(self) -> tuple[TiedWeight, ...]:
         """In the order of their first users."""

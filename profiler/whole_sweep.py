@@ -24,8 +24,8 @@ _MARGIN = 1.2
 _PARTS_MARGIN = 2.4
 """The same for a pass in two parts, which holds the gradients of all layers' outputs at once."""
 _NO_PEAK = (
-    "compiled for the CPU: what its kernels allocate while they run cannot be counted, so workspace is 0 and "
-    "there is no peak"
+    "compiled for the CPU: this PyTorch does not tell what its kernels allocate while they run, so workspace "
+    "is 0 and there is no peak"
 )
 
 

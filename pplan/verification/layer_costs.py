@@ -65,6 +65,8 @@ class Layers:
     scales: bool
     closing: dict[int, float]
     shared: tuple[Shared, ...] = ()
+    largest: Vector | None = None
+    """Bytes of each layer's largest trainable parameter; None: not known."""
     shared_buffers: tuple[Shared, ...] = ()
 
     def __len__(self) -> int:
@@ -164,6 +166,11 @@ def layers_of(table: Table) -> Layers:
         },
         shared=_shared(table, names, "tied"),
         shared_buffers=_shared(table, names, "shared_buffers"),
+        largest=(
+            _column(own, "largest_parameter_bytes", None)
+            if all(layer.has("largest_parameter_bytes") for layer in own)
+            else None
+        ),
     )
 
 

@@ -60,6 +60,11 @@ class Layer:
         return sum(parameter.nbytes for parameter in self.parameters if parameter.requires_grad)
 
     @property
+    def largest_parameter_bytes(self) -> int:
+        """Of the trainable ones."""
+        return max((own.nbytes for own in self.parameters if own.requires_grad), default=0)
+
+    @property
     def buffer_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 

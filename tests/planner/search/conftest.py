@@ -208,9 +208,16 @@ class BruteForce:
             received=received,
             sent=layers.output_bytes[b - 1] if b < len(self.space.chain) else 0.0,
             workspace=beyond_saved(layers, a, b),
+            largest=layers.trainable_bytes[a:b].max(),
         )
-        optimizer = self.space.optimizer
-        terms = ledger(own, in_flight=in_flight, recompute=mode, optimizer=optimizer, replicas=len(devices))
+        terms = ledger(
+            own,
+            in_flight=in_flight,
+            recompute=mode,
+            optimizer=self.space.optimizer,
+            replicas=len(devices),
+            precision=self.space.number_bytes,
+        )
         return float(total(terms))
 
     def _cuts(self, config: PipelineConfig, plan: tuple[Stage, ...]) -> list[tuple[float, float]]:
