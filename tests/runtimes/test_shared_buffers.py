@@ -55,7 +55,7 @@ class Block(nn.Module):
     def forward(self, given: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
         query, key, value = self.qkv(self.norm(given)).chunk(3, dim=-1)
         weights = self.rotary(query) @ self.rotary(key).transpose(1, 2) * self.get_buffer("scale")
-        return given + self.out((weights + mask + bias).softmax(-1) @ value)
+        return given + self.out((weights + mask + bias).softmax(-1) @ value)  # type: ignore[no-any-return]
 
 
 class Transformer(nn.Module):
