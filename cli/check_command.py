@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -157,7 +158,7 @@ def _write_calibration(check: Check, read: PlanAndProfile, stem: str) -> None:
     remark(
         f"Solved again with it: {', '.join(map(str, again.balance))}, {again.micro_batches} x "
         f"{again.micro_batch_size}, {again.schedule}: {step}; "
-        f"pplan solve --topology {calibration.topology_file} writes it"
+        f"pplan solve --topology {quote(str(calibration.topology_file))} writes it"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -143,14 +142,12 @@ def instance(name: str, value: Any, kind: type, hint: str) -> None:
 
 
 def _as_float(name: str, value: Any) -> float:
-    """It as a float. Raises UsageError for what is no number, or too large for one."""
+    """It as a float. Raises UsageError for what is too large for one."""
     try:
-        found = float(value)
+        converted = float(value)
     except OverflowError:
         raise UsageError(f"{name}: the number is too large", f"For example: {name}=60.") from None
-    if math.isnan(found):
-        raise UsageError(f"{name}=nan: is not a number", f"For example: {name}=60.")
-    return found
+    return converted
 
 
 def _short_number(number: int) -> str:

@@ -64,7 +64,7 @@ class Document(Record):
             raise _refusal(error, where, cls.kind) from error
 
     def to_json(self) -> str:
-        """The text of the file, keys as in the file, with the hash of the content (see seal.py)."""
+        """The text of the file, keys as in the file, with the hash of the content (see text_files.py)."""
         return sealed(self.model_dump_json(by_alias=True, indent=1)) + "\n"
 
     def files(self, path: Path) -> dict[Path, str]:

@@ -15,7 +15,7 @@ layers a to z, with seconds f and b, all-gathers g and reduce-scatters r by laye
     forward    g_a + sum of max(f_k, g_(k+1))
     backward   g_z + sum of max(b_k, g_(k-1) + r_(k+1)) + r_a      (g = 0 in stage 2)
 
-An optimizer that spreads nothing reduces as DistributedDataParallel does: `search/allreduce_overlap.py`.
+An optimizer that spreads nothing reduces as DistributedDataParallel does: `search/replica_group.py`.
 """
 
 from __future__ import annotations
