@@ -103,7 +103,7 @@ def main() -> int:
         make_seeds(Path(folder))
         seeds = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     if arguments.again is not None:
-        return run_again(seeds, arguments.again)
+        return run_again(seeds, arguments.again.resolve())
     found, rows = Counter[str](), {kind: [0, 0, 0, 0] for kind in arguments.kind or every}
     began = time.perf_counter()
     numbers = range(arguments.first, arguments.first + arguments.cases)

@@ -25,12 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     session = None
     try:
-        from .invocation import GIVEN, TYPED
+        from .invocation import ARGUMENTS, TYPED
         from .streams import begin
         from .verbs import Session, root
 
         begin()
-        GIVEN.set(tuple(words))
+        ARGUMENTS.set(tuple(words))
         TYPED.set({})
         session = Session()
         status = root(args=words, prog_name="pplan", standalone_mode=False, obj=session)

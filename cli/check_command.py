@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..api.options import CheckOptions
-from .compare_command import TOLD, share
+from .compare_command import DIFFERENCE, share
 from .streams import console, is_watched, remark, result
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ FailAbove = Annotated[
     typer.Option(
         "--fail-above",
         metavar="15%",
-        help=f"End with status {TOLD} where the predicted step is off by more, or the losses differ.",
+        help=f"End with status {DIFFERENCE} where the predicted step is off by more, or the losses differ.",
         parser=share,
     ),
 ]
@@ -157,7 +158,7 @@ def _write_calibration(check: Check, read: PlanAndProfile, stem: str) -> None:
     remark(
         f"Solved again with it: {', '.join(map(str, again.balance))}, {again.micro_batches} x "
         f"{again.micro_batch_size}, {again.schedule}: {step}; "
-        f"pplan solve --topology {calibration.topology_file} writes it"
+        f"pplan solve --topology {quote(str(calibration.topology_file))} writes it"
     )
 
 
@@ -184,7 +185,7 @@ def _fail(check: Check, fail_above: float | None) -> None:
     own = check.of_plan
     if own.same_losses is False:
         remark("the losses are not the plain model's")
-        raise typer.Exit(TOLD)
+        raise typer.Exit(DIFFERENCE)
     if abs(own.error) > fail_above:
         remark(f"the predicted step is off by {signed(own.error)}, more than {percent(fail_above)}")
-        raise typer.Exit(TOLD)
+        raise typer.Exit(DIFFERENCE)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..planner.explanation.compare import Compared, PlanComparison
 
-TOLD = 4
+DIFFERENCE = 4
 """Exit status: what the user asked to be told about was found."""
 
 
@@ -54,7 +54,8 @@ FailAbove = Annotated[
     typer.Option(
         "--fail-above",
         metavar="10%",
-        help=f"End with status {TOLD} where the first plan is slower than the best of the others by more.",
+        help=f"End with status {DIFFERENCE} where the first plan is slower than the best of the others by "
+        "more.",
         parser=share,
     ),
 ]
@@ -129,4 +130,4 @@ def _tell(comparison: PlanComparison, fail_above: float | None) -> None:
     from .streams import remark
 
     remark(f"{comparison.rows[0].name} is {percent(slower)} slower than the best of the others")
-    raise typer.Exit(TOLD)
+    raise typer.Exit(DIFFERENCE)

@@ -20,7 +20,7 @@ from .table import Column, line, number, print_head, print_notes, print_table, t
 
 MOST_PLACES = 10
 """Rows of the critical path, the largest first."""
-SHOWN = 1e-3
+LEAST_SHARE = 1e-3
 """Share of the step from which on a place is a row of its own."""
 KINDS = {
     "compute": "computing",
@@ -85,7 +85,7 @@ def describe_plan(plan: PlanSummary) -> str:
 
 
 def _print_path(limits: StepLimits, console: Console) -> None:
-    shares = [share for share in limits.places[:MOST_PLACES] if share.share >= SHOWN]
+    shares = [share for share in limits.places[:MOST_PLACES] if share.share >= LEAST_SHARE]
     rest = limits.places[len(shares) :]
     rows = [(_where(share), KINDS[share.kind], share.seconds, share.share) for share in shares]
     if rest:

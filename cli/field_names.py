@@ -102,7 +102,7 @@ def _typed_form(name: str, value: str) -> str | None:
 
 def _with_unit(value: str) -> str:
     """A number of bytes as a user types it."""
-    if not value.isdigit() or int(value) == 0:
+    if not value.isdecimal() or len(value) > 18 or int(value) == 0:
         return value
     unit = next((unit for unit, size in _UNITS.items() if int(value) % size == 0), None)
     return value if unit is None else f"{int(value) // _UNITS[unit]}{unit}"

@@ -12,7 +12,7 @@ from ..planner.plan_file import Plan
 from .number_format import three_digits
 from .table import Column, line, number, print_table, text, word
 
-SHOWN = 8
+MOST_STAGES = 8
 """Stages of which a row tells the layers."""
 
 
@@ -39,8 +39,8 @@ def shape(balance: list[int], replicas: list[int]) -> str:
         f"{layers}x{count}" if count > 1 else str(layers)
         for layers, count in zip(balance, replicas, strict=False)
     ]
-    more = f" and {len(own) - SHOWN} more" if len(own) > SHOWN else ""
-    return ", ".join(islice(own, SHOWN)) + more
+    more = f" and {len(own) - MOST_STAGES} more" if len(own) > MOST_STAGES else ""
+    return ", ".join(islice(own, MOST_STAGES)) + more
 
 
 def _configuration(plan: Plan) -> str:

@@ -7,7 +7,7 @@ import sys
 from contextvars import ContextVar
 from typing import Any
 
-GIVEN: ContextVar[tuple[str, ...] | None] = ContextVar("GIVEN", default=None)
+ARGUMENTS: ContextVar[tuple[str, ...] | None] = ContextVar("ARGUMENTS", default=None)
 """Those that `main` was given; None outside of it."""
 
 TYPED: ContextVar[dict[str, tuple[Any, Any]]] = ContextVar("TYPED")
@@ -22,5 +22,5 @@ def typed_text(field: str) -> str | None:
 
 def command_line() -> str:
     """The command as it was typed, or as `main` was given it."""
-    words = GIVEN.get()
+    words = ARGUMENTS.get()
     return shlex.join(["pplan", *(sys.argv[1:] if words is None else words)])

@@ -88,7 +88,7 @@ def _figures(step: float, samples_per_second: float) -> str:
 
 def _give_or_take(uncertainty: float | None) -> str:
     """How far the seconds may be off, where that would show."""
-    is_large = uncertainty is not None and uncertainty >= _SHOWN
+    is_large = uncertainty is not None and uncertainty >= _LEAST_UNCERTAINTY
     return f", give or take {uncertainty:.0%}" if is_large else ""
 
 
@@ -153,7 +153,7 @@ def _faster_baseline(plan: Plan) -> Baseline | None:
     return min(faster, key=lambda base: base.step_seconds or 0.0, default=None)
 
 
-_SHOWN = 0.01
+_LEAST_UNCERTAINTY = 0.01
 """Share from which on the profile's uncertainty is said."""
 _RIVALS = ("data-parallel", "one-gpu")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .compare_command import TOLD
+from .compare_command import DIFFERENCE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +43,7 @@ def verify_command(
     if not report.agrees:
         first = report.differing[0]
         remark(f"{report.plan}: {first.name} differs: {_difference(first)}")
-        raise typer.Exit(TOLD)
+        raise typer.Exit(DIFFERENCE)
 
 
 def _print(report: Report, screen: Console) -> None:

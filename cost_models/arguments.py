@@ -50,7 +50,7 @@ def number(name: str, value: Any) -> float:
     """A number, numpy's too. Raises UsageError."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _wrong(name, value, "a number", f"For example: {name}=60.")
-    return float(value)
+    return _as_float(name, value)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -101,7 +101,7 @@ def by_level(name: str, values: Any, example: str) -> Sequence[float] | None:
     items = (values,) if isinstance(values, Real) else tuple(values) if _goes_through(values) else ("",)
     if not all(isinstance(value, Real) and not isinstance(value, bool) for value in items):
         raise _wrong(name, values, "a number or two", f"For example: {name}={example}.")
-    return tuple(float(value) for value in items)
+    return tuple(_as_float(name, value) for value in items)
 
 
 def word(name: str, value: Any) -> str:
@@ -139,6 +139,15 @@ def instance(name: str, value: Any, kind: type, hint: str) -> None:
     """Raises UsageError where `value` is not a `kind`."""
     if not isinstance(value, kind):
         raise _wrong(name, value, f"a {kind.__name__}", hint)
+
+
+def _as_float(name: str, value: Any) -> float:
+    """It as a float. Raises UsageError for what is too large for one."""
+    try:
+        converted = float(value)
+    except OverflowError:
+        raise UsageError(f"{name}: the number is too large", f"For example: {name}=60.") from None
+    return converted
 
 
 def _short_number(number: int) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
-from .memory import RECOMPUTES, Amount, StageBytes, Training, with_reserve
+from .memory import RECOMPUTES, Amount, StageBytes, Training, step_excess, with_reserve
 from .schedules.action import Action, Program
 
 Floats = npt.NDArray[np.float64]
@@ -51,7 +51,7 @@ class DeviceLedger:
         return sum(self.terms.values())
 
 
-class Held(NamedTuple):
+class ActionBytes(NamedTuple):
     """Bytes during each action of a device's list, each of shape (actions,): what comes and goes."""
 
     activations: Floats
@@ -66,14 +66,14 @@ class Held(NamedTuple):
 
 def held_by_action(
     program: Program, device: int, chunk_bytes: Sequence[StageBytes], recompute: str = "never"
-) -> Held:
+) -> ActionBytes:
     """What a device holds during each action, besides what it has all the time. Arguments and errors as of
     `device_ledger`."""
     _check(program, device, chunk_bytes, recompute)
     own, stays = program.actions[device], _stays(program, device, recompute)
     sizes = [_sizes(chunk) for chunk in chunk_bytes]
     workspace = np.array([float(chunk_bytes[action.chunk].workspace) for action in own])
-    return Held(*_over_time(len(own), stays, sizes), workspace)
+    return ActionBytes(*_over_time(len(own), stays, sizes), workspace)
 
 
 def device_ledger(
@@ -95,8 +95,9 @@ def device_ledger(
 
     Weights, gradients, states and versions are those of all chunks, and of the copies that no pipe trains
     (AvgPipe's reference). Activations, stage inputs and the workspace of the chunk at work are taken
-    together, at the action at which their sum is largest. Transfers: the largest received and the largest
-    sent tensor of a chunk; none between chunks of the device. Raises UsageError.
+    together, at the action at which their sum is largest; the optimizer's step as in `memory.ledger`.
+    Transfers: the largest received and the largest sent tensor of a chunk; none between chunks of the device.
+    Raises UsageError.
     """
     usage = held_by_action(program, device, chunk_bytes, recompute)
     peak = int(np.argmax(usage.bytes))
@@ -109,8 +110,14 @@ def device_ledger(
         "communication": _transfers(program, device, chunk_bytes) + training.exchanged(whole),
         "workspace": float(usage.workspace[peak]),
     }
-    closed = {name: float(amount) for name, amount in with_reserve(terms, context_bytes).items()}
     alive = tuple(_alive(program, device, chunk_bytes, recompute, peak))
+    temporaries = training.step_temporaries(whole)
+    if temporaries is not None:
+        asynchronous = np.max(weight_versions) > 1
+        waiting = usage.activations[peak] if recompute == "never" else usage.stage_inputs[peak]
+        waits = float(waiting) * (len(alive) - 1) / len(alive) if asynchronous else 0.0
+        terms["optimizer_step"] = step_excess(temporaries, waits, float(usage.bytes[peak]))
+    closed = {name: float(amount) for name, amount in with_reserve(terms, context_bytes).items()}
     return DeviceLedger(closed, program.actions[device][peak], alive)
 
 
@@ -203,6 +210,7 @@ def _together(chunks: Sequence[StageBytes]) -> StageBytes:
         buffers=sum(float(chunk.buffers) for chunk in chunks),
         gathered=max(parts),
         copies=sum(float(chunk.copies) for chunk in chunks),
+        largest=max(float(chunk.largest) for chunk in chunks),
     )
 
 

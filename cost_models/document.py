@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from .errors import SHOWN, FileError, shown
+from .errors import SHORT, FileError, short_repr
 from .file_kind import FOR_A_RUNTIME, kinds_of
 from .runtime import RUNTIMES
 from .text_files import read_text, sealed, write_whole
@@ -64,7 +64,7 @@ class Document(Record):
             raise _refusal(error, where, cls.kind) from error
 
     def to_json(self) -> str:
-        """The text of the file, keys as in the file, with the hash of the content (see seal.py)."""
+        """The text of the file, keys as in the file, with the hash of the content (see text_files.py)."""
         return sealed(self.model_dump_json(by_alias=True, indent=1)) + "\n"
 
     def files(self, path: Path) -> dict[Path, str]:
@@ -119,9 +119,9 @@ def _check_content(content: Any, where: str, document: type[Document]) -> None:
     kind, name = document.kind, _file_words(document.kind)
     if not isinstance(content, dict) or "schema" not in content:
         raise FileError(f"{where}: not a {name} of pplan (it has no key 'schema')", _again(kind))
-    found, own = kinds_of(content), FOR_A_RUNTIME if kind in RUNTIMES else kind
-    if found and own not in found:
-        raise FileError(f"{where}: this is a {found[0]}, a {name} is needed here", _again(kind))
+    kinds, own = kinds_of(content), FOR_A_RUNTIME if kind in RUNTIMES else kind
+    if kinds and own not in kinds:
+        raise FileError(f"{where}: this is a {kinds[0]}, a {name} is needed here", _again(kind))
     version = content["schema"]
     if isinstance(version, int) and version > document.newest_schema:
         raise FileError(
@@ -134,7 +134,7 @@ def _refusal(error: ValidationError, where: str, kind: str) -> FileError:
     first = error.errors()[0]
     field = "".join(f"{part}." for part in first["loc"])
     at = f"{field[:-1]}: " if field else ""
-    message = _shortened(first["msg"].removeprefix("Value error, "), 4 * SHOWN)
+    message = _shortened(first["msg"].removeprefix("Value error, "), 4 * SHORT)
     more = error.error_count() - 1
     return FileError(
         f"{where}: {at}{message}{_input_text(first)}" + (f" (and {more} more)" if more else ""),
@@ -147,7 +147,7 @@ def _input_text(error: ErrorDetails) -> str:
     value = error["input"]
     if error["type"] == "missing" or not error["loc"] or isinstance(value, dict):
         return ""
-    return f", the value is {shown(value)}"
+    return f", the value is {short_repr(value)}"
 
 
 def _shortened(text: str, most: int) -> str:

@@ -21,20 +21,20 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-LONGEST_WORD, SHOWN, LONGEST = 320, 80, 2_000
+LONGEST_WORD, SHORT, LONGEST = 320, 80, 2_000
 """Characters of a word of a message (a path may be long), of what is shown of a longer one, of a message."""
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """What stands there, cut where it is long."""
     text = repr(value)
-    return f"{text[:SHOWN]}…" if len(text) > SHOWN else text
+    return f"{text[:SHORT]}…" if len(text) > SHORT else text
 
 
 def _shortened(text: str) -> str:
     """The message without most of what it repeats of a long input."""
     if len(text) > LONGEST_WORD:
-        text = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:SHOWN]}…", text)
+        text = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:SHORT]}…", text)
     return f"{text[:LONGEST]}…" if len(text) > LONGEST else text
 
 

@@ -11,6 +11,7 @@ from .ranges import (
     MOST_BYTES,
     MOST_DEVICES,
     MOST_LAYERS,
+    MOST_MEMBERS,
     MOST_MICRO_BATCHES,
     MOST_MINI_BATCH,
     MOST_PREDICTED_SECONDS,
@@ -44,5 +45,7 @@ LayerIndex = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
 LayerBound = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
 """The layers before a place."""
 DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+MemberCount = Annotated[int, Field(ge=1, le=MOST_MEMBERS)]
+"""Of a level of links: of a node, say."""
 DeviceIndex = Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
 ZeroStage = Annotated[int, Field(ge=0, le=3)]

@@ -53,12 +53,12 @@ def check_same_kind(path: Path, kind: str) -> None:
         return
     content = path.read_bytes()
     try:
-        found = file_kind(content.decode("utf-8-sig"))
+        old_kind = file_kind(content.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        found = "binary file"
-    if content.strip() and found != kind:
+        old_kind = "binary file"
+    if content.strip() and old_kind != kind:
         raise FileError(
-            f"{path}: is a {found}, and a {kind} is written only over a {kind}",
+            f"{path}: is a {old_kind}, and a {kind} is written only over a {kind}",
             "Name another file, or delete that one first.",
         )
 
@@ -68,5 +68,5 @@ def _other_json(text: str) -> str:
         content = json.loads(text)
     except (ValueError, RecursionError):
         return TEXT
-    found = (name for name, key in _OTHER_KINDS.items() if isinstance(content, dict) and key in content)
-    return next(found, "JSON file")
+    names = (name for name, key in _OTHER_KINDS.items() if isinstance(content, dict) and key in content)
+    return next(names, "JSON file")

@@ -38,9 +38,9 @@ class Device:
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and not 1 <= self.memory_bytes <= MOST_BYTES:
-            wanted = "at least one byte" if self.memory_bytes < 1 else f"at most {MOST_BYTES} bytes"
+            limit = "at least one byte" if self.memory_bytes < 1 else f"at most {MOST_BYTES} bytes"
             raise UsageError(
-                f"memory_bytes={self.memory_bytes}: must be {wanted}", "Give a size such as 16GiB."
+                f"memory_bytes={self.memory_bytes}: must be {limit}", "Give a size such as 16GiB."
             )
         if not LEAST_SPEED <= self.speed <= MOST_SPEED:
             raise UsageError(
@@ -126,9 +126,9 @@ class Level:
     def __post_init__(self) -> None:
         for what, count in (("size", self.size), ("devices_per_port", self.devices_per_port)):
             if count is not None and not 1 <= count <= MOST_MEMBERS:
-                wanted = "at least 1" if count < 1 else f"at most {MOST_MEMBERS}"
+                limit = "at least 1" if count < 1 else f"at most {MOST_MEMBERS}"
                 raise UsageError(
-                    f"level {self.name}: {what} {count}: must be {wanted}", f"Give {what} = 8, for example."
+                    f"level {self.name}: {what} {count}: must be {limit}", f"Give {what} = 8, for example."
                 )
 
 

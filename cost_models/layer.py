@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
-from .tied_weights import TiedWeight
+from .tied_weights import SharedBuffer, TiedWeight
 
 Vector = npt.NDArray[np.float64]
 
@@ -54,10 +54,26 @@ class LayerCosts:
     backward_host_seconds: Vector
     backward_input_seconds: Vector | None = None
     backward_weight_seconds: Vector | None = None
+    accumulation_seconds: Vector | None = None
     spread: Vector | None = None
     uncertainty: float | None = None
     outside: str = ""
     tied: tuple[TiedWeight, ...] = ()
+    largest_parameters: Vector | None = None
+    """As of `Chain`."""
+    shared_buffers: tuple[SharedBuffer, ...] = ()
+
+    @property
+    def largest_bytes(self) -> Vector:
+        """(layers,): bytes of each layer's largest trainable parameter; where that is not known, of all."""
+        return self.trainable_bytes if self.largest_parameters is None else self.largest_parameters
+
+    def mean_backward(self, first_share: float) -> Vector:
+        """(layers,): backward seconds, on average over micro-batches of which such a share is the first of a
+        step; 1: of the first. It adds to no gradients."""
+        if self.accumulation_seconds is None:
+            return self.backward_seconds
+        return np.maximum(self.backward_seconds - first_share * self.accumulation_seconds, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +102,9 @@ class Chain:
     backward_input_seconds: Vector | None = None
     backward_weight_seconds: Vector | None = None
     """Backward in two parts, as zero-bubble schedules run it; None: not measured."""
+    accumulation_seconds: Vector | None = None
+    """Of the backward, shape (layers,): to add gradients to those that are there, which the first
+    micro-batch of a step does not (`zero_grad()` sets them to None); as long at any size. None: not known."""
     scales_with_samples: bool = False
     """With one size: whether costs at any other are had from it, in proportion to the samples."""
     uncertainty: Vector | None = None
@@ -95,6 +114,10 @@ class Chain:
     known."""
     tied: tuple[TiedWeight, ...] = ()
     """Weights that several layers use, where cuts between these are allowed."""
+    largest_parameters: Vector | None = None
+    """Bytes of each layer's largest trainable parameter, shape (layers,); None: not known."""
+    shared_buffers: tuple[SharedBuffer, ...] = ()
+    """Buffers likewise, which each stage with a user has."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -139,10 +162,13 @@ class Chain:
             parameter_bytes=self.parameter_bytes,
             trainable_bytes=self.trainable_bytes,
             buffer_bytes=self.buffer_bytes,
+            accumulation_seconds=self.accumulation_seconds,
             spread=self.spread_at(size),
             uncertainty=self.uncertainty_at(size),
             outside=self._outside(size),
             tied=self.tied,
+            largest_parameters=self.largest_parameters,
+            shared_buffers=self.shared_buffers,
             **values,
         )
 

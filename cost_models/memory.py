@@ -33,7 +33,7 @@ class StageBytes:
     peak besides all it saves (`stage_workspace`). `gathered`: the parameters of two neighbouring layers at
     most, which ZeRO has whole at a time (None: all of the stage). `copies`: of the trainable bytes those of
     tied weights that an earlier stage has, too: replicas do not add up their gradients among themselves (see
-    `tied_weights`).
+    `tied_weights`). `largest`: of the trainable parameters the largest.
     """
 
     parameters: Amount
@@ -47,6 +47,7 @@ class StageBytes:
     workspace: Amount
     gathered: Amount | None = None
     copies: Amount = 0.0
+    largest: Amount = 0.0
 
 
 def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
@@ -61,10 +62,11 @@ def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
     received = float(costs.output_bytes[first - 1]) if first else 0.0
     copied = [weight for weight in costs.tied if weight.is_copied(first, last + 1)]
     copies = sum(weight.trainable_bytes for weight in copied)
+    buffers = sum(shared.bytes for shared in costs.shared_buffers if shared.is_copied(first, last + 1))
     return StageBytes(
         parameters=float(costs.parameter_bytes[own].sum()) + sum(weight.bytes for weight in copied),
         trainable=float(costs.trainable_bytes[own].sum()) + copies,
-        buffers=float(costs.buffer_bytes[own].sum()),
+        buffers=float(costs.buffer_bytes[own].sum()) + buffers,
         saved=float(costs.saved_bytes[own].sum()),
         saved_input=float(costs.saved_input_bytes[first]),
         input=received if first else costs.input_bytes,
@@ -73,6 +75,7 @@ def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
         workspace=stage_workspace(costs.saved_bytes[own].tolist(), costs.workspace_bytes[own].tolist()),
         gathered=neighbours(costs.parameter_bytes[own].tolist()),
         copies=copies,
+        largest=max([float(costs.largest_bytes[own].max()), *(own.trainable_bytes for own in copied)]),
     )
 
 
@@ -140,6 +143,24 @@ class Training:
             terms["master_weights"] = self._spread(stage.trainable * (precision.master / precision.weight), 1)
         return terms | {"optimizer": self._spread(stage.trainable * (state / precision.weight), 1)}
 
+    def step_temporaries(self, stage: StageBytes) -> Amount | None:
+        """Bytes that an optimizer's step needs besides, while it runs; None where it makes nothing.
+
+        Of what it updates: the weights, or float32 masters, for which PyTorch's optimizers also need the
+        gradients in float32.
+        """
+        optimizer, precision = self._optimizer, self.precision
+        if not optimizer.has_temporaries(precision):
+            return None
+        if precision.kernels == "foreach":
+            made = optimizer.foreach * stage.trainable
+        else:
+            made = optimizer.for_loop * stage.largest
+        made = made * ((precision.master or precision.weight) / precision.weight)
+        if precision.gradient < precision.master:
+            made = made + stage.trainable * (precision.master / precision.weight)
+        return self._spread(made, 1)
+
     def versions(self, stage: StageBytes, number: float) -> Amount:
         """Bytes of the weight versions besides the newest; a fraction is an average over layers."""
         if not number >= 1:
@@ -196,6 +217,8 @@ __all__ = [
 ]
 
 Recompute = Literal["never", "always", "except_last"]
+Moment = Literal["any", "passes", "step"]
+"""When a device holds most: while micro-batches pass, or while the optimizer steps."""
 RECOMPUTES: tuple[Recompute, ...] = ("never", "always", "except_last")
 """Of a stage; a plan whose stages differ is called selective."""
 
@@ -213,6 +236,7 @@ class LedgerOptions(TypedDict, total=False):
     zero: int
     precision: Precision
     context_bytes: float
+    moment: Moment
 
 
 def ledger(
@@ -226,13 +250,19 @@ def ledger(
     zero: int = 0,
     precision: Precision = FLOAT32,
     context_bytes: float = 0,
+    moment: Moment = "any",
 ) -> dict[str, Amount]:
     """Bytes by term; their sum is what the stage needs.
 
     weights (with buffers), gradients, optimizer state, further weight versions, activations of the
     micro-batches in flight (under recomputation: of the one being recomputed), their stage inputs (under
     recomputation), communication (one micro-batch's activation and gradient at each cut; for replicas what
-    they exchange), workspace, and the reserve; and the context of the device, where it has one.
+    they exchange), workspace, the optimizer's step, and the reserve; and the context of the device,
+    where it has one.
+    The optimizer's temporaries come when activations and workspace are gone, but for those of micro-batches
+    that wait under an asynchronous schedule (one with several weight versions): its term is what they need
+    above them. `moment`: with "passes" without it, with "step" as they are then; both are lines of
+    `in_flight`, and the ledger is the larger.
     `replicas`, `zero` and `precision` as of `Training`; `weight_versions` may be an average over layers.
     One micro-batch is at work at a time, whatever is in flight, so that the workspace is there once.
     GPipe runs the last micro-batch's backward first, so `except_last` keeps what `always` does but one stage
@@ -249,6 +279,19 @@ def ledger(
         "communication": stage.received + stage.sent + training.exchanged(stage),
         "workspace": stage.workspace,
     }
+    temporaries = training.step_temporaries(stage)
+    if temporaries is not None and moment != "passes":
+        waits = _waiting(stage, in_flight - 1, recompute) if weight_versions > 1 else 0.0
+        if moment == "step":
+            terms |= {
+                "activations": waits,
+                "stage_inputs": 0.0,
+                "workspace": 0.0,
+                "optimizer_step": temporaries,
+            }
+        else:
+            gone = terms["activations"] + terms["stage_inputs"] + stage.workspace
+            terms["optimizer_step"] = step_excess(temporaries, waits, gone)
     return with_reserve(terms, context_bytes)
 
 
@@ -258,9 +301,19 @@ def with_reserve(terms: dict[str, Amount], context_bytes: float = 0) -> dict[str
     return terms | {"reserve": FRAGMENTATION_RESERVE * total(terms)} | context
 
 
+def step_excess(temporaries: Amount, waits: Amount, gone: Amount) -> Amount:
+    """Bytes that an optimizer's step needs with what waits meanwhile, above those of the passes before."""
+    return np.maximum(temporaries + waits - gone, 0.0)
+
+
 def total(terms: dict[str, Amount]) -> Any:
     """Sum of a ledger's terms."""
     return sum(terms.values())
+
+
+def _waiting(stage: StageBytes, in_flight: float, recompute: str) -> Amount:
+    """Of micro-batches that are in flight and not at work."""
+    return in_flight * (stage.saved + stage.saved_input if recompute == "never" else stage.input)
 
 
 def _activations(stage: StageBytes, in_flight: float, recompute: str) -> dict[str, Amount]:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from .errors import UsageError
 
 SCALE_BLOCK = 256
 """Parameters that share one scale of an 8-bit state."""
 
+StepKernels = Literal["fused", "foreach", "for-loop"]
+"""How an optimizer's step runs: one kernel, without temporaries; PyTorch's `foreach`, which makes those of
+all parameters at once (its default on a GPU); or parameter by parameter (its default on a CPU)."""
+
 
 @dataclass(frozen=True)
 class Precision:
     """Bytes of a parameter: `weight` as the profiled passes use it, `gradient`, and `master`, the copy that
-    the optimizer updates in place of the weight (0: there is none)."""
+    the optimizer updates in place of the weight (0: there is none). `kernels`: how it updates them."""
 
     weight: float
     gradient: float
     master: float = 0
+    kernels: StepKernels = "fused"
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name in ("weight", "gradient", "master"):
+            value = getattr(self, name)
             if not (value > 0 or (name == "master" and value == 0)):
                 raise UsageError(
                     f"{name} of {value:g} bytes a parameter", "Give 4 for float32, 2 for 16 bits."
@@ -48,23 +55,31 @@ _BY_DTYPE = {
 @dataclass(frozen=True)
 class Optimizer:
     """`states`: tensors the size of the weights, in the dtype of what the optimizer updates.
-    `own_bytes`: bytes a parameter that do not go by that dtype."""
+    `own_bytes`: bytes a parameter that do not go by that dtype. `foreach`: temporaries of a step, each the
+    size of all weights; `for_loop`: each the size of the largest. Both as counted in torch.optim 2.14, with
+    weight decay (tests/profiler/memory/test_optimizer_steps.py)."""
 
     name: str
     states: int
     own_bytes: float = 0.0
+    foreach: int = 0
+    for_loop: int = 0
 
     def bytes_per_parameter(self, precision: Precision) -> float:
         """Of its states, and of the master weights where there are some."""
         updated = precision.master or precision.weight
         return precision.master + self.states * updated + self.own_bytes
 
+    def has_temporaries(self, precision: Precision) -> bool:
+        """Whether a step makes tensors that are gone after it."""
+        return precision.kernels != "fused" and bool(self.foreach or self.for_loop)
+
 
 _ALL = (
-    Optimizer("sgd", 0),
-    Optimizer("momentum", 1),
-    Optimizer("adam", 2),
-    Optimizer("adamw", 2),
+    Optimizer("sgd", 0, foreach=1, for_loop=1),
+    Optimizer("momentum", 1, foreach=1, for_loop=1),
+    Optimizer("adam", 2, foreach=1, for_loop=4),
+    Optimizer("adamw", 2, foreach=1, for_loop=3),
     # bitsandbytes from 0.44 on: two states of a byte and, for each block of either, a float32 scale. Its
     # tensors of fewer than 4096 elements, which keep float32 states, are few bytes of a model.
     # Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022;

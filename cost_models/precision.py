@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Literal, cast
 
 from .errors import UsageError
-from .optimizers import Optimizer, Precision
+from .optimizers import Optimizer, Precision, StepKernels
 
 ZERO_STAGES = (0, 1, 2, 3)
 """Of ZeRO: what the replicas of a stage spread over them, see `training`."""
@@ -23,6 +23,8 @@ PRECISIONS = ("fp32", "mixed", "bf16")
 """The words of `precision`."""
 GRADIENT_DTYPES = ("fp32", "bf16", "fp16")
 """The words of `gradient_dtype`."""
+FUSED_STEPS = frozenset({"megatron", "megatron-bridge", "deepspeed"})
+"""Runtimes whose optimizers are fused kernels: Megatron-LM's and Apex' FusedAdam, DeepSpeed's FusedAdam."""
 ADDS_UP_IN_FLOAT32 = frozenset({"megatron", "megatron-bridge", "deepspeed"})
 """Runtimes that add bfloat16 gradients up in float32: Megatron-LM with `--bf16` does so unless told otherwise
 (`megatron/training/arguments.py`), DeepSpeed's BF16_Optimizer keeps float32 gradients."""
@@ -65,8 +67,12 @@ def training_precision(
     precision: str = "auto",
     gradient_dtype: str = "auto",
     runtime: str | None = None,
+    device: str = "",
 ) -> TrainingPrecision:
     """The precision of a profile in `dtype`, measured under autocast to `amp` where that is given.
+
+    `device`: cpu, cuda or analytic, as in the profile: it says how PyTorch's optimizers step; where it is not
+    known, no temporaries of theirs are counted.
 
     "auto": `mixed` for 16 bits and for autocast, else as profiled. Gradients are by default in the dtype of
     the weights, but float32 where the weights are bfloat16 and the runtime adds up in float32
@@ -88,7 +94,15 @@ def training_precision(
         gradient = "fp32" if adds_up else own
     _check_gradients(gradient, name, own, autocast)
     master = 4 if name == "mixed" and not autocast else 0
-    return TrainingPrecision(name, gradient, Precision(_BYTES[own], _BYTES[gradient], master), autocast)
+    made = Precision(_BYTES[own], _BYTES[gradient], master, step_kernels(device, runtime))
+    return TrainingPrecision(name, gradient, made, autocast)
+
+
+def step_kernels(device: str, runtime: str | None = None) -> StepKernels:
+    """How the optimizer of a runtime (None: PyTorch's own) steps on such a device."""
+    if runtime in FUSED_STEPS:
+        return "fused"
+    return {"cpu": "for-loop", "cuda": "foreach", "analytic": "foreach"}.get(device, "fused")  # type: ignore[return-value]
 
 
 def known_word(field: str, word: str, words: tuple[str, ...], also: str = "") -> None:

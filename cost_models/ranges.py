@@ -25,6 +25,8 @@ MOST_SAMPLES = 2**24
 MOST_MINI_BATCH = 2**40
 MOST_MICRO_BATCHES = 2**20
 """Of a step in a file: orders of actions are written out."""
+MOST_ACTIONS = 2_000_000
+"""Forwards, backwards and weight gradients of a step that are looked at one by one."""
 MOST_LAYERS = 2**17
 MOST_DEVICES = 65_536
 """Of a topology."""

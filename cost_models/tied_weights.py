@@ -46,6 +46,20 @@ class TiedWeight:
 
 
 @dataclass(frozen=True)
+class SharedBuffer:
+    """A buffer that the `layers` (ascending; two at least) read and none writes. Each stage with a user has
+    one; its bytes count as the first user's in a chain."""
+
+    name: str
+    bytes: float
+    layers: tuple[int, ...]
+
+    def is_copied(self, first: int, end: int) -> bool:
+        """Whether a layer from `first` to before `end` uses it, and an earlier one as well."""
+        return self.layers[0] < first and any(first <= layer < end for layer in self.layers)
+
+
+@dataclass(frozen=True)
 class TiedSum:
     """The sum of a weight's gradients over all `ranks` that hold it, on the `stages` of a program; `parts`:
     of the layers, those with a user. Seconds by itself."""
@@ -105,7 +119,16 @@ def copied_bytes(tied: Sequence[TiedWeight], cut_points: Sequence[int], *, train
     copies = np.zeros((len(points),) * 2)
     for weight in tied:
         bytes = weight.trainable_bytes if trainable else weight.bytes
-        copies += bytes * (_has_user(weight, points) & (points > weight.layers[0])[:, None])
+        copies += bytes * (_has_user(weight.layers, points) & (points > weight.layers[0])[:, None])
+    return copies
+
+
+def copied_buffer_bytes(buffers: Sequence[SharedBuffer], cut_points: Sequence[int]) -> Floats:
+    """(n, n): as `copied_bytes`, of buffers."""
+    points = np.array(cut_points)
+    copies = np.zeros((len(points),) * 2)
+    for buffer in buffers:
+        copies += buffer.bytes * (_has_user(buffer.layers, points) & (points > buffer.layers[0])[:, None])
     return copies
 
 
@@ -127,13 +150,13 @@ def least_seconds_after(
     for weight in tied:
         has_all = (points <= weight.layers[0])[:, None] & (points > weight.layers[-1])[None, :]
         seconds = share * weight.trainable_bytes / fastest
-        total += seconds * (_has_user(weight, points) & ~has_all)
+        total += seconds * (_has_user(weight.layers, points) & ~has_all)
     return total
 
 
-def _has_user(weight: TiedWeight, points: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """(n, n): whether there is one from point i to before point j."""
-    users = np.array([*weight.layers, np.iinfo(np.int64).max])
+def _has_user(layers: Sequence[int], points: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """(n, n): whether one of the layers is from point i to before point j."""
+    users = np.array([*layers, np.iinfo(np.int64).max])
     following = users[np.searchsorted(users[:-1], points)]
     has: npt.NDArray[np.bool_] = following[:, None] < points[None, :]
     return has

@@ -19,7 +19,6 @@ from ..cost_models.memory import StageBytes, Training
 from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced
 from ..cost_models.precision import training_precision
-from ..cost_models.quantities import format_seconds
 from ..cost_models.schedules import Program, Schedule, StageSlot
 from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
 from ..cost_models.tied_weights import TiedSum, reduction_seconds, tied_sums
@@ -33,7 +32,7 @@ from .replica_exchange import (
     tied_exchanges,
 )
 from .search.space import divide_batch
-from .stage_table import WEIGHT_SHARE, Floats, StageTable, ledger_options
+from .stage_table import Floats, StageTable, ledger_options
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,14 +137,15 @@ class Assembly:
         shares = self._recompute_shares()
         occupancy, latency = self._transfers()
         sharing, all_reduce = self.sharing(occupancy), self._all_reduce()
-        launch = self._launch_seconds("forward_launch") if self.launches else None
+        launch = self.launch_seconds("forward_launch") if self.launches else None
         relaunch = None
         if launch is not None:
-            relaunch = self._launch_seconds("backward_launch") + (0.0 if shares is None else shares * launch)
+            relaunch = self.launch_seconds("backward_launch") + (0.0 if shares is None else shares * launch)
         return Costs(
             forward=forward,
             backward=backward if weight is None else self.by_place("input"),
             weight=weight,
+            accumulation=self._accumulation("backward" if weight is None else "weight"),
             recompute=shares,
             forward_launch=launch,
             backward_launch=relaunch,
@@ -161,7 +161,11 @@ class Assembly:
             transfers=transfers_named(self.transfers),
         )
 
-    def _launch_seconds(self, name: str) -> Floats:
+    def _accumulation(self, part: str) -> Floats:
+        """(devices, chunks, 1): what of the backward, or its `weight` part, the first one does not take."""
+        return self.by_place(part) - self.by_place(f"first_{part}")
+
+    def launch_seconds(self, name: str) -> Floats:
         """(devices, chunks, 1): host seconds of the plan's own profile: one host launches for all kinds of
         devices."""
         values = np.zeros((self.program.devices, self.program.chunks, 1))
@@ -303,40 +307,6 @@ class Assembly:
         """Of each chunk of a device."""
         parts = [self.program.parts_by_slot[StageSlot(device, chunk)] for chunk in range(self.program.chunks)]
         return [self.table(device).bytes_between(*self.bounds[part], zero=self.zero) for part in parts]
-
-    def outside(self) -> Iterator[str]:
-        """What was extrapolated, or taken for granted."""
-        if self.program.splits_backward and self.chain.backward_weight_seconds is None:
-            yield (
-                f"the profile holds whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
-                "taken as the weight gradient"
-            )
-        for size in sorted({self.per_replica_batch(device) for device in range(len(self.ranks))}):
-            if outside := _table(self.chain, size).costs.outside:
-                yield outside
-        yield from self._slow_host()
-
-    def _slow_host(self) -> Iterator[str]:
-        """Of the device whose process takes longest to launch, where no device computes for as long."""
-        if self.launches:
-            return
-        # Pipes of two directions share the micro-batches: a device has its places in each of them.
-        pipes = len(self.program.pipes)
-        launched = self._launch_seconds("forward_launch") + self._launch_seconds("backward_launch")
-        launching = launched.sum(axis=(1, 2)) / pipes
-        computing = (self.by_place("forward") + self.by_place("backward")).sum(axis=(1, 2)) / pipes
-        device = int(launching.argmax())
-        if launching[device] <= computing.max():
-            return
-        step = self.program.micro_batches * launching[device]
-        on_device, on_host, at_least = (
-            format_seconds(float(seconds)) for seconds in (computing[device], launching[device], step)
-        )
-        yield (
-            f"device {self.ranks[device][0]} computes a micro-batch in {on_device}, and its process takes "
-            f"{on_host} to launch the operations, which is not in the prediction: unless that costs less "
-            f"(torch.compile, CUDA graphs), a step takes at least {at_least}"
-        )
 
 
 @lru_cache(maxsize=16)

@@ -23,7 +23,7 @@ from .plan_file import Plan
 from .plan_options import PlanOptions
 from .plan_records import TIE, Prediction, ProfileReference
 from .plan_simulation import of_same_layers
-from .plan_stages import bubble, plan_recompute, plan_stages, shared_weights
+from .plan_stages import bubble, list_prediction_limits, plan_recompute, plan_stages, shared_weights
 from .problem import Problem
 from .robust.interval import estimate_interval
 from .scoring import assemble
@@ -69,7 +69,7 @@ def build_problem(
                 f"the topology says that {kind.name} has a profile of its own, {kind.profile}: it is missing",
                 "Give that profile, or the device's speed relative to the profiled one.",
             )
-    return Problem(chain, topology, options, profile.dtype, own, amp=profile.amp)
+    return Problem(chain, topology, options, profile.dtype, own, amp=profile.amp, device=profile.device)
 
 
 def build_plan(
@@ -87,7 +87,7 @@ def build_plan(
         raise no_plan_fits(problem)
     baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
     plan = bare_plan(problem, best, answer.result, model=model, profile=profile)
-    own = list(assemble(problem.space, best.proposal, best.recompute).outside())
+    own = list(list_prediction_limits(assemble(problem.space, best.proposal, best.recompute)))
     compared = {row.size for row in baselines if row.size is not None}
     compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
     others = [text for text in _outside(problem, compared) if text not in own]

@@ -13,8 +13,9 @@ from .assembly import Assembly
 from .build_plan import bare_plan, list_warnings
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import PipelineConfig
-from .plan_file import GIVEN, Plan
+from .plan_file import FIXED_PARTITION, Plan
 from .plan_records import ProfileReference
+from .plan_stages import list_prediction_limits
 from .problem import Problem
 from .scoring import assemble, fastest, possible
 from .search.branch_and_bound import SearchResult
@@ -84,9 +85,9 @@ def plan_partition(
     )
     plan = bare_plan(problem, best, result, model=model, profile=profile)
     assembly = assemble(problem.space, best.proposal, best.recompute)
-    texts = dict.fromkeys([*lacking, *warnings, *list_warnings(problem), *assembly.outside()])
+    texts = dict.fromkeys([*lacking, *warnings, *list_warnings(problem), *list_prediction_limits(assembly)])
     all_notes = list(dict.fromkeys(notes))
-    return plan.model_copy(update={"searched": GIVEN, "warnings": list(texts), "notes": all_notes})
+    return plan.model_copy(update={"searched": FIXED_PARTITION, "warnings": list(texts), "notes": all_notes})
 
 
 def _check_cuts(problem: Problem, partition: FixedPartition) -> None:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..cost_models.document import Document, MadeBy
 from ..cost_models.errors import UsageError
-from ..cost_models.field_types import DeviceCount, LayerCount, MicroBatches, MiniBatch, ZeroStage
+from ..cost_models.field_types import DeviceCount, LayerCount, MemberCount, MicroBatches, MiniBatch, ZeroStage
 from ..cost_models.option_fields import declared
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from .plan_options import PlanOptions
@@ -39,7 +39,7 @@ def _read_options(value: Any) -> Any:
         raise ValueError(error.what) from error
 
 
-GIVEN = "this partition alone"
+FIXED_PARTITION = "this partition alone"
 """What was searched of a plan whose partition was given."""
 
 
@@ -66,7 +66,7 @@ class Plan(Document):
     runtime: RuntimeName | None = None
     gpus: DeviceCount | None = None
     """Devices that were offered; a plan may use fewer."""
-    gpus_per_node: DeviceCount | None = None
+    gpus_per_node: MemberCount | None = None
     device_kind: Literal["GPU", "CPU"] = "GPU"
     """What it is for: processors where one was profiled and no GPU was named."""
     topology: str = ""
@@ -136,7 +136,7 @@ class Plan(Document):
     @property
     def was_given(self) -> bool:
         """Whether its partition is another tool's, and it is compared with no other."""
-        return self.searched == GIVEN
+        return self.searched == FIXED_PARTITION
 
     @property
     def trained(self) -> TrainingPrecision:
@@ -147,6 +147,7 @@ class Plan(Document):
             precision=self.precision or "auto",
             gradient_dtype=self.gradient_dtype or "auto",
             runtime=self.runtime,
+            device=self.profile.device,
         )
 
     @property

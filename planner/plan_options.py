@@ -13,6 +13,7 @@ from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.option_fields import Options, option
 from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, known_word
 from ..cost_models.quantities import parse_seconds
+from ..cost_models.ranges import MOST_MINI_BATCH
 from ..cost_models.runtime import RUNTIMES, runtime_named
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.typed_text import number_or_auto, one_of
@@ -76,7 +77,7 @@ def read_pins(texts: Sequence[str], name: str) -> tuple[tuple[str, int], ...]:
 
 
 def _read_pin(text: str, name: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(.+)=(?:stage)?(\d+)", text)
+    match = re.fullmatch(r"(.+)=(?:stage)?(\d{1,18})", text)
     if not match:
         raise UsageError(f"{name} {text}: is not a layer and its stage", f"Write {name} features.10=stage1.")
     return match[1], int(match[2])
@@ -211,6 +212,11 @@ class PlanOptions(Options):
             raise UsageError(
                 f"micro_batches={self.micro_batches}: at most {MOST_MICRO_BATCHES} are simulated",
                 "The bubble of so many is nothing: use fewer, larger ones.",
+            )
+        if self.mini_batch is not None and self.mini_batch > MOST_MINI_BATCH:
+            raise UsageError(
+                f"mini_batch={self.mini_batch}: must be at most {MOST_MINI_BATCH}",
+                "Give the samples of one optimizer step.",
             )
         if not self.time_limit > 0:
             raise UsageError(f"time_limit={self.time_limit:g}: must be above 0", "Give 30s, say.")

@@ -16,6 +16,7 @@ from .assembly import Assembly
 from .layout import Layout
 from .overrides import Overrides
 from .plan_file import Plan
+from .plan_stages import list_prediction_limits
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def simulate_plan(
         timeline=timeline,
         layers=tuple(layout.layers(device) for device in range(assembly.program.devices)),
         memory=memory,
-        notes=(*_notes(layout), *assembly.outside(), *_too_large(memory)),
+        notes=(*_notes(layout), *list_prediction_limits(assembly), *_too_large(memory)),
     )
 
 

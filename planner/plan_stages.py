@@ -1,16 +1,19 @@
-"""Scored plans as records: the stages of a plan file with times and ledgers, the bubble; and a summary."""
+"""Scored plans as records: the stages of a plan file, the bubble, what is extrapolated; and a summary."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 
 from ..cost_models.document import Record
+from ..cost_models.quantities import format_seconds
 from ..cost_models.timeline import simulate
 from .assembly import Assembly
 from .candidate import ScoredPlan
 from .plan_records import PlannedStage, Recompute, SharedWeight
 from .scoring import assemble
 from .search.space import Space
+from .stage_table import WEIGHT_SHARE
 
 
 def plan_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
@@ -124,4 +127,43 @@ def summarize(plan: ScoredPlan) -> PlanSummary:
         micro_batch_size=config.micro_batch_size,
         recompute=plan_recompute(plan),
         stage_recompute=list(plan.recompute),
+    )
+
+
+def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
+    """What was extrapolated, or taken for granted, in sentences."""
+    chain, devices = assembly.chain, range(len(assembly.ranks))
+    if assembly.program.splits_backward and chain.backward_weight_seconds is None:
+        yield (
+            f"the profile holds whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
+            "taken as the weight gradient"
+        )
+    tables = {assembly.per_replica_batch(device): assembly.table(device) for device in devices}
+    for _, table in sorted(tables.items(), key=lambda item: item[0]):
+        if outside := table.costs.outside:
+            yield outside
+    yield from _slow_host(assembly)
+
+
+def _slow_host(assembly: Assembly) -> Iterator[str]:
+    """Of the device whose process takes longest to launch, where no device computes for as long."""
+    if assembly.launches:
+        return
+    # Pipes of two directions share the micro-batches: a device has its places in each of them.
+    pipes = len(assembly.program.pipes)
+    launches = assembly.launch_seconds("forward_launch") + assembly.launch_seconds("backward_launch")
+    launching = launches.sum(axis=(1, 2)) / pipes
+    passes = assembly.by_place("forward") + assembly.by_place("backward")
+    computing = passes.sum(axis=(1, 2)) / pipes
+    device = int(launching.argmax())
+    if launching[device] <= computing.max():
+        return
+    step = assembly.program.micro_batches * launching[device]
+    on_device, on_host, at_least = (
+        format_seconds(float(seconds)) for seconds in (computing[device], launching[device], step)
+    )
+    yield (
+        f"device {assembly.ranks[device][0]} computes a micro-batch in {on_device}, and its process takes "
+        f"{on_host} to launch the operations, which is not in the prediction: unless that costs less "
+        f"(torch.compile, CUDA graphs), a step takes at least {at_least}"
     )

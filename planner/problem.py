@@ -50,6 +50,8 @@ class Problem:
     """Where no global batch is requested: about so many for each device."""
     amp: str | None = None
     """The dtype of the autocast that the profile was measured under."""
+    device: str = ""
+    """Of the profile, as it names it: cpu, cuda or analytic; empty where that is not known."""
 
     def __post_init__(self) -> None:
         self.precision  # noqa: B018  raises
@@ -76,6 +78,7 @@ class Problem:
             precision=self.options.precision,
             gradient_dtype=self.options.gradient_dtype,
             runtime=self.options.runtime,
+            device=self.device,
         )
 
     @cached_property
@@ -276,7 +279,7 @@ class Problem:
     @property
     def every_replica_count(self) -> bool:
         """Whether no number of replicas was left out."""
-        return self.usable_gpus <= EVERY_COUNT or self.families[0].replicas == (1,)
+        return self.usable_gpus <= EVERY_COUNT or all(own.replicas == (1,) for own in self.families[:1])
 
     def allows(self, proposal: Proposal) -> bool:
         """Whether the options and the runtime leave a proposal."""

@@ -15,7 +15,7 @@ layers a to z, with seconds f and b, all-gathers g and reduce-scatters r by laye
     forward    g_a + sum of max(f_k, g_(k+1))
     backward   g_z + sum of max(b_k, g_(k-1) + r_(k+1)) + r_a      (g = 0 in stage 2)
 
-An optimizer that spreads nothing reduces as DistributedDataParallel does: `search/allreduce_overlap.py`.
+An optimizer that spreads nothing reduces as DistributedDataParallel does: `search/replica_group.py`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,21 @@ def stage_figure(table: StageTable, name: str, scale: float, exchange: ReplicaEx
         whole = name == "backward"
         own = table.costs.backward_seconds if whole else part_seconds(table.costs, name)
         return exchange.backward(table, own * scale, name)
+    if name.startswith("first_"):
+        return _first_figure(table, name.removeprefix("first_"), scale, exchange)
     if name in ("input", "weight"):
         return table.stage_sums(part_seconds(table.costs, name)) * scale
     values: Floats = getattr(table, name)
     return values * (1.0 if name.endswith("_launch") else scale)
+
+
+def _first_figure(table: StageTable, part: str, scale: float, exchange: ReplicaExchange) -> Floats:
+    """Of the first micro-batch of a step: the `backward`, or its `weight` part, of every stage. Where
+    replicas exchange gradients layer by layer, the first takes as long as any."""
+    usual = stage_figure(table, part, scale, exchange)
+    if exchange.is_by_layer:
+        return usual
+    if part == "backward":
+        return usual - table.accumulation * scale
+    accumulation = table.costs.backward_seconds - table.costs.mean_backward(1.0)
+    return usual - table.stage_sums(np.minimum(accumulation, part_seconds(table.costs, part))) * scale

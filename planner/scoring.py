@@ -233,14 +233,15 @@ def busiest_seconds(space: Space, proposal: Proposal) -> float:
     """The work of the busiest device, or, where devices compute parts of each other, an even share of all: a
     bound on the step under any schedule."""
     size, work = proposal.config.micro_batch_size, defaultdict[tuple[int, ...], float](float)
+    copies = schedule_named(proposal.config.schedule).copies
+    share = min(1.0, copies / proposal.config.micro_batches)
     before = {
-        count: np.append(0.0, np.cumsum(space.least_work(divide_batch(size, count), recompute=False)))
+        count: np.append(0.0, np.cumsum(space.least_work(divide_batch(size, count), first_share=share)))
         for count in set(proposal.replicas)
     }
     for (first, end), devices in zip(proposal.bounds, proposal.devices, strict=True):
         work[devices] += float(before[len(devices)][end] - before[len(devices)][first])
-    alone = schedule_named(proposal.config.schedule).copies == 1
-    busiest = max(work.values()) if alone else sum(work.values()) / len(work)
+    busiest = max(work.values()) if copies == 1 else sum(work.values()) / len(work)
     return proposal.config.micro_batches * busiest * least_in_parts(space)
 
 
@@ -250,7 +251,9 @@ def least_in_parts(space: Space) -> float:
     least = 1.0
     for chain in (space.chain, *space.profiles.values()):
         if chain.backward_input_seconds is not None and chain.backward_weight_seconds is not None:
-            parts = chain.backward_input_seconds + chain.backward_weight_seconds
-            positive = chain.backward_seconds > 0
-            least = min(least, float((parts[positive] / chain.backward_seconds[positive]).min(initial=1.0)))
+            once = 0.0 if chain.accumulation_seconds is None else chain.accumulation_seconds[:, None]
+            weight = np.maximum(chain.backward_weight_seconds - once, 0.0)
+            parts, whole = chain.backward_input_seconds + weight, chain.backward_seconds - once
+            positive = whole > 0
+            least = min(least, float((parts[positive] / whole[positive]).min(initial=1.0)))
     return least

@@ -21,7 +21,7 @@ from ..cost_models.machines.preset_lookup import device_context
 from ..cost_models.memory import LedgerOptions, StageBytes, ledger, total
 from ..cost_models.optimizers import Precision
 from ..cost_models.precision import training_precision
-from ..cost_models.tied_weights import copied_bytes
+from ..cost_models.tied_weights import copied_buffer_bytes, copied_bytes
 
 Floats = npt.NDArray[np.float64]
 
@@ -33,8 +33,12 @@ def ledger_options(
     bytes of a parameter (None: those that are usual for a profile in `dtype`) and the stage of ZeRO.
     Raises UsageError for an unknown dtype."""
     context = device_context(device.name)
+    numbers = precision or training_precision(dtype).bytes
+    if context is not None and numbers.kernels == "for-loop":
+        # A GPU planned for with a profile of a CPU.
+        numbers = replace(numbers, kernels="foreach")
     return {
-        "precision": precision or training_precision(dtype).bytes,
+        "precision": numbers,
         "zero": zero,
         "context_bytes": 0.0 if context is None else context.value,
     }
@@ -79,6 +83,11 @@ class StageTable:
         return self.stage_sums(self.costs.backward_seconds)
 
     @cached_property
+    def accumulation(self) -> Floats:
+        """Of the backward seconds what the first micro-batch of a step does not take."""
+        return self.stage_sums(self.costs.backward_seconds - self.costs.mean_backward(1.0))
+
+    @cached_property
     def forward_launch(self) -> Floats:
         """Host seconds to launch the forward."""
         return self.stage_sums(self.costs.forward_host_seconds)
@@ -103,7 +112,7 @@ class StageTable:
         return StageBytes(
             parameters=self.stage_sums(costs.parameter_bytes) + whole,
             trainable=self.stage_sums(costs.trainable_bytes) + copies,
-            buffers=self.stage_sums(costs.buffer_bytes),
+            buffers=self.stage_sums(costs.buffer_bytes) + self._copied_buffers,
             saved=self.stage_sums(costs.saved_bytes),
             saved_input=np.append(costs.saved_input_bytes[starts], 0.0)[:, None],
             input=np.concatenate([[costs.input_bytes], self.crossing[1:]])[:, None],
@@ -111,12 +120,27 @@ class StageTable:
             sent=self.crossing[None, :],
             workspace=self._workspace,
             copies=copies,
+            largest=self._largest_parameter,
         )
+
+    @cached_property
+    def _largest_parameter(self) -> Floats:
+        """Of each stage, copies of tied weights included."""
+        largest = self._largest(self.costs.largest_bytes)
+        for weight in self.costs.tied:
+            alone = copied_bytes((weight,), self.cut_points, trainable=True)
+            largest = np.maximum(largest, alone)
+        return largest
 
     def _copied_bytes(self, *, trainable: bool) -> Floats | float:
         """Bytes of weights of each stage that an earlier one has, too; of those that are trained."""
         tied = self.costs.tied
         return copied_bytes(tied, self.cut_points, trainable=trainable) if tied else 0.0
+
+    @property
+    def _copied_buffers(self) -> Floats | float:
+        shared = self.costs.shared_buffers
+        return copied_buffer_bytes(shared, self.cut_points) if shared else 0.0
 
     def reduced_bytes(self, zero: int) -> Floats:
         """Trainable bytes whose gradients the replicas of each stage add up among themselves."""

@@ -14,6 +14,11 @@ are the least that any device, number of replicas and link gives:
                                  sums of tied weights
     lead + M (f + b) + trail     its last B goes back through the stages before it
 
+The first backward on each copy of a stage's weights adds to no gradients and takes less: the work counts what
+it takes on average over the micro-batches, and one micro-batch's path is the first's. Of a straight pipeline
+with whole backwards it is any other's: where a B on the way back is the first of its stage, another follows
+there, and goes the same way.
+
 The last two are minimised over all partitions by a dynamic programme on (devices used, layers done) that
 keeps the least lead and the least lead and trail, each by itself, for stages that meet a step; the step is
 bisected. Memory is not looked at, so that recomputation counts only where every stage is told to recompute.
@@ -31,6 +36,7 @@ import numpy as np
 
 from ..cost_models.hardware import Device
 from ..cost_models.layer import LayerCosts
+from ..cost_models.schedules import MOST_COPIES, SCHEDULES
 from .plan_records import TIE
 from .search.space import Space, divide_batch
 from .stage_table import Floats, part_seconds
@@ -105,6 +111,7 @@ def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
                 usable_gpus=problem.usable_gpus,
                 kind=kind,
                 splits=schedule not in STRAIGHT,
+                copies=SCHEDULES[schedule].copies if schedule in SCHEDULES else MOST_COPIES,
                 size=size,
                 micro_batches=problem.mini_batch // size,
                 recompute=recompute,
@@ -121,6 +128,7 @@ class _Case:
     usable_gpus: int
     kind: str
     splits: bool
+    copies: int
     size: int
     micro_batches: int
     recompute: bool
@@ -129,7 +137,7 @@ class _Case:
     @property
     def key(self) -> tuple[object, ...]:
         """What the bound depends on."""
-        return self.kind, self.splits, self.size, self.recompute, self.counts
+        return self.kind, self.splits, self.copies, self.size, self.recompute, self.counts
 
     @property
     def entries(self) -> float:
@@ -146,17 +154,35 @@ class _Case:
 
     def _of_batch(self, per_replica_batch: int) -> tuple[Floats, Floats, Floats]:
         work = self.space.least(per_replica_batch, self._work)
-        if not self.splits:
-            forward = self.space.least_forward(per_replica_batch)
-            return forward, work - forward, work
-        back = self.space.least(per_replica_batch, partial(_least_backward, recompute=self.recompute))
-        return self.space.least_forward(per_replica_batch), back, work
+        forward = self.space.least_forward(per_replica_batch)
+        if self.splits:
+            back = self.space.least(per_replica_batch, partial(_least_backward, recompute=self.recompute))
+        else:
+            both = self.space.least_work(
+                per_replica_batch, recompute=self.recompute, first_share=self._path_share
+            )
+            back = both - forward
+        return forward, back, work
+
+    @property
+    def _path_share(self) -> float:
+        """`_first_share` of the micro-batch that a path follows; `naive` follows all."""
+        if self.kind == "naive":
+            return self._first_share
+        return 0.0 if self.kind == "straight" and self.micro_batches > 1 else 1.0
+
+    @property
+    def _first_share(self) -> float:
+        """Of the backwards, those that are the first on their weights."""
+        return min(1.0, self.copies / self.micro_batches)
 
     def _work(self, costs: LayerCosts) -> Floats:
         """(layers,): all seconds of every layer on a kind of device, before its scale."""
-        backward = costs.backward_seconds
+        backward = costs.mean_backward(self._first_share)
         if self.splits:
-            parts = part_seconds(costs, "input") + part_seconds(costs, "weight")
+            weight = part_seconds(costs, "weight")
+            once = np.minimum(costs.backward_seconds - costs.mean_backward(1.0), weight)
+            parts = part_seconds(costs, "input") + weight - self._first_share * once
             backward = np.minimum(backward, parts)
         return (1 + self.recompute) * costs.forward_seconds + backward
 
@@ -217,7 +243,7 @@ class _Case:
                 forward, around, work, exposed_allreduce = self._stages[index]
                 before, both_before = lead[used - count][:, None], both[used - count][:, None]
                 fits = (before + self.micro_batches * work + exposed_allreduce <= seconds) & (
-                    both_before + self.micro_batches * around <= seconds
+                    both_before + self.micro_batches * np.minimum(work, around) <= seconds
                 )
                 ahead = np.where(fits, before + forward, inf).min(axis=0) + self._cuts
                 there_and_back = np.where(fits, both_before + around, inf).min(axis=0) + 2 * self._cuts
@@ -241,11 +267,19 @@ class _Case:
             exposed_allreduce = np.zeros_like(gradients)
             if count > 1 and not self.splits:
                 reduced = 2 * (count - 1) / count * gradients / self._fastest
-                exposed_allreduce = np.maximum(reduced - table.stage_sums(back), 0.0)
+                longest = table.stage_sums(self._longest_backward(count))
+                exposed_allreduce = np.maximum(reduced - longest, 0.0)
             whole = np.where(table.valid, table.stage_sums(work), inf)
             after = exposed_allreduce + self.space.least_tied(table, count)
             stages.append((table.stage_sums(forward), table.stage_sums(forward + back), whole, after))
         return stages
+
+    def _longest_backward(self, replicas: int) -> Floats:
+        """(layers,): seconds on the slowest device for each layer."""
+        size, kinds = divide_batch(self.size, replicas), self.space.topology.kinds
+        each = [self.space.on(kind, size, lambda own: own.backward_seconds) for kind in kinds]
+        longest: Floats = np.maximum.reduce(each)
+        return longest
 
     @property
     def _fastest(self) -> float:
@@ -271,7 +305,7 @@ class _Case:
 
 def _least_backward(costs: LayerCosts, *, recompute: bool) -> Floats:
     """(layers,): of a B that may leave the weights' gradient for later; the input's alone."""
-    own: Floats = np.minimum(part_seconds(costs, "input"), costs.backward_seconds)
+    own: Floats = np.minimum(part_seconds(costs, "input"), costs.mean_backward(1.0))
     return own + recompute * costs.forward_seconds
 
 

@@ -19,6 +19,7 @@ from ..cost_models.errors import UsageError
 from ..cost_models.machines.preset_lookup import match_device
 from ..cost_models.machines.rooflines import ROOFLINES, Roofline, find_roofline, load_roofline
 from .build_profile import build_profile
+from .chain.layers import Layer
 from .counting_operations import LayerOperations, Operation, count_operations
 from .efficiency import Curves, Efficiency, OperationWork, Vector, fit_efficiency
 from .measurement_target import MeasurementTarget
@@ -92,7 +93,8 @@ def estimate(
         f"an estimate from FLOPs and bytes for {target.roofline.device_name}, not a measurement; {said} "
         f"(FLOPs {_told(curves.compute)}, bytes {_told(curves.memory)})"
     )
-    made = build_profile(subject, timed, (), [note, *notes])
+    adding = [_adding(layer, target.roofline, curves) for layer in subject.chain.layers]
+    made = build_profile(subject, timed, (), [note, *notes], adding)
     return made.model_copy(
         update={
             "device": DEVICE,
@@ -119,6 +121,14 @@ def _times(subject: MeasurementTarget, size: int, target: AnalyticTarget, curves
     loss = None if subject.loss is None else LossTimes(*map(float, (*seconds[count], *hosts[count])))
     (forward, backward), (forward_host, backward_host) = seconds[:count].T, hosts[:count].T
     return LayerTimes(forward, backward, forward_host, backward_host, loss)
+
+
+def _adding(layer: Layer, roofline: Roofline, curves: Curves) -> float:
+    """Seconds to add gradients to those that are there: two are read and one is written, as counted among the
+    operations of the backward."""
+    each = [3 * own.nbytes for own in layer.parameters if own.requires_grad]
+    work = OperationWork(np.zeros(len(each)), np.array(each, np.float64) / roofline.bandwidth.value)
+    return work.seconds(curves, roofline.launch.value)
 
 
 def _work(operations: Sequence[Operation], roofline: Roofline, *, tf32: bool) -> OperationWork:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import torch
-from torch import nn
 
 from ..cost_models.errors import MachineError
-from .chain.layers import LayerChain, find_tensor_users
+from .chain.layers import LayerChain
 from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
 from .profile_file import (
@@ -17,6 +17,7 @@ from .profile_file import (
     MeasuredLoss,
     Profile,
     ProfiledLayer,
+    ReadOnlyBuffer,
     Tied,
     Unmeasured,
     WholeMeasurement,
@@ -35,8 +36,10 @@ def build_profile(
     results: Sequence[SizeResult],
     unmeasured: Sequence[Unmeasured],
     notes: Sequence[str],
+    accumulation: Sequence[float] | None = None,
 ) -> Profile:
-    """The profile. Raises MachineError where the clock saw no time pass."""
+    """The profile; `accumulation`: seconds by layer, where they are known. Raises MachineError where the
+    clock saw no time pass."""
     loaded, chain, device, modes = subject.loaded, subject.chain, subject.device, subject.modes
     costs = [_costs(result, len(chain)) for result in results]
     whole = [_whole(result) for result in results if result.rounds.whole]
@@ -47,10 +50,12 @@ def build_profile(
             kind=layer.kind,
             parameter_bytes=layer.parameter_bytes,
             trainable_bytes=layer.trainable_bytes,
+            largest_parameter_bytes=layer.largest_parameter_bytes,
             buffer_bytes=layer.buffer_bytes,
             cut_after=layer.cut_reason is None,
             cut_reason=layer.cut_reason,
             crossing=layer.crossing,
+            accumulation_seconds=None if accumulation is None else accumulation[index],
             costs=[of_size[index] for of_size in costs],
         )
         for index, layer in enumerate(chain.layers)
@@ -80,14 +85,15 @@ def build_profile(
         edges=[(chain.layers[a].name, chain.layers[b].name) for a, b in chain.edges],
         whole=whole,
         loss=_loss(subject, results),
-        tied=_tied(loaded.module, chain),
+        tied=_tied(chain),
+        shared_buffers=_read_only(chain),
         unmeasured=list(unmeasured),
         notes=[
             *subject.notes,
             *notes,
             *_evaluation_note(subject),
             *(note for each in whole for note in closing_warning(each)),
-            *_first_backward_note(whole),
+            *_first_backward_note(whole, accumulation),
             *_dominating_note(chain, layers),
             *_checkpoint_note(chain),
             *_unused_note(chain),
@@ -179,9 +185,22 @@ def _whole(result: SizeResult) -> WholeMeasurement:
     )
 
 
-def _tied(model: nn.Module, chain: LayerChain) -> list[Tied]:
+def _read_only(chain: LayerChain) -> list[ReadOnlyBuffer]:
+    """Of each name one: constants that tracing made have none of their own."""
+    names = count()
+    return [
+        ReadOnlyBuffer(
+            tensor=shared.name if shared.name != "a tensor" else f"constant {next(names)}",
+            layers=[chain.layers[index].name for index in shared.layers],
+            bytes=shared.tensor.nbytes,
+        )
+        for shared in chain.users
+        if shared.is_read_only
+    ]
+
+
+def _tied(chain: LayerChain) -> list[Tied]:
     """Parameters and buffers that several layers use; the bytes of those of which stages may have copies."""
-    modules = [layer.module for layer in chain.layers]
     return [
         Tied(
             tensor=shared.name,
@@ -190,8 +209,8 @@ def _tied(model: nn.Module, chain: LayerChain) -> list[Tied]:
             trainable=shared.tensor.requires_grad,
             dtype=_dtype_name(shared.tensor.dtype),
         )
-        for shared in find_tensor_users(model, modules, chain.aliases)
-        if len(shared.layers) > 1
+        for shared in chain.users
+        if len(shared.layers) > 1 and not shared.is_read_only
     ]
 
 
@@ -200,10 +219,13 @@ def _evaluation_note(subject: MeasurementTarget) -> list[str]:
     return [] if subject.loaded.module.training else [measured]
 
 
-def _first_backward_note(whole: Sequence[WholeMeasurement]) -> list[str]:
-    """That plans with several micro-batches a step are charged too much, and those with one the most."""
+def _first_backward_note(
+    whole: Sequence[WholeMeasurement], accumulation: Sequence[float] | None
+) -> list[str]:
+    """That the first backward of a step takes other than the others without what they add."""
+    adding = sum(accumulation or ())
     shares = {
-        each.micro_batch_size: each.first_backward_seconds / each.backward_seconds - 1
+        each.micro_batch_size: (each.first_backward_seconds + adding) / each.backward_seconds - 1
         for each in whole
         if each.first_backward_seconds is not None and each.backward_seconds
     }
@@ -211,8 +233,8 @@ def _first_backward_note(whole: Sequence[WholeMeasurement]) -> list[str]:
         return []
     told = ", ".join(f"{share:+.0%} at size {size}" for size, share in shares.items())
     return [
-        f"the first backward of a step, which adds to no gradients, takes another time: {told}; "
-        "steps are predicted with that of the others"
+        "the first backward of a step, which adds to no gradients, takes another time than predicted from "
+        f"the others: {told} of a backward"
     ]
 
 

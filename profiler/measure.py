@@ -174,7 +174,7 @@ def _sweep_profile(
         results = sweep.results
         host = [note for note in map(host_note, results) if note]
         notes = [*sweep.notes, *host, *_left_notes(sweep), *_continued(journal)]
-        profile = build_profile(subject, results, sweep.unmeasured, notes)
+        profile = build_profile(subject, results, sweep.unmeasured, notes, sweep.accumulation())
         if sweep.interrupted:
             raise Interrupted(profile)
         return profile

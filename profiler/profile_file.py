@@ -14,7 +14,7 @@ from ..cost_models.layer import Chain
 from ..cost_models.memory import workspace_before_loss
 from ..cost_models.ranges import MOST_LAYERS
 from ..cost_models.text_files import sha256
-from ..cost_models.tied_weights import TiedWeight
+from ..cost_models.tied_weights import SharedBuffer, TiedWeight
 
 Spread = Annotated[float, Field(ge=0, le=1e9)]
 ClosingRatio = Annotated[float, Field(gt=0, le=1e9)]
@@ -63,16 +63,23 @@ class LayerMeasurement(Record):
 
 
 class ProfiledLayer(Record):
-    """A layer of the chain; `cut_after` says whether a stage may end with it, `cut_reason` why not."""
+    """A layer of the chain; `cut_after` says whether a stage may end with it, `cut_reason` why not.
+
+    `accumulation_seconds`: of every backward at any size but the first of a step, to add the gradients to
+    those that are there. None: not known, the first is taken to be like the others.
+    """
 
     name: Annotated[str, Field(min_length=1)]
     kind: str = ""
     parameter_bytes: Bytes
     trainable_bytes: Bytes | None = None
     """Of the parameters, those that need a gradient; None: all."""
+    largest_parameter_bytes: Bytes | None = None
+    """Of the trainable parameters the largest; None: not known."""
     buffer_bytes: Bytes = 0
     cut_after: bool = True
     cut_reason: str | None = None
+    accumulation_seconds: Seconds | None = None
     crossing: Annotated[int, Field(ge=0)] | None = None
     """How many tensors cross the cut after it."""
     costs: Annotated[list[LayerMeasurement], Field(min_length=1)]
@@ -127,6 +134,15 @@ class Tied(Record):
     dtype: str = ""
 
 
+class ReadOnlyBuffer(Record):
+    """A buffer that several layers read and none writes: every stage with one of these `layers` has a copy of
+    its `bytes`, which the first of them counts as its own."""
+
+    tensor: str
+    layers: Annotated[list[str], Field(min_length=2)]
+    bytes: Bytes
+
+
 class InputTensor(Record):
     """A tensor that the model takes: shape of one sample, without the batch, and dtype."""
 
@@ -178,6 +194,7 @@ class Profile(Document):
     whole: list[WholeMeasurement] = []
     loss: MeasuredLoss | None = None
     tied: list[Tied] = []
+    shared_buffers: list[ReadOnlyBuffer] = []
     unmeasured: list[Unmeasured] = []
     notes: list[str] = []
     """What a reader should know: a closing ratio past 5 %, a size that did not fit, a busy machine."""
@@ -218,6 +235,22 @@ class Profile(Document):
                 raise ValueError(
                     f"tied {own.tensor!r}: its {own.bytes} bytes are more than the parameters of its first "
                     f"layer, {first.name!r} ({first.parameter_bytes})"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_shared_buffers(self) -> Self:
+        order = {layer.name: index for index, layer in enumerate(self.layers)}
+        for own in self.shared_buffers:
+            unknown = [name for name in own.layers if name not in order]
+            if unknown:
+                raise ValueError(f"shared buffer {own.tensor!r}: no layer is named {unknown[0]!r}")
+            users = [order[name] for name in own.layers]
+            first = self.layers[users[0]]
+            if users != sorted(set(users)) or own.bytes > first.buffer_bytes:
+                raise ValueError(
+                    f"shared buffer {own.tensor!r}: give its layers once each, in their order, and no more "
+                    f"bytes than the buffers of the first, {first.name!r}, have ({first.buffer_bytes})"
                 )
         return self
 
@@ -332,11 +365,26 @@ class Profile(Document):
             backward_host_seconds=table("backward_host_seconds"),
             backward_input_seconds=table("backward_input_seconds") if self.has_parts else None,
             backward_weight_seconds=table("backward_weight_seconds") if self.has_parts else None,
+            accumulation_seconds=np.array([layer.accumulation_seconds or 0.0 for layer in self.layers]),
             scales_with_samples=self.scales_with_samples,
             uncertainty=self._uncertainty(),
             spread=self._spread(),
             tied=self._tied(),
+            largest_parameters=self._largest_parameters(),
+            shared_buffers=self._shared_buffers(),
         )
+
+    def _shared_buffers(self) -> tuple[SharedBuffer, ...]:
+        order = {layer.name: index for index, layer in enumerate(self.layers)}
+        return tuple(
+            SharedBuffer(own.tensor, float(own.bytes), tuple(order[name] for name in own.layers))
+            for own in self.shared_buffers
+        )
+
+    def _largest_parameters(self) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
+        """None where one is not known."""
+        largest = [layer.largest_parameter_bytes for layer in self.layers]
+        return None if None in largest else np.array(largest, dtype=np.float64)
 
     def _tied(self) -> tuple[TiedWeight, ...]:
         """In the order of their first users."""

@@ -63,6 +63,8 @@ def as_sequential(chain: LayerChain) -> LayerSequential:
     layers.layer_names = tuple(layer.name for layer in chain.layers)
     layers.granularity, layers.keep_together = chain.granularity, chain.keep_together
     layers.unused_names = chain.unused
+    read_only = {id(own.tensor) for own in chain.users if own.is_read_only}
+    layers.read_only_buffers = tuple(name for name, own in layers.named_buffers() if id(own) in read_only)
     layers.mode_bound = tuple(layer.name for layer in chain.layers if is_mode_bound(layer.module))
     layers.traced_mode = any(layer.module.training for layer in chain.layers)
     return layers

@@ -14,7 +14,7 @@ import torch
 from ..cost_models.errors import PplanError
 from .chain.layers import Layer
 from .measurement_target import MeasurementTarget
-from .memory.live_bytes import build_meter
+from .memory.live_bytes import build_meter, sees_kernels
 from .memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
 from .passes.activations import SavedBytes
 from .passes.backward_parts import PartTimes, run_parts
@@ -76,14 +76,15 @@ class SizeRun:
         """
         with self.saved.hooks():
             self._layers_pass(_Announcing(self.saved, self._layers, visit), self._subject.loss)
-        if self._subject.device.type != "cuda" and self._subject.modes.compile:
+        if self._subject.modes.compile and not sees_kernels(self._subject.device):
             return
         self.memory = self._memory()
         self.loss_workspace = self._loss_workspace()
         if self._subject.device.type == "meta":
             return
-        with build_meter(self._subject.device, self._subject.loaded.module) as meter:
-            self.peak_bytes = peak_of_step(self._whole_pass, meter)
+        meter = build_meter(self._subject.device, self._subject.loaded.module)
+        self._gradients.forget()
+        self.peak_bytes = peak_of_step(self._whole_pass, meter)
 
     def warm_up(self, visit: Callable[[Layer], None]) -> None:
         """Untimed passes of the layers and of the whole, which also count the bytes."""

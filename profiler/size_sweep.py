@@ -105,6 +105,10 @@ class SizeSweep(ABC, Generic[Run]):
         """Why `size` is not begun, from the bytes of the last size; empty where it is."""
         return ""
 
+    def accumulation(self) -> list[float] | None:
+        """Seconds by layer to add gradients to those that are there; None where they are not known."""
+        return None
+
     def one_more_round(self) -> bool:
         """One more timed pass of some size; whether there was reason and time."""
         return False

@@ -42,6 +42,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _OF_MODULES = (*_REGISTRIES[:3], "_non_persistent_buffers_set", *_HOOKS)
 _aten: Any = torch.ops.aten
+_autograd: Any = torch.autograd
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,20 @@ TRANSFORMS = Internal(
     "Without it torch.randn fails after such a graph: look how torch._functorch.vmap leaves its levels.",
     is_required=False,
 )
+ALLOCATION_RECORDS = Internal(
+    "torch.autograd._enable_profiler_legacy",
+    lambda: (
+        _autograd._enable_profiler_legacy,
+        _autograd._disable_profiler_legacy,
+        torch._C._profiler._ExperimentalConfig,
+    ),
+    "memory on the CPU: what operators allocate for themselves, oneDNN's scratch memory say",
+    "Without it only tensors are counted; torch.profiler.profile(profile_memory=True) has the same records.",
+    is_required=False,
+)
 INTERNALS = (
     TRANSFORMS,
+    ALLOCATION_RECORDS,
     SLEEP,
     FUSED_CHOICE,
     CPU_FLASH,
@@ -242,6 +255,31 @@ def sleep_on_gpu(cycles: int) -> None:
     """Keeps the current CUDA stream busy for so many cycles. Raises MachineError."""
     check_internals([SLEEP], torch.__version__)
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def start_allocation_records() -> None:
+    """Has the CPU's allocator report to this thread. Raises RuntimeError while a profiler of PyTorch runs."""
+    settings = torch._C._profiler._ExperimentalConfig()
+    config = _autograd.ProfilerConfig(
+        _autograd.ProfilerState.CPU,
+        False,  # shapes
+        True,  # memory
+        *(False, False, False),  # stacks, FLOPs, modules
+        settings,
+    )
+    _autograd._enable_profiler_legacy(config)
+
+
+def stop_allocation_records(mark: str) -> list[int | None]:
+    """Bytes allocated (above 0) and freed (below) on the CPU since then, in their order; None stands where
+    torch.autograd.profiler.record_function(mark) was entered."""
+    threads = _autograd._disable_profiler_legacy()
+    own: list[Any] = next((events for events in threads if any(event.name() == mark for event in events)), [])
+    return [
+        event.cpu_memory_usage() if event.kind() == "memory_alloc" else None
+        for event in own
+        if event.kind() == "memory_alloc" or (event.kind() == "push" and event.name() == mark)
+    ]
 
 
 def entered_transforms() -> int:

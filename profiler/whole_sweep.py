@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ..cost_models.quantities import format_bytes
 from .local_machine import free_host_bytes
 from .micro_batch_sizes import in_words
+from .passes.gradient_adding import time_gradient_adding
 from .size_result import SizeResult
 from .size_run import FIRST_PASSES, SizeRun, release
 from .size_sweep import SizeSweep
@@ -23,8 +24,8 @@ _MARGIN = 1.2
 _PARTS_MARGIN = 2.4
 """The same for a pass in two parts, which holds the gradients of all layers' outputs at once."""
 _NO_PEAK = (
-    "compiled for the CPU: what its kernels allocate while they run cannot be counted, so workspace is 0 and "
-    "there is no peak"
+    "compiled for the CPU: this PyTorch does not tell what its kernels allocate while they run, so workspace "
+    "is 0 and there is no peak"
 )
 
 
@@ -120,6 +121,17 @@ class WholeSweep(SizeSweep[SizeRun]):
             release(self.subject.device)
         self._note_parts(run)
         return True
+
+    def accumulation(self) -> list[float] | None:
+        if not self.parts or self.interrupted:
+            return None
+        repeats = 1 if self._ends_budget(0.0) else FIRST_PASSES
+        try:
+            return time_gradient_adding(self.subject.chain.layers, self.subject.clock, repeats)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        return None
 
     def unfinished(self) -> list[SizeRun]:
         run = self._current

@@ -57,7 +57,7 @@ def build(
     from .pipelining.cut_hooks import guard_cuts
     from .pipelining.plan_layers import match_layers
     from .pipelining.runtime_internals import partitioned
-    from .pipelining.weight_copies import find_tied_weights, split_stage
+    from .pipelining.weight_copies import check_equal_buffers, find_tied_weights, split_stage
 
     document = resolve_document(source, DeepspeedExport, export)
     example = None if example_input is None else ModelInput.of(example_input)
@@ -84,6 +84,7 @@ def build(
             f"Start {needed}: torchrun --nproc-per-node {needed} SCRIPT",
         )
 
+    check_equal_buffers(layers)
     of_one = document.micro_batch_size // document.replicas
     stage = torch.distributed.get_rank() // document.replicas
     own = split_stage(layers, document.parts, stage, tied)

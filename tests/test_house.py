@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -365,3 +366,72 @@ def test_no_two_classes_have_one_name() -> None:
         if isinstance(node, ast.ClassDef)
     )
     assert repeated(classes) == {}
+
+
+NAMED_BY_THINGS = ("cost_models", "planner", "runtimes", "pplan/api", "cli")
+"""Folders whose names were gone through one by one."""
+PARTICIPLES = re.compile(
+    r"_*(asked|built|chosen|drawn|found|given|handed|held|kept|known|made|named|noted|picked|put|reached"
+    r"|said|seen|shown|taken|told|tried|wanted)_*",
+    re.IGNORECASE,
+)
+"""No names: they say what happened to a thing, and not which it is. A plan is a `plan`, not `made`."""
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    """What a file names: functions, classes, arguments, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+@pytest.mark.parametrize("room", NAMED_BY_THINGS)
+def test_names_are_those_of_things(room: str) -> None:
+    files = sources(room)
+    assert files
+    for path in files:
+        riddles = {name for name in names_in(parse(path)) if PARTICIPLES.fullmatch(name)}
+        assert not riddles, f"{path}: {sorted(riddles)}"
+
+
+MOST_LINES, FEWEST_LINES = 350, 60
+SMALL = {
+    "cli/explain_command.py": "a file a verb",
+    "cli/import_command.py": "a file a verb",
+    "cli/invocation.py": "all verbs import it, and it imports none of them",
+    "cli/number_format.py": "all tables import it",
+    "cost_models/field_types.py": "of documents, with pydantic, which the ranges do without",
+    "cost_models/ranges.py": "documents and options, which import no pydantic, share them",
+    "cost_models/schedules/v_shape.py": "two schedules share it",
+    "planner/objectives/objective_result.py": "all objectives import it",
+    "pplan/api/export.py": "a file a verb",
+    "pplan/api/provenance.py": "all verbs that write a file import it",
+    "pplan/api/verify.py": "a file a verb",
+    "runtimes/checking/processes/launcher.py": "a process starts with it (`python -m`)",
+    "runtimes/huggingface.py": "a file a runtime",
+    "runtimes/torchgpipe.py": "a file a runtime",
+}
+"""Files of fewer lines than make a room, and why; a schedule is a file however short it is."""
+
+
+def is_schedule(path: Path) -> bool:
+    return path.parent == ROOT / "cost_models/schedules" and "SCHEDULE" in names_in(parse(path))
+
+
+@pytest.mark.parametrize("room", NAMED_BY_THINGS)
+def test_rooms_have_the_size_of_a_subject(room: str) -> None:
+    for path in sources(room):
+        lines, name = len(path.read_text().splitlines()), path.relative_to(ROOT).as_posix()
+        assert lines <= MOST_LINES, f"{name} has {lines} lines: split it where its subject ends"
+        small = lines < FEWEST_LINES and path.name != "__init__.py" and not is_schedule(path)
+        assert small == (name in SMALL), f"{name} has {lines} lines: join it to its subject, or see SMALL"
+
+
+def test_the_exceptions_are_files() -> None:
+    assert all((ROOT / name).is_file() for name in SMALL)

@@ -48,8 +48,19 @@ def random_chain(rng: np.random.Generator, layers: int, gpus: int) -> Chain:
         backward_host_seconds=np.repeat(0.6 * rng.random((layers, 1)), len(sizes), axis=1),
         backward_input_seconds=split,
         backward_weight_seconds=None if split is None else (backward - split) * rng.uniform(0.8, 1.2),
+        accumulation_seconds=_accumulation(rng.spawn(1)[0], backward, split),
         scales_with_samples=len(sizes) == 1 and bool(rng.random() < 0.5),
     )
+
+
+def _accumulation(rng: np.random.Generator, backward: Floats, split: Floats | None) -> Floats | None:
+    """None, or of some layers up to all of the weights' gradient, as long for many samples as for few."""
+    if rng.random() < 0.4:
+        return None
+    weight = (backward / 2 if split is None else 0.8 * (backward - split)).min(axis=1, keepdims=True)
+    share = rng.choice([0.0, 0.5, 1.0], weight.shape) * rng.choice([0.3, 1.0])
+    made: Floats = (share * weight)[:, 0]
+    return made
 
 
 def _shape(rng: np.random.Generator, character: str, layers: int) -> Floats:
@@ -67,10 +78,12 @@ def _shape(rng: np.random.Generator, character: str, layers: int) -> Floats:
 def slower_by_layer(rng: np.random.Generator, chain: Chain) -> Chain:
     """The same layers on another kind of device, each slower or faster by a factor of its own."""
     factor = rng.uniform(0.3, 3, (len(chain), 1))
+    adding = chain.accumulation_seconds
     own = replace(
         chain,
         forward_seconds=chain.forward_seconds * factor,
         backward_seconds=chain.backward_seconds * factor,
+        accumulation_seconds=None if adding is None else adding * factor[:, 0],
     )
     if chain.backward_input_seconds is None or chain.backward_weight_seconds is None:
         return own

@@ -32,13 +32,14 @@ MANY = 16
 
 
 class _Sums(NamedTuple):
-    """Seconds of the layers before a place on a kind of device: forward, a whole backward, and one in two
-    parts with the part that hands the gradient on."""
+    """Seconds of the layers before a place on a kind of device: forward, a whole backward, one in two parts
+    with the part that hands the gradient on, and what the first backward of a step does not take."""
 
     forward: Floats
     backward: Floats
     in_parts: Floats
     onward: Floats
+    once: Floats
 
 
 class Least(NamedTuple):
@@ -74,17 +75,17 @@ class LeastSeconds:
         count = program.micro_batches
         stages, recompute, there, back = [], [], 0.0, 0.0
         for index, ((first, end), ranks) in enumerate(zip(bounds, devices, strict=True)):
-            f, whole, parts, onward = self._stage(size, first, end, ranks)
+            f, whole, parts, onward, once = self._stage(size, first, end, ranks)
             if program.splits_backward:
                 # Weight gradients may go on while the last gradient is on its way to the first stage.
                 all_work, on_the_way = f + min(parts, whole), f + onward
             else:
                 all_work = on_the_way = f + (onward := whole)
-            stages.append(there + max(count * all_work, count * on_the_way + back))
+            stages.append(there + max(count * all_work - once, count * on_the_way - once + back))
             recompute.append(f)
             if index + 1 < len(devices):
                 cut = self._cut(size, end, ranks, devices[index + 1])
-                there, back = there + f + cut, back + onward + cut
+                there, back = there + f + cut, back + onward - once + cut
         return Least(stages, recompute, count)
 
     def by_device(
@@ -96,11 +97,13 @@ class LeastSeconds:
             return 0.0
         work = dict.fromkeys(range(program.devices), 0.0)
         for place, (first, end) in zip(program.pipes[0], bounds, strict=True):
-            f, whole, parts, _ = self._stage(size, first, end, devices[place.device])
-            work[place.device] += f + min(whole, parts)
-        return program.micro_batches * max(work.values())
+            f, whole, parts, _, once = self._stage(size, first, end, devices[place.device])
+            work[place.device] += program.micro_batches * (f + min(whole, parts)) - once
+        return max(work.values())
 
-    def _stage(self, size: int, first: int, end: int, ranks: Ranks) -> tuple[float, float, float, float]:
+    def _stage(
+        self, size: int, first: int, end: int, ranks: Ranks
+    ) -> tuple[float, float, float, float, float]:
         if ranks not in self._kinds:
             self._kinds[ranks] = tuple(dict.fromkeys(self.space.topology.device(rank) for rank in ranks))
         share = -(-size // len(ranks))
@@ -110,6 +113,7 @@ class LeastSeconds:
             max(float(own.backward[end] - own.backward[first]) for own in each),
             max(float(own.in_parts[end] - own.in_parts[first]) for own in each),
             max(float(own.onward[end] - own.onward[first]) for own in each),
+            max(float(own.once[end] - own.once[first]) for own in each),
         )
 
     def _of(self, kind: Device, share: int) -> _Sums:
@@ -123,7 +127,9 @@ class LeastSeconds:
                 in_parts = onward + costs.backward_weight_seconds
             else:
                 onward = onward / 2
-            rows = (costs.forward_seconds, costs.backward_seconds, in_parts, onward)
+            adding = costs.accumulation_seconds
+            once = np.zeros_like(onward) if adding is None else adding
+            rows = (costs.forward_seconds, costs.backward_seconds, in_parts, onward, once)
             self._sums[key] = _Sums(*(np.append(0.0, np.cumsum(row * scale)) for row in rows))
         return self._sums[key]
 

@@ -46,7 +46,7 @@ class Workspace:
 
     def run(self, case: Case) -> tuple[int, int, Finding | None, Command]:
         """How many commands ran and how many found nothing to refuse, and the first that went wrong."""
-        self._write(case)
+        self.write(case)
         ran = fine = 0
         for command in case.commands:
             status, found = judge(command, self.folder, self.seeds)
@@ -55,7 +55,8 @@ class Workspace:
                 return ran, fine, found, command
         return ran, fine, None, []
 
-    def _write(self, case: Case) -> None:
+    def write(self, case: Case) -> None:
+        """The seeds with the case's own file, and nothing else."""
         for path in self.folder.iterdir():
             if path.name not in self.seeds:
                 path.unlink()
@@ -87,7 +88,7 @@ class Workspace:
         edits = random_edits(self.seeds[file].decode(), rng)
         first, *others = [command for command in readers(file) if _goes_with(command, file)]
         case = Case(file, edits, [first])
-        self._write(case)
+        self.write(case)
         status, found = judge(first, self.folder, self.seeds)
         if status != 0 or found is not None:
             return case

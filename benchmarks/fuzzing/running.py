@@ -26,6 +26,8 @@ LONGEST_LINE = 1200
 _FRAME = re.compile(
     r'File "[^"]*/((?:cli|cost_models|planner|pplan|profiler|runtimes)/[\w/]+\.py)", line \d+, in (\S+)'
 )
+_NAMED = re.compile(rb"[\"',\n][^\"',\n]*\b(nan|inf)\b[^\"',\n]*[\"',\n]")
+"""A name in a file that tables print."""
 _NO_NUMBER = re.compile(r"(?<![\w.'\"/-])-?(nan|inf)(?![\w.'\"/-])")
 
 
@@ -105,9 +107,7 @@ def _nonsense(command: list[str], status: int, out: str, files: dict[str, bytes]
         except (ValueError, RecursionError) as error:
             return Finding(f"JSON: {command[0]}: {str(error)[:30]}", out[:300])
         return None
-    named = any(
-        b"nan" in content or b"inf" in content for name, content in files.items() if name[-5:] != ".toml"
-    )
+    named = any(_NAMED.search(content) for content in files.values())
     if status == 0 and not named and (found := _NO_NUMBER.search(out)):
         line = next(line for line in out.splitlines() if _NO_NUMBER.search(line))
         return Finding(f"{found[1]} in a table: {command[0]}", line[:300])

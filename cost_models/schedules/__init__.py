@@ -47,6 +47,8 @@ _ALL = (
 )
 
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
+MOST_COPIES = max(schedule.copies for schedule in _ALL)
+"""Of the weights of a layer, that a micro-batch may be the first of."""
 
 
 def schedule_named(name: str) -> Schedule:
@@ -59,7 +61,7 @@ def schedule_named(name: str) -> Schedule:
         ) from None
 
 
-__all__ = ["SCHEDULES", "Action", "Program", "Schedule", "StageSlot", "schedule_named"]
+__all__ = ["MOST_COPIES", "SCHEDULES", "Action", "Program", "Schedule", "StageSlot", "schedule_named"]
 
 
 KEPT_ACTIONS = 500_000

@@ -83,6 +83,8 @@ def _durations(order: Order, costs: Costs) -> Array:
         whole = backwards[~order.splits[backwards]]
         durations[whole] += _at(order, costs.weight, whole)
         durations[weights] = _at(order, costs.weight, weights)
+    if costs.accumulation is not None:
+        durations[order.first_backwards] -= _at(order, costs.accumulation, order.first_backwards)
     if costs.recompute is not None:
         durations[backwards] += recompute_seconds(order, costs, backwards)
     if order.program.shares is not None:

@@ -32,6 +32,7 @@ _BY_ACTION = (
     "forward",
     "backward",
     "weight",
+    "accumulation",
     "recompute",
     "forward_launch",
     "backward_launch",
@@ -47,9 +48,10 @@ class Costs:
 
     By (device, chunk, micro-batch), an axis along which nothing changes may be 1 long:
       `forward`, `backward`, and `weight` where the gradient of the weights is told apart: then `backward` is
-      that of the input, and a B that is not split takes both. `recompute`: the share of the forward that is
-      run again at the beginning of B (0 to 1). `forward_launch`, `backward_launch`, `weight_launch`: host
-      seconds; None: the host is never late.
+      that of the input, and a B that is not split takes both. `accumulation`: what of it (of `weight`, where
+      there is one) the first backward of a chunk does not take, as there are no gradients to add to.
+      `recompute`: the share of the forward that is run again at the beginning of B (0 to 1).
+      `forward_launch`, `backward_launch`, `weight_launch`: host seconds; None: the host is never late.
     By (pipe, cut), the cut after each place but the last; the pipe's axis may be 1 long:
       `forward_occupancy` (bytes / bandwidth) and `forward_latency` of activations, `backward_...` of their
       gradients. A transfer between chunks of one device is free.
@@ -88,6 +90,7 @@ class Costs:
     forward: Array
     backward: Array
     weight: Array | None = None
+    accumulation: Array | None = None
     recompute: Array | None = None
     forward_launch: Array | None = None
     backward_launch: Array | None = None

@@ -82,6 +82,17 @@ class Order:
         return finishing
 
     @cached_property
+    def first_backwards(self) -> Indices:
+        """The actions that add to no gradients: the first to finish a backward on each chunk of a device,
+        where weights are updated once, at the end. Asynchronous runtimes add to gradients set to 0."""
+        if self.program.update_every is not None:
+            return np.zeros(0, dtype=np.int64)
+        finishing = np.flatnonzero(self.finishing)
+        chunk = self.device[finishing] * self.program.chunks + self.chunk[finishing]
+        _, first = np.unique(chunk, return_index=True)
+        return np.sort(finishing[first])
+
+    @cached_property
     def actions(self) -> list[Action]:
         """The actions themselves."""
         columns = (self.kind.tolist(), self.micro_batch.tolist(), self.chunk.tolist())

@@ -20,7 +20,8 @@ class PipelineCosts:
     `forward` and `backward` have shape (stages, micro-batches), `occupancy` and `latency` of the transfers
     between neighbours shape (stages - 1,), the same both ways; a further last axis holds candidates.
     `forward_launch` and `backward_launch` (shape as `forward`) are host seconds where one process drives all
-    stages, else None. `all_reduce` (stages,) follows the last backward of a stage.
+    stages, else None. `all_reduce` (stages,) follows the last backward of a stage; `accumulation` (stages,)
+    is what its first backward does not take.
     """
 
     forward: Array
@@ -30,6 +31,7 @@ class PipelineCosts:
     forward_launch: Array | None = None
     backward_launch: Array | None = None
     all_reduce: Array | None = None
+    accumulation: Array | None = None
 
     def candidate(self, index: int) -> PipelineCosts:
         """The costs of one of many candidates."""
@@ -77,6 +79,7 @@ class PipelineCosts:
             backward_occupancy=self.occupancy[None],
             backward_latency=self.latency[None],
             all_reduce=chunk(self.all_reduce),
+            accumulation=None if self.accumulation is None else self.accumulation[:, None, None],
         )
 
 

@@ -58,7 +58,15 @@ def make_context(
             "Name a plan of a synchronous schedule; pplan simulate tells where the time of this one goes.",
         )
     own = of_same_layers(chain, profiles or {})
-    problem = Problem(chain, topology, plan_options(plan), plan.profile.dtype, own, amp=plan.profile.amp)
+    problem = Problem(
+        chain,
+        topology,
+        plan_options(plan),
+        plan.profile.dtype,
+        own,
+        amp=plan.profile.amp,
+        device=plan.profile.device,
+    )
     present = score_plan(problem, plan)
     return ExplainContext(problem, present, fastest(problem.space, [present.proposal]) is not None)
 

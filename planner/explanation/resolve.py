@@ -115,6 +115,7 @@ _SECONDS_OF_LAYERS = (
     "backward_seconds",
     "backward_input_seconds",
     "backward_weight_seconds",
+    "accumulation_seconds",
 )
 
 

@@ -23,6 +23,7 @@ from ..infeasible import no_plan_fits
 from ..joint_search import BEST, find
 from ..plan_file import Plan
 from ..plan_records import TIE, ProfileReference
+from ..plan_stages import list_prediction_limits
 from ..problem import Problem
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
@@ -137,7 +138,7 @@ def _stepping_down(problem: Problem, memory_step: float) -> Iterator[FrontierOpt
 
 def _point(problem: Problem, optimum: FrontierOptimum, model: str, profile: ProfileReference) -> Point:
     plan = plan_alone(problem, optimum.plan, optimum.result, model=model, profile=profile)
-    outside = assemble(problem.space, optimum.plan.proposal, optimum.plan.recompute).outside()
+    outside = list_prediction_limits(assemble(problem.space, optimum.plan.proposal, optimum.plan.recompute))
     return Point(
         step_seconds=optimum.plan.step_seconds,
         memory_bytes=round(optimum.memory_bytes),

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...cost_models.errors import DefectError, UsageError
 from ...cost_models.quantities import counted
+from ...cost_models.schedules import MOST_COPIES
 from ...cost_models.topology import Group, Topology
 from ..candidate import Proposal, ScoredPlan
 from ..coverage import describe_coverage
@@ -119,10 +120,11 @@ class _CostSearch:
         bounds = []
         for config in problem.configs:
             counts = range(1, problem.usable_gpus + 1)
+            share = min(1.0, MOST_COPIES / config.micro_batches)
             works = [
                 hourly * work
                 for hourly, own in kinds
-                if (work := own.cheapest_work(config.micro_batch_size, counts)) is not None
+                if (work := own.cheapest_work(config.micro_batch_size, counts, first_share=share)) is not None
             ]
             if works:
                 bounds.append(config.micro_batches * float(np.minimum.reduce(works).sum()))

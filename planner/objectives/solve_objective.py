@@ -15,6 +15,7 @@ from ..joint_search import find
 from ..mini_batch import choose_mini_batch, smaller_defaults
 from ..plan_file import Plan
 from ..plan_records import Aim, ProfileReference
+from ..plan_stages import list_prediction_limits
 from ..problem import Problem
 from ..robust.choice import RobustPlan, check_known, most_robust
 from ..scoring import assemble
@@ -125,7 +126,7 @@ def _build_plan(
             "searched": describe_search(problem) + besides,
             "baselines": [] if fastest_plan is None else fastest_plan.baselines,
             "alternatives": [] if fastest_plan is None else fastest_plan.alternatives,
-            "warnings": list(dict.fromkeys([*texts, *assembly.outside()])),
+            "warnings": list(dict.fromkeys([*texts, *list_prediction_limits(assembly)])),
             "notes": list(
                 dict.fromkeys([*outcome.notes, *(notes if fastest_plan is None else fastest_plan.notes)])
             ),

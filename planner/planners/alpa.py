@@ -214,7 +214,7 @@ class _Enumeration:
             low, high = (low, middle) if self._sums(limits[middle])[1] else (middle + 1, high)
         return low
 
-    def _least_sum(self, limit: float) -> _Found | None:
+    def _least_sum(self, limit: float) -> _Solution | None:
         """The plan of the least sum whose stages are no slower than the limit."""
         sums, possible = self._sums(limit)
         if not possible:
@@ -243,7 +243,7 @@ class _Enumeration:
                 possible.append(len(sums) - 1)
         return sums, possible
 
-    def _trace_back(self, sums: list[Floats], stages: int, limit: float) -> _Found:
+    def _trace_back(self, sums: list[Floats], stages: int, limit: float) -> _Solution:
         """The plan behind a least sum."""
         place, groups, ends, replicas, times, recomputes = 0, self.groups, [], [], [], False
         for to_last in range(stages, 0, -1):
@@ -261,11 +261,11 @@ class _Enumeration:
             replicas.append(size * self.each)
             place, groups = end, groups - size
         cost = sum(times) + (self.choice.micro_batches - 1) * max(times)
-        return _Found(AlpaPlan(tuple(ends), tuple(replicas), cost, recomputes), sum(times))
+        return _Solution(AlpaPlan(tuple(ends), tuple(replicas), cost, recomputes), sum(times))
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Solution:
     """A plan and the sum of its stages' seconds."""
 
     plan: AlpaPlan

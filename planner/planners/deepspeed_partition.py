@@ -116,7 +116,7 @@ PARAMETERS = Parameters()
 
 
 KIND = "deepspeed-type"
-_SHOWN = 80
+_SHORT = 80
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class DeepSpeedType:
             compiled(self.pattern or "")
         except ValueError as error:
             raise UsageError(
-                f"planner='{self.name[:_SHOWN]}': {error}",
+                f"planner='{self.name[:_SHORT]}': {error}",
                 "Give one that matches names of layers, as in deepspeed-type:attention.",
             ) from None
 
@@ -173,7 +173,7 @@ class DeepSpeedType:
                 return np.array(matching(self.pattern, chain.names), dtype=np.bool_)
             except ValueError as error:
                 raise UsageError(
-                    f"planner='{self.name[:_SHOWN]}': {error}",
+                    f"planner='{self.name[:_SHORT]}': {error}",
                     "Give a simpler one, as in deepspeed-type:attention.",
                 ) from None
         counted = np.zeros(len(chain), dtype=np.bool_)

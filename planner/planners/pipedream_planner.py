@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ...cost_models.errors import InfeasibleError, UsageError
-from ...cost_models.memory import LedgerOptions, Recompute
+from ...cost_models.memory import LedgerOptions, Moment, Recompute
 from ...cost_models.quantities import counted, format_bytes
 from ...cost_models.schedules import schedule_named
 from ..candidate import Proposal
@@ -277,9 +277,13 @@ class _Stages:
         own = schedule_named(self.config.schedule)
         return int(own.weight_versions(0, behind + 1, self.config.micro_batches))
 
-    def bytes(self, replicas: int, behind: int, recompute: Recompute) -> Floats:
+    def bytes(self, replicas: int, behind: int, recompute: Recompute, moment: Moment = "any") -> Floats:
         """What every stage needs on one of its replicas, with so many stages behind it."""
-        options: LedgerOptions = {**self.ledger, "weight_versions": self.versions(behind)}
+        options: LedgerOptions = {
+            **self.ledger,
+            "weight_versions": self.versions(behind),
+            "moment": moment,
+        }
         per_replica_batch = divide_batch(self.size, replicas)
         return self.space.table(per_replica_batch).memory(
             self.in_flight(behind), recompute, self.space.optimizer, replicas, **options
@@ -296,12 +300,13 @@ class _Stages:
             room = np.full(self.table.valid.shape, -1.0)
             if self.full_space.fits_someone(self.size, replicas):
                 for mode in self.modes:
-                    room = np.maximum(room, self._most_in_flight(replicas, mode))
+                    at = [self._most_in_flight(replicas, mode, moment) for moment in ("passes", "step")]
+                    room = np.maximum(room, np.minimum(*at))
             self._rooms[replicas] = room
         return self._rooms[replicas]
 
-    def _most_in_flight(self, replicas: int, mode: Recompute) -> Floats:
-        one, other = self.bytes(replicas, 0, mode), self.bytes(replicas, 1, mode)
+    def _most_in_flight(self, replicas: int, mode: Recompute, moment: Moment) -> Floats:
+        one, other = (self.bytes(replicas, behind, mode, moment) for behind in (0, 1))
         if self.in_flight(1) == self.in_flight(0):
             return np.where(one <= self.limit, np.inf, -1.0)
         each = other - one

@@ -66,8 +66,8 @@ def make_draws(layers: int, samples: int = SAMPLES, seed: int = SEED) -> Draws:
     return Draws(common=random.standard_normal(samples), layers=random.standard_normal((samples, layers)))
 
 
-KEPT = 16
-"""Tables of stages of which the drawn seconds are kept."""
+MOST_TABLES = 16
+"""Of stages whose drawn seconds are remembered."""
 ENTRIES = 20_000_000
 """Actions times draws that are simulated side by side."""
 
@@ -113,8 +113,15 @@ class StepSampler:
         tables["forward"] = self._by_place(assembly, "forward")
         tables["backward"] = self._by_place(assembly, "input" if split else "backward")
         tables["weight"] = self._by_place(assembly, "weight") if split else None
+        tables["accumulation"] = self._accumulation(assembly, "weight" if split else "backward")
         tables["all_reduce"] = self._all_reduce(assembly, nominal)
         return replace(nominal, **tables)  # type: ignore[arg-type] # arrays only
+
+    def _accumulation(self, assembly: Assembly, part: str) -> Floats:
+        """(devices, chunks, 1, samples): what the first backward does not take, where it takes less."""
+        takes_less = assembly.by_place(part) > assembly.by_place(f"first_{part}")
+        sampled = self._by_place(assembly, part) - self._by_place(assembly, f"first_{part}")
+        return sampled * takes_less[..., None]
 
     def _by_place(self, assembly: Assembly, name: str) -> Floats:
         """(devices, chunks, 1, samples): seconds of the stage at every place, on its slowest replica."""
@@ -138,7 +145,7 @@ class StepSampler:
     def _running(self, table: StageTable, name: str) -> Floats:
         """(layers + 1, samples): seconds of the layers before each."""
         if (table, name) not in self._seconds:
-            while len(self._seconds) >= KEPT:
+            while len(self._seconds) >= MOST_TABLES:
                 del self._seconds[next(iter(self._seconds))]
             seconds = self.draws.factors(table.costs) * layer_seconds(table.costs, name)
             before = np.zeros((seconds.shape[1] + 1, len(seconds)))
@@ -175,9 +182,14 @@ class StepSampler:
 
 
 def layer_seconds(costs: LayerCosts, name: str) -> Floats:
-    """(layers,): `forward`, `backward`, or the `input` or `weight` part of the latter."""
+    """(layers,): `forward`, `backward`, or the `input` or `weight` part of the latter; with `first_`
+    what it takes without adding to gradients."""
     if name == "forward":
         return costs.forward_seconds
+    if name.startswith("first_"):
+        accumulation = costs.backward_seconds - costs.mean_backward(1.0)
+        first: Floats = np.maximum(layer_seconds(costs, name.removeprefix("first_")) - accumulation, 0.0)
+        return first
     return costs.backward_seconds if name == "backward" else part_seconds(costs, name)
 
 

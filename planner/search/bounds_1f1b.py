@@ -23,6 +23,11 @@ and so, from the first start to the last end on stage s, the largest of
     M f + M b, M f + D + b, f + D + M b   (M = w), the same without the middle
     f + D + (M - 1) o + b             the link after the stage carries M tensors
 
+The first of several backwards on a stage takes a less than b: it adds to no gradients. It is micro-batch
+0's, so that a path through all micro-batches of a stage is shorter by a once, and one on which micro-batch 0
+makes its round trip by D - D', the a of the stages after. What follows the last B is another micro-batch's.
+(In GPipe the last micro-batch's backward is the first, and its terms, too, are taken with b - a and D'.)
+
 For an unfinished plan the terms of the missing stages are minimised by dynamic programming from the last
 stage back, over cut points, positions in the order of the devices and stages that are left, each by itself:
 still below every completion.
@@ -31,10 +36,12 @@ still below every completion.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .partial import BoundState, Expansion
 from .pipelines import Pipelines
@@ -51,12 +58,13 @@ class RoundTripBound:
 
     def root(self, stages: int) -> float:
         """A bound on every plan of so many stages; inf where there is none."""
-        to_last_backward, to_end, _ = self.rows(stages)
+        to_last_backward, to_end, *_ = self.rows(stages)
         return float(max(to_last_backward[0, 0], to_end[0, 0], self.choices.launches))
 
-    def rows(self, stages: int) -> tuple[Floats, Floats, Floats]:
+    def rows(self, stages: int) -> tuple[Floats, Floats, Floats, Floats]:
         """(positions + 1, cut points) each, for the last so many stages after one that ends there: seconds
-        from the first F on the first of them to its last B, to the end of the step, and of a round trip."""
+        from the first F on the first of them to its last B, to the end of the step, of a round trip, and of
+        the first one."""
         while len(self._rows) <= stages:
             self._rows.append(self._before(len(self._rows)))
         return self._rows[stages]
@@ -69,11 +77,12 @@ class RoundTripBound:
     def extend(self, state: BoundState, stage: Expansion) -> tuple[Floats, BoundState]:
         """(expansions,): the bound with a further stage, and what is known then."""
         f, b, e = stage.forward, stage.backward, stage.least_after
-        to_last_backward, to_end, trips = self.rows(stage.remaining - 1)
+        to_last_backward, to_end, trips, first_trips = self.rows(stage.remaining - 1)
         at = (stage.end_position, stage.end)
         lag, back = state["lag"] + stage.cut, state["back"] + stage.cut
-        trip = 2 * stage.least_cut + trips[at]
-        own = self._stage_term(stage.remaining, f, b, stage.least_occupancy, trip)
+        way = 2 * stage.least_cut
+        stay = Stay(f, b, stage.accumulation, stage.least_occupancy, way + trips[at], way + first_trips[at])
+        own = self._stage_term(stage.remaining, stay)
         inward = np.maximum(own, f + b + 2 * stage.least_cut + to_last_backward[at])
         whole = np.maximum(inward + e, f + stage.least_cut + to_end[at])
         sure = np.maximum(state["known"], lag + own + np.maximum(back, e))
@@ -85,13 +94,13 @@ class RoundTripBound:
         """(plans,): the bound of whole plans, whose cuts are all known."""
         return np.maximum(whole_bound(plans), self.choices.launches)
 
-    def _after_last(self) -> tuple[Floats, Floats, Floats]:
+    def _after_last(self) -> tuple[Floats, Floats, Floats, Floats]:
         nothing = self.choices.after_last
-        return nothing, nothing, nothing
+        return nothing, nothing, nothing, nothing
 
-    def _before(self, remaining: int) -> tuple[Floats, Floats, Floats]:
+    def _before(self, remaining: int) -> tuple[Floats, Floats, Floats, Floats]:
         shape = (self.choices.devices + 1, self.choices.last_place + 1)
-        rows = tuple(np.full(shape, np.inf) for _ in range(3))
+        rows = tuple(np.full(shape, np.inf) for _ in range(4))
         reachable = np.isfinite(self._rows[-1][0])
         if reachable.any():
             for group in self.choices.groups:
@@ -110,7 +119,7 @@ class RoundTripBound:
         stages = group.before(reachable)
         if stages is None:
             return
-        to_last_backward, to_end, trips = (
+        to_last_backward, to_end, trips, first_trips = (
             values[stages.after, stages.end] for values in self.rows(remaining - 1)
         )
         f, b = group.forward[stages.pair], self._least_backward(group, remaining)[stages.pair]
@@ -119,13 +128,15 @@ class RoundTripBound:
         )
         occupancy = slowness * group.sent[stages.pair]
         cut = occupancy + latency * group.inner[stages.pair]
-        trip = 2 * cut + trips
-        own = self._stage_term(remaining, f, b, occupancy, trip)
+        saved = group.accumulation[stages.pair]
+        stay = Stay(f, b, saved, occupancy, 2 * cut + trips, 2 * cut + first_trips)
+        own = self._stage_term(remaining, stay)
         inward = np.maximum(own, f + b + 2 * cut + to_last_backward)
         whole = np.maximum(inward + group.least_after[stages.pair], f + cut + to_end)
         forward, both, _ = (values[stages.position, stages.start] for values in self.choices.prefixes)
         too_slow = (inward + both >= self._limit) | (whole + forward >= self._limit)
-        for seconds, values in zip((inward, whole, f + b + trip), rows, strict=True):
+        around, first_around = f + b + stay.trip, f + b - saved + stay.first_trip
+        for seconds, values in zip((inward, whole, around, first_around), rows, strict=True):
             stages.least_into(values, np.where(too_slow, np.inf, seconds))
 
     def _least_backward(self, group: GroupChoices, remaining: int) -> Floats:
@@ -134,26 +145,47 @@ class RoundTripBound:
         last_differs = self.choices.config.recompute == "except_last"
         return np.where(np.isinf(b), np.inf, group.plain) if last_differs else b
 
-    def _stage_term(self, remaining: int, f: Floats, b: Floats, occupancy: Floats, trip: Floats) -> Floats:
-        count = self.choices.config.micro_batches
-        return stage_term(count, self.choices.in_flight(remaining), f, b, occupancy, trip)
+    def _stage_term(self, remaining: int, stay: Stay) -> Floats:
+        return stage_term(self.choices.config, self.choices.in_flight(remaining), stay)
 
 
-def stage_term(count: int, in_flight: float, f: Floats, b: Floats, occupancy: Floats, trip: Floats) -> Floats:
-    """From the first start to the last end on a stage that may hold `in_flight` of `count` micro-batches: the
-    largest of the module's docstring."""
-    chained = math.ceil(count / in_flight) * (f + b + trip)
+@dataclass(frozen=True, eq=False)
+class Stay:
+    """What a stage's term depends on, in the letters of the module's docstring: f, b, a, o, D and D'."""
+
+    forward: Floats
+    backward: Floats
+    accumulation: Floats
+    occupancy: Floats
+    trip: Floats
+    first_trip: Floats
+
+
+def stage_term(config: PipelineConfig, in_flight: float, stay: Stay) -> Floats:
+    """From the first start to the last end on a stage that may hold `in_flight` micro-batches: the largest of
+    the module's docstring."""
+    count, f, b, trip = config.micro_batches, stay.forward, stay.backward, stay.trip
+    first, first_trip = b - stay.accumulation, stay.first_trip
+    last, last_trip = (first, first_trip) if config.schedule == "gpipe" else (b, trip)
+    chained = times(math.ceil(count / in_flight) - 1, f + b + trip) + f + first + first_trip
     if count > in_flight:
         ramped = (
-            np.maximum(in_flight * f, f + trip)
+            np.maximum(in_flight * f, f + first_trip)
             + (count - in_flight) * (f + b)
+            - stay.accumulation
             + np.maximum(in_flight * b, b + trip)
         )
     else:
-        ramped = np.maximum(count * (f + b), np.maximum(count * f + b, f + count * b) + trip)
-    link = f + b + trip + (count - 1) * occupancy
+        work, ending = count * (f + b) - stay.accumulation, count * f + last + last_trip
+        ramped = np.maximum(work, np.maximum(ending, f + times(count - 1, b) + first + first_trip))
+    link = f + last + last_trip + (count - 1) * stay.occupancy
     term: Floats = np.maximum(np.maximum(chained, ramped), link)
     return term
+
+
+def times(count: int, values: Floats) -> Floats | float:
+    """count * values, where 0 times infinity is 0."""
+    return count * values if count else 0.0
 
 
 def whole_bound(plans: Pipelines) -> Floats:
@@ -162,17 +194,18 @@ def whole_bound(plans: Pipelines) -> Floats:
     after_last = np.zeros((len(plans), 1))
     cut = np.hstack([plans.occupancy + plans.latency, after_last])
     occupancy = np.hstack([plans.occupancy, after_last])
-    f, b, e = plans.forward, plans.backward, plans.exposed_allreduce
-    trips = np.zeros((stages + 1, len(plans)))
+    f, b, e, saved = plans.forward, plans.backward, plans.exposed_allreduce, plans.accumulation
+    trips, first_trips = np.zeros((2, stages + 1, len(plans)))
     for stage in reversed(range(stages)):
-        follows = 2 * cut[:, stage] + (0.0 if stage == stages - 1 else trips[stage + 1])
-        trips[stage] = f[:, stage] + b[:, stage] + follows
+        trips[stage] = 2 * cut[:, stage] + trips[stage + 1] + (f + b)[:, stage]
+        first_trips[stage] = 2 * cut[:, stage] + first_trips[stage + 1] + (f + b - saved)[:, stage]
     lag, back, bound = (np.zeros(len(plans)) for _ in range(3))
     ends = np.zeros((stages, len(plans)))
     for stage in range(stages):
-        trip = trips[stage] - f[:, stage] - b[:, stage]
-        in_flight = min(count, stages - stage)
-        own = stage_term(count, in_flight, f[:, stage], b[:, stage], occupancy[:, stage], trip)
+        trip, first_trip = (2 * cut[:, stage] + after[stage + 1] for after in (trips, first_trips))
+        own_f, own_b, own_saved = f[:, stage], b[:, stage], saved[:, stage]
+        stay = Stay(own_f, own_b, own_saved, occupancy[:, stage], trip, first_trip)
+        own = stage_term(plans.config, min(count, stages - stage), stay)
         ends[stage] = lag + own + e[:, stage]
         bound = np.maximum(bound, lag + own + np.maximum(back, e[:, stage]))
         lag = lag + f[:, stage] + cut[:, stage]

@@ -2,10 +2,10 @@
 
 The letters are those of `one_f_one_b`. GPipe's forwards and backwards are two flow shops of identical jobs
 (links are machines, latencies lags), whose spans are known exactly: sum of f and c plus (M - 1) times the
-largest f or o; the same for b. Under `except_last` the first backward job is shorter (b', without what is run
-again), and two paths are bounds: it on the last stage, then the second job through all of them: sum of b and
-c plus (M - 2) times the largest b or o, plus b' of the last stage; or it as far as the largest stage, where
-all others pass: sum of b' and c plus (M - 1) times the largest b or o.
+largest f or o; the same for b. The first backward job is shorter (b': it adds to no gradients, and under
+`except_last` runs nothing again), and two paths are bounds: it on the last stage, then the second job through
+all of them: sum of b and c plus (M - 2) times the largest b or o, plus b' of the last stage; or it as far as
+the largest stage, where all others pass: sum of b' and c plus (M - 1) times the largest b or o.
 
 The gradients of stage s are complete after the backwards of the stages from s on, another such span, and
 reduced e later.
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
-from .bounds_1f1b import RoundTripBound
+from .bounds_1f1b import RoundTripBound, times
 from .partial import BoundState, Expansion
 from .pipelines import Pipelines
 from .stage_choices import GroupChoices, StageChoices
@@ -54,7 +54,8 @@ class GPipeBound:
         self._round_trips = RoundTripBound(choices, limit)
         self._setting = choices.config
         self._count = choices.config.micro_batches
-        backwards = [group.costs.backward[-2, -1] for group in choices.groups]
+        firsts = (group.costs.backward - group.costs.accumulation for group in choices.groups)
+        backwards = [first[-2, -1] for first in firsts]
         self._last = float(min(backwards, default=0.0))
         """b' of the last stage, at the least."""
         self._rows = [self._after_last()]
@@ -85,7 +86,7 @@ class GPipeBound:
         own = _Sums(
             forward=stage.forward,
             usual=stage.backward,
-            plain=self._first(stage.plain, stage.backward),
+            plain=self._first(stage.plain, stage.backward) - stage.accumulation,
             cuts=stage.cut,
             most_forward=np.maximum(stage.forward, stage.occupancy),
             most_backward=np.maximum(stage.backward, stage.occupancy),
@@ -101,8 +102,8 @@ class GPipeBound:
         # Only what goes on to the stage before takes the link to it.
         passing = np.maximum(most, stage.occupancy)
         followers = self._count - 1
-        reduced = suffix + _times(followers, most) + stage.least_after
-        tail = np.maximum(np.maximum(suffix + _times(followers, passing) + back, reduced), ahead.tail)
+        reduced = suffix + times(followers, most) + stage.least_after
+        tail = np.maximum(np.maximum(suffix + times(followers, passing) + back, reduced), ahead.tail)
         whole = _Sums(
             forward=now["forward"] + ahead.forward,
             usual=now["usual"] + ahead.usual,
@@ -121,7 +122,7 @@ class GPipeBound:
         return np.maximum(whole_bound(plans), self.choices.launches)
 
     def _first(self, plain: Floats, usual: Floats) -> Floats:
-        """Seconds of the backward that runs first."""
+        """Seconds of the backward that runs first, as if it added to gradients."""
         return plain if self._setting.recompute == "except_last" else usual
 
     def _total(self, sums: _Sums) -> Floats:
@@ -149,7 +150,8 @@ class GPipeBound:
             return
         follows, pairs = self.rows(remaining - 1), stages.pair
         f, b = group.forward[pairs], group.backward(self.choices.in_flight(remaining))[0][pairs]
-        plain = np.where(np.isinf(b), np.inf, self._first(group.plain[pairs], b))
+        first = self._first(group.plain[pairs], b) - group.accumulation[pairs]
+        plain = np.where(np.isinf(b), np.inf, first)
         latency, slowness = (
             values[stages.after] for values in self.choices.ranges.best_route(group.replicas)
         )
@@ -167,7 +169,7 @@ class GPipeBound:
             "most_backward": most_backward,
             "most_both": np.maximum(np.maximum(f + b, 2 * o), ahead.most_both),
             "tail": np.maximum(
-                suffix + _times(self._count - 1, most_backward) + group.least_after[pairs], ahead.tail
+                suffix + times(self._count - 1, most_backward) + group.least_after[pairs], ahead.tail
             ),
         }
         for name, values in own.items():
@@ -178,7 +180,7 @@ def whole_bound(plans: Pipelines) -> Floats:
     """(plans,): the bound of whole plans, but for their launches."""
     config, after_last = plans.config, np.zeros((len(plans), 1))
     f, b = plans.forward, plans.backward
-    plain = plans.plain if config.recompute == "except_last" else b
+    plain = (plans.plain if config.recompute == "except_last" else b) - plans.accumulation
     o = np.hstack([plans.occupancy, after_last])
     c = np.hstack([plans.occupancy + plans.latency, after_last])
     backward = np.maximum(b, o)
@@ -205,20 +207,15 @@ def whole_bound(plans: Pipelines) -> Floats:
 def _total(config: PipelineConfig, sums: _Sums, last: Floats | float) -> Floats:
     """The bound from the sums and the largest of all stages; `last`: b' of the last stage, at the least."""
     followers = config.micro_batches - 1
-    forwards = sums.forward + sums.cuts + _times(followers, sums.most_forward)
+    forwards = sums.forward + sums.cuts + times(followers, sums.most_forward)
     paths = [(sums.plain, followers)]
-    if config.recompute == "except_last":
+    if followers:
         paths.append((sums.usual + last, followers - 1))
     bounds = [forwards + sums.tail]
     for seconds, count in paths:
         span = sums.forward + seconds + 2 * sums.cuts
-        bounds.append(span + _times(followers, sums.most_forward) + _times(count, sums.most_backward))
-        more = _times(followers - count, sums.most_forward)
-        bounds.append(span + _times(count, sums.most_both) + more)
+        bounds.append(span + times(followers, sums.most_forward) + times(count, sums.most_backward))
+        more = times(followers - count, sums.most_forward)
+        bounds.append(span + times(count, sums.most_both) + more)
     total: Floats = np.max(np.broadcast_arrays(*bounds), axis=0)
     return total
-
-
-def _times(count: int, values: Floats) -> Floats | float:
-    """count * values, where 0 times infinity is 0."""
-    return count * values if count else 0.0

@@ -50,6 +50,10 @@ class Expansion:
         return self.group.plain[self.pair]
 
     @cached_property
+    def accumulation(self) -> Floats:
+        return self.group.accumulation[self.pair]
+
+    @cached_property
     def backward(self) -> Floats:
         return self.group.backward(self.choices.in_flight(self.remaining))[0][self.pair]
 
@@ -83,7 +87,7 @@ class Expansion:
         return seconds
 
 
-COLUMNS = ("forward", "backward", "plain", "exposed_allreduce", "occupancy", "latency")
+COLUMNS = ("forward", "backward", "plain", "accumulation", "exposed_allreduce", "occupancy", "latency")
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,7 +49,8 @@ class Pipelines:
     """Pipelines of one configuration with as many stages: arrays of shape (pipelines, stages), transfers
     (pipelines, stages - 1), in seconds.
 
-    `backward` with what is run again; `plain` without (of the last micro-batch under except_last).
+    `backward` with what is run again; `plain` without (of the last micro-batch under except_last);
+    `accumulation`: what the first backward of several does not take.
     `exposed_allreduce`: of the all-reduce after the last backward. `forward_launch` and `backward_launch`: on
     the host, where one process drives all stages. `routes`: for the ports that stages share; None: there are
     none.
@@ -59,6 +60,7 @@ class Pipelines:
     forward: Floats
     backward: Floats
     plain: Floats
+    accumulation: Floats
     exposed_allreduce: Floats
     occupancy: Floats
     latency: Floats
@@ -178,6 +180,7 @@ class Pipelines:
             forward_launch=None if forward_launch is None else self._over(forward_launch, forward_launch),
             backward_launch=relaunch,
             all_reduce=self.exposed_allreduce.T if self.exposed_allreduce.any() else None,
+            accumulation=self.accumulation.T,
         )
 
     @property
@@ -284,18 +287,21 @@ def build_pipelines(
     """Straight pipelines of one configuration and one number of stages, side by side."""
     config, cut_points = proposals[0].config, list(space.table(space.chain.sizes[0]).cut_points)
     shape = (len(proposals), len(proposals[0].ends))
-    columns = {name: np.zeros(shape) for name in ("forward", "backward", "plain", "exposed_allreduce")}
+    names = ("forward", "backward", "plain", "accumulation", "exposed_allreduce")
+    columns = {name: np.zeros(shape) for name in names}
     launches = {name: np.zeros(shape) for name in ("forward_launch", "backward_launch")}
     occupancy, latency = (np.zeros((shape[0], shape[1] - 1)) for _ in range(2))
     places_of = np.zeros((2, *shape), dtype=np.int64)
     for row, proposal in enumerate(proposals):
         groups = [space.replica_group(config.micro_batch_size, devices) for devices in proposal.devices]
         for stage, (group, (first, end)) in enumerate(zip(groups, proposal.bounds, strict=True)):
+            backward, accumulation = group.backward_of(config.micro_batches)
             at = cut_points.index(first), cut_points.index(end)
             recompute = group.forward[at] if modes[row][stage] != "never" else 0.0
             columns["forward"][row, stage] = group.forward[at]
-            columns["plain"][row, stage] = group.backward[at]
-            columns["backward"][row, stage] = group.backward[at] + recompute
+            columns["plain"][row, stage] = backward[at]
+            columns["backward"][row, stage] = backward[at] + recompute
+            columns["accumulation"][row, stage] = accumulation[at]
             columns["exposed_allreduce"][row, stage] = group.exposed_allreduce[at]
             places_of[:, row, stage] = at
             for name, values in launches.items():

@@ -142,7 +142,9 @@ class RelaxedBound:
         count = config.micro_batches - (0.5 if config.recompute == "except_last" else 0.0)
         x = 2 * problem.stages.forward + problem.stages.backward
         longest = float(x[np.isfinite(x)].max(initial=0.0))
-        return min(self.step / count, longest)
+        once = problem.stages.accumulation
+        most_once = float(once[np.isfinite(once)].max(initial=0.0))
+        return min((self.step + most_once) / count, longest)
 
     def _improve_prices(self, range_: _StageRange) -> _StageRange:
         """The range with better bounds and prices."""

@@ -10,7 +10,9 @@ the sum of (x + 2 c) of those after it). Then a step takes no less than each of
     GPipe    A + M x + D
 
 and with e of s in place of the backwards (and their cuts) of the stages before it, which come after its last.
-All of these are sums over the stages, in which s counts otherwise. For x of s between `low` and `high` no
+All of these are sums over the stages, in which s counts otherwise. Each is the length of a path, or of two on
+average, which meets the first backward of a stage once at most: what that does not take is left out of every
+stage once. For x of s between `low` and `high` no
 other stage takes more than `high`, and s counts at least with `low`. What is left to respect is that all
 stages together have no more devices than there are, and that is priced: with a price of every device,
 
@@ -141,6 +143,7 @@ class RelaxedProblem:
         """The least step of one stage."""
         x, count = self.seconds(self.in_flight(1))[:, 0, -1], self.config.micro_batches
         once = self.stages.forward[:, 0, -1] if self.config.recompute == "except_last" else 0.0
+        once = once + self.stages.accumulation[:, 0, -1]
         with np.errstate(invalid="ignore"):
             steps = count * x - once + self.stages.exposed_allreduce[:, 0, -1]
         steps = np.where(np.isfinite(x), steps, np.inf)
@@ -170,6 +173,7 @@ class _Entries:
     first: Indices
     choice: Indices
     x: Floats
+    accumulation: Floats
     forward: Floats
     exposed_allreduce: Floats
     cut: Floats
@@ -188,9 +192,9 @@ class _Entries:
             return column
 
         cut = stages.cut[choice, pair % cut_points]
-        return cls(
-            pair, first, choice, x.reshape(-1)[at], own(stages.forward), own(stages.exposed_allreduce), cut
-        )
+        accumulation, forward = own(stages.accumulation), own(stages.forward)
+        reduced = own(stages.exposed_allreduce)
+        return cls(pair, first, choice, x.reshape(-1)[at], accumulation, forward, reduced, cut)
 
 
 class _Programme:
@@ -268,7 +272,7 @@ class _Programme:
         return entries.x - entries.forward if last_differs else entries.x
 
     def _after(self, entries: _Entries) -> Floats:
-        seconds = self.weights.after * (self._plain(entries) + 2 * entries.cut)
+        seconds = self.weights.after * (self._plain(entries) + 2 * entries.cut) - entries.accumulation
         total: Floats = seconds + self.price[entries.choice]
         return total
 
@@ -276,14 +280,13 @@ class _Programme:
         if self.weights.reduced:
             seconds = entries.forward + entries.cut
         else:
-            seconds = self._plain(entries) + 2 * entries.cut
+            seconds = self._plain(entries) + 2 * entries.cut - entries.accumulation
         total: Floats = seconds + self.price[entries.choice]
         return total
 
     def _busiest(self, entries: _Entries) -> Floats:
-        seconds = self.weights.after * 2 * entries.cut + (
-            entries.exposed_allreduce if self.weights.reduced else 0.0
-        )
+        reduced = entries.exposed_allreduce if self.weights.reduced else 0.0
+        seconds = self.weights.after * 2 * entries.cut + reduced - entries.accumulation
         total: Floats = seconds + self.price[entries.choice]
         return total
 

@@ -48,7 +48,8 @@ class RelaxedStages:
     of device and numbers of replicas.
 
     `kind`, `replicas` (choices,): which kind, and the fewest devices. Seconds of a micro-batch: `forward`,
-    `backward` without what is run again; `exposed_allreduce`: of the all-reduce that follows; `cut` (choices,
+    `backward` without what is run again, `accumulation` what of it the first of a step does not take;
+    `exposed_allreduce`: of the all-reduce that follows; `cut` (choices,
     cut points): of the transfer to the next stage, by where it starts. `room`: by mode of recomputation, how
     many micro-batches may be in flight. `exact`: whether cut points are all cuts.
     """
@@ -59,6 +60,7 @@ class RelaxedStages:
     replicas: npt.NDArray[np.int64]
     forward: Floats
     backward: Floats
+    accumulation: Floats
     exposed_allreduce: Floats
     cut: Floats
     room: dict[str, Floats]
@@ -96,6 +98,7 @@ def relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
         replicas=np.array([each.fewest for _ in kinds for each in counts]),
         forward=table("forward"),
         backward=table("backward"),
+        accumulation=table("accumulation"),
         exposed_allreduce=table("exposed_allreduce"),
         cut=np.array([_cut_seconds(topology, choice.table) for choice in choices]),
         room={mode: np.array([choice.most_in_flight(mode) for choice in choices]) for mode in modes},
@@ -139,7 +142,9 @@ def _choice(
     )
     cut_points = space.table(counts.per_replica_batches[0]).cut_points
     seconds, table = StageTable(timed[0], cut_points), StageTable(profiled[0], cut_points)
-    forward, backward = (own * kind.seconds_scale for own in (seconds.forward, seconds.backward))
+    forward, backward, accumulation = (
+        own * kind.seconds_scale for own in (seconds.forward, seconds.backward, seconds.accumulation)
+    )
     slowest = np.maximum.reduce(
         [
             space.kind_table(other, per_replica_batch).backward * other.seconds_scale
@@ -158,6 +163,7 @@ def _choice(
         size=size,
         forward=forward,
         backward=backward,
+        accumulation=accumulation,
         exposed_allreduce=np.maximum(sent - slowest, 0.0) + tied,
         limit=_limit(space, kind),
         optimizer=space.optimizer,
@@ -261,6 +267,7 @@ def _inner(stages: RelaxedStages) -> RelaxedStages:
         stages,
         forward=shift(stages.forward, 0.0),
         backward=shift(stages.backward, 0.0),
+        accumulation=shift(stages.accumulation, 0.0),
         exposed_allreduce=shift(stages.exposed_allreduce, 0.0),
         cut=np.zeros_like(stages.cut),
         room={mode: shift(values, inf) for mode, values in stages.room.items()},

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from ...cost_models.memory import LedgerOptions, Recompute
+from ...cost_models.memory import LedgerOptions, Moment, Recompute
+from ...cost_models.optimizers import FLOAT32, optimizer_named
 from ..stage_table import Floats, StageTable
 
 Indices = npt.NDArray[np.int64]
@@ -88,8 +89,8 @@ def make_buckets(gradient_bytes: Floats, cut_points: Sequence[int]) -> Buckets:
 class ReplicaGroupCosts:
     """What all stages cost on so many devices of these kinds, so joined. Tables as of `StageTable`.
 
-    Seconds are those of the slowest replica; `exposed_allreduce`: of the all-reduce that follows the last
-    backward.
+    Seconds are those of the slowest replica; `accumulation`: of a backward what the first of a step does not
+    take; `exposed_allreduce`: of the all-reduce that follows the last backward.
     """
 
     table: StageTable
@@ -98,6 +99,7 @@ class ReplicaGroupCosts:
     size: int
     forward: Floats
     backward: Floats
+    accumulation: Floats
     exposed_allreduce: Floats
     limit: float
     optimizer: str
@@ -106,33 +108,46 @@ class ReplicaGroupCosts:
     """Of sums of tied weights' gradients, at the least: they follow the all-reduce."""
     _room: dict[str, Floats] = field(default_factory=dict)
 
+    def backward_of(self, micro_batches: int) -> tuple[Floats, Floats]:
+        """Backward seconds of a micro-batch, and what of them the first of several does not take; a single
+        one is the first."""
+        if micro_batches > 1:
+            return self.backward, self.accumulation
+        return self.backward - self.accumulation, np.zeros_like(self.accumulation)
+
     def room(self, recompute: Recompute, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> Floats:
         """(pairs,): `most_in_flight` of some stages alone."""
         if recompute in self._room:
             return self._room[recompute][start, end]
         if self.limit == inf:
             return np.full(len(start), inf)
-        one, two = (
-            self.table.stage_memory(
-                start, end, in_flight, recompute, self.optimizer, self.replicas, **self.ledger
+
+        def need(in_flight: float, moment: Moment) -> Floats:
+            options: LedgerOptions = {**self.ledger, "moment": moment}
+            return self.table.stage_memory(
+                start, end, in_flight, recompute, self.optimizer, self.replicas, **options
             )
-            for in_flight in (1, 2)
-        )
-        return self._most(one, two)
+
+        return self._most(need)
 
     def most_in_flight(self, recompute: Recompute) -> Floats:
-        """How many micro-batches each stage has room for, as a fraction; negative where for none. The ledger
-        is a line of the micro-batches that are held."""
+        """How many micro-batches each stage has room for, as a fraction; negative where for none."""
         if recompute not in self._room:
-            unlimited = self.limit == inf
             self._room[recompute] = (
                 np.full(self.forward.shape, inf)
-                if unlimited
-                else self._most(self.bytes(1, recompute), self.bytes(2, recompute))
+                if self.limit == inf
+                else self._most(lambda in_flight, moment: self.bytes(in_flight, recompute, moment))
             )
         return self._room[recompute]
 
-    def _most(self, one: Floats, two: Floats) -> Floats:
+    def _most(self, need: Callable[[float, Moment], Floats]) -> Floats:
+        """`need`: bytes with so many micro-batches held. At each moment the ledger is a line of them."""
+        most = self._most_at(need(1, "passes"), need(2, "passes"))
+        if not optimizer_named(self.optimizer).has_temporaries(self.ledger.get("precision", FLOAT32)):
+            return most
+        return np.minimum(most, self._most_at(need(1, "step"), need(2, "step")))
+
+    def _most_at(self, one: Floats, two: Floats) -> Floats:
         """From the bytes with one micro-batch held, and with two."""
         base, each = 2 * one - two, two - one
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -141,6 +156,7 @@ class ReplicaGroupCosts:
         room: Floats = most * (1 + 1e-12)
         return room
 
-    def bytes(self, in_flight: float, recompute: Recompute) -> Floats:
+    def bytes(self, in_flight: float, recompute: Recompute, moment: Moment = "any") -> Floats:
         """What each stage needs on one replica."""
-        return self.table.memory(in_flight, recompute, self.optimizer, self.replicas, **self.ledger)
+        options: LedgerOptions = {**self.ledger, "moment": moment}
+        return self.table.memory(in_flight, recompute, self.optimizer, self.replicas, **options)

@@ -32,7 +32,7 @@ MOST_BLOCKS = 220
 """Between allowed cuts: of so many, tables of all stages are made."""
 
 
-_KEPT = ("buckets", "usable", "routes", "ports")
+_CACHES = ("buckets", "usable", "routes", "ports")
 """What is made of a space once, whatever its budget."""
 
 
@@ -74,7 +74,7 @@ class Space:
         space = replace(self, budget=budget)
         for name in ("_tables", "_group_costs", "_joined"):
             object.__setattr__(space, name, getattr(self, name))
-        vars(space).update({name: own for name, own in vars(self).items() if name in _KEPT})
+        vars(space).update({name: own for name, own in vars(self).items() if name in _CACHES})
         return space
 
     def table(self, size: float) -> StageTable:
@@ -173,10 +173,12 @@ class Space:
         """Whether a replica's share can be costed."""
         return self.chain.reaches(divide_batch(size, replicas), past_largest=self.past_largest)
 
-    def least_work(self, size: int, *, recompute: bool) -> Floats:
+    def least_work(self, size: int, *, recompute: bool = False, first_share: float) -> Floats:
         """(layers,): seconds of so many samples, forward (twice with `recompute`) and backward, on the device
-        that is fastest for each layer."""
-        return self.least(size, lambda own: (1 + recompute) * own.forward_seconds + own.backward_seconds)
+        that is fastest for each layer; `first_share` as of `LayerCosts.mean_backward`."""
+        return self.least(
+            size, lambda own: (1 + recompute) * own.forward_seconds + own.mean_backward(first_share)
+        )
 
     def least_forward(self, size: int) -> Floats:
         """(layers,): forward seconds of so many samples on the device that is fastest for each layer."""
@@ -191,11 +193,16 @@ class Space:
         """(layers,): such seconds of so many samples on a kind of device."""
         return seconds(self.kind_table(kind, size).costs) * kind.seconds_scale
 
-    def cheapest_work(self, size: int, counts: Iterable[int], *, recompute: bool = False) -> Floats | None:
+    def cheapest_work(
+        self, size: int, counts: Iterable[int], *, recompute: bool = False, first_share: float
+    ) -> Floats | None:
         """(layers,): `least_work` of a micro-batch on all replicas together, of these numbers of replicas the
         one with which each layer takes least; None where none can be costed."""
         fitting = [n for n in counts if n <= size and self.fits_someone(size, n)]
-        works = [n * self.least_work(divide_batch(size, n), recompute=recompute) for n in fitting]
+        works = [
+            n * self.least_work(divide_batch(size, n), recompute=recompute, first_share=first_share)
+            for n in fitting
+        ]
         return np.minimum.reduce(works) if works else None
 
     def replica_group(self, size: int, devices: Sequence[int]) -> ReplicaGroupCosts:
@@ -234,9 +241,11 @@ class Space:
         if exchange.is_by_layer:
             forwards = [exchange.forward(own, own.costs.forward_seconds * scale) for own, scale in timed]
             backward = [exchange.backward(own, own.costs.backward_seconds * scale) for own, scale in timed]
+            first = backward
         else:
             forwards = [table.forward * scale for table, scale in timed]
             backward = [table.backward * scale for table, scale in timed]
+            first = [(table.backward - table.accumulation) * scale for table, scale in timed]
         forward = np.maximum.reduce(forwards)
         exposed_allreduce = np.zeros_like(forward)
         if len(devices) > 1 and self.zero:
@@ -259,6 +268,7 @@ class Space:
             size=size,
             forward=forward,
             backward=np.maximum.reduce(backward),
+            accumulation=np.maximum.reduce(backward) - np.maximum.reduce(first),
             exposed_allreduce=exposed_allreduce,
             limit=self.limit(devices),
             optimizer=self.optimizer,

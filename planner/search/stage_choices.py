@@ -75,7 +75,12 @@ class GroupChoices:
     @cached_property
     def plain(self) -> Floats:
         """Backward, without what is run again."""
-        return self.costs.backward[self.start, self.end]
+        return self.costs.backward_of(self.config.micro_batches)[0][self.start, self.end]
+
+    @cached_property
+    def accumulation(self) -> Floats:
+        """What the first backward of several does not take."""
+        return self.costs.backward_of(self.config.micro_batches)[1][self.start, self.end]
 
     @cached_property
     def exposed_allreduce(self) -> Floats:
@@ -204,20 +209,26 @@ class StageChoices:
         for position in range(1, self.devices + 1):
             usable = own[: bisect_right(counts, position)]
             if len(usable):
-                forward, both = np.cumsum(usable.min(axis=0), axis=1)
-                shared = usable[:, 1] * np.array(counts[: len(usable)])[:, None]
+                forward, both, _ = np.cumsum(usable.min(axis=0), axis=1)
+                shared = usable[:, 2] * np.array(counts[: len(usable)])[:, None]
                 work = self.config.micro_batches * np.cumsum(shared.min(axis=0)) / position
                 for values, row in zip(tables, (forward, both, work), strict=True):
                     values[position] = row
         return tables[0], tables[1], tables[2]
 
     def _of_blocks(self, replicas: int) -> Floats:
-        """(2, cut points): seconds of each block on so many replicas, forward, and forward and backward; 0
-        before the first block."""
-        per_replica_batch = divide_batch(self.config.micro_batch_size, replicas)
-        starts = self.groups[0].costs.table.cut_points[:-1]
-        layers = self.space.least_work(per_replica_batch, recompute=self.config.recompute == "always")
-        seconds = np.array([self.space.least_forward(per_replica_batch), layers])
+        """(3, cut points): seconds of each block on so many replicas: forward; forward and backward; and
+        these on average over the micro-batches. 0 before the first block."""
+        per_replica_batch, count = (
+            divide_batch(self.config.micro_batch_size, replicas),
+            self.config.micro_batches,
+        )
+        starts, recompute = self.groups[0].costs.table.cut_points[:-1], self.config.recompute == "always"
+        both, mean = (
+            self.space.least_work(per_replica_batch, recompute=recompute, first_share=share)
+            for share in (float(count == 1), 1 / count)
+        )
+        seconds = np.array([self.space.least_forward(per_replica_batch), both, mean])
         return np.pad(np.add.reduceat(seconds, starts, axis=1), ((0, 0), (1, 0)))
 
 
@@ -245,7 +256,7 @@ def _groups(
             own[1][position] = True
         for costs, where in at.values():
             after = costs.exposed_allreduce + costs.least_tied
-            work = config.micro_batches * (costs.forward + costs.backward) + after
+            work = config.micro_batches * (costs.forward + costs.backward) - costs.accumulation + after
             start, end = np.nonzero(space.usable & (work <= limit))
             if len(start):
                 yield GroupChoices(costs, where, start, end, config)

@@ -264,7 +264,8 @@ def quick_bound(space: Space, family: Family) -> float:
     in no more than a step, so that a device of half the speed does half of it at the most."""
     config, devices = family.config, _fast_devices(space, family)
     counts, recompute = bounded_counts(family), config.recompute == "always"
-    work = space.cheapest_work(config.micro_batch_size, counts, recompute=recompute)
+    share = 1 / config.micro_batches
+    work = space.cheapest_work(config.micro_batch_size, counts, recompute=recompute, first_share=share)
     return np.inf if work is None else float(config.micro_batches * work.sum() / devices)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from ..cost_models import arguments
 from ..cost_models.errors import FileError, UsageError
@@ -102,6 +103,12 @@ def read_plan(path: Path, profile_file: Path | None) -> PlanAndProfile:
         raise FileError(
             f"{where}: is not the profile that {path} was made from (SHA-256 {sha256(content)[:12]}…, "
             f"the plan says {plan.profile.sha256[:12]}…)",
-            f"Name the right one as `profile`, or plan again: pplan solve {where}",
+            f"Name the right one as `profile`, or plan again: pplan solve {quote(str(where))}",
         )
-    return PlanAndProfile(plan, Profile.parse(as_text(content, where, "profile"), str(where)), path, where)
+    profile = Profile.parse(as_text(content, where, "profile"), str(where))
+    if sum(plan.balance) != len(profile.layers):
+        raise FileError(
+            f"{path}: has {sum(plan.balance)} layers, its profile {where} {len(profile.layers)}",
+            f"Name the right one as `profile`, or plan again: pplan solve {quote(str(where))}",
+        )
+    return PlanAndProfile(plan, profile, path, where)

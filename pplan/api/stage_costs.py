@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Options, option
+from ..cost_models.ranges import MOST_ACTIONS
 
 if TYPE_CHECKING:
     from ..cost_models.schedules import Program, StageSlot
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 MOST_MILLISECONDS = 1e9
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-MOST_ACTIONS = 2_000_000
-"""Of a step: some hundred bytes each."""
 
 
 def _read_milliseconds(text: str, name: str) -> tuple[float, ...]:

@@ -36,6 +36,8 @@ class PartBytes:
     workspace: float
     neighbours: float = 0.0
     copied: float = 0.0
+    largest: float = 0.0
+    """Of the trainable parameters; where they are not known one by one, of the layers."""
 
 
 def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
@@ -46,11 +48,15 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
     kept, parameters = saved.cumsum(), layers.parameters[own]
     copies = [weight for weight in layers.shared if weight.users[0] < first and weight.held_by(first, end)]
     copied = sum(weight.bytes for weight in copies if weight.trains)
+    largest = layers.trainable if layers.largest is None else layers.largest
+    buffers = sum(
+        own.bytes for own in layers.shared_buffers if own.users[0] < first and own.held_by(first, end)
+    )
     pairs = parameters[1:] + parameters[:-1]
     return PartBytes(
         parameters=float(parameters.sum()) + sum(weight.bytes for weight in copies),
         trainable=float(layers.trainable[own].sum()) + copied,
-        buffers=float(layers.buffers[own].sum()),
+        buffers=float(layers.buffers[own].sum()) + buffers,
         waiting=float(saved.sum() + costs["saved_input_bytes"][first]),
         input=received if first else layers.input_bytes_per_sample * size,
         received=received,
@@ -58,6 +64,7 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
         workspace=max(float((kept + workspace).max() - kept[-1]), 0.0),
         neighbours=float(pairs.max() if len(pairs) else parameters[0]),
         copied=copied,
+        largest=max([float(largest[own].max()), *(weight.bytes for weight in copies if weight.trains)]),
     )
 
 
@@ -116,10 +123,18 @@ def ledger(
     if training.master:
         master = trainable * training.master / training.weight
         terms["master_weights"] = training.spread(master, replicas, 1)
+    largest = max(own.largest for own in chunks)
+    temporaries = training.step_temporaries(trainable, largest, gpu=context_bytes > 0)
+    if temporaries is not None:
+        waiting, inputs, _, alive = most[0]
+        held = waiting if recompute == "never" else inputs
+        waits = held * (alive - 1) / alive if weight_versions > 1 else 0.0
+        needed = training.spread(temporaries, replicas, 1) + waits
+        terms["optimizer_step"] = max(needed - sum(most[0][:3]), 0.0)
     terms["reserve"] = RESERVE * sum(terms.values())
     if context_bytes:
         terms["context"] = float(context_bytes)
-    return Ledger(terms, most[1:])
+    return Ledger(terms, [moment[:3] for moment in most[1:]])
 
 
 def _exchanged(chunks: list[PartBytes], training: StatedTraining, replicas: int, gradients: float) -> float:
@@ -146,9 +161,11 @@ def _at_cuts(order: ScheduleOrder, device: int, chunks: list[PartBytes]) -> floa
     return received + sent
 
 
-def _most_held(order: ScheduleOrder, device: int, chunks: list[PartBytes], recompute: str) -> list[Held]:
+def _most_held(
+    order: ScheduleOrder, device: int, chunks: list[PartBytes], recompute: str
+) -> list[tuple[float, float, float, int]]:
     """The terms that come and go, at each action during which they are the largest together (without
-    repeats, the first one first).
+    repeats, the first one first), and the micro-batches in flight then.
 
     A micro-batch is in flight from its F to its W, to its B without one. It holds what its layers save; where
     they recompute its input, and from its B on what they save besides. `except_last`: the last saves all.
@@ -156,22 +173,24 @@ def _most_held(order: ScheduleOrder, device: int, chunks: list[PartBytes], recom
     own, last = order.lists[device], len(order.route_of) - 1
     split = {(batch, chunk) for kind, batch, chunk in own if kind == "W"}
     waiting, inputs = [0.0] * len(chunks), [0.0] * len(chunks)
-    moments: dict[Held, None] = {}
+    moments: dict[Held, int] = {}
+    alive = 0
     for kind, batch, chunk in own:
         share = order.shares[batch]
         saves = recompute == "never" or (recompute == "except_last" and batch == last)
         if kind == "F":
+            alive += 1
             (waiting if saves else inputs)[chunk] += share
         elif kind == "B" and not saves:
             waiting[chunk] += share
-        moments[_sum(waiting, chunks, "waiting"), _sum(inputs, chunks, "input"), chunks[chunk].workspace] = (
-            None
-        )
+        moment = (_sum(waiting, chunks, "waiting"), _sum(inputs, chunks, "input"), chunks[chunk].workspace)
+        moments.setdefault(moment, alive)
         if kind == "W" or (kind == "B" and (batch, chunk) not in split):
+            alive -= 1
             waiting[chunk] -= share
             inputs[chunk] -= 0.0 if saves else share
     most = max(sum(moment) for moment in moments)
-    return [moment for moment in moments if sum(moment) >= most * (1 - SAME)]
+    return [(*moment, count) for moment, count in moments.items() if sum(moment) >= most * (1 - SAME)]
 
 
 def _sum(counts: list[float], chunks: list[PartBytes], key: str) -> float:

@@ -34,7 +34,7 @@ LARGEST_SIZE = 2**24
 
 @dataclass(frozen=True)
 class Shared:
-    """A weight that several layers use (their numbers), and that may be on several stages."""
+    """A weight or buffer that several layers use (their numbers), and that may be on several stages."""
 
     name: str
     bytes: float
@@ -49,7 +49,8 @@ class Shared:
 @dataclass(frozen=True, eq=False)
 class Layers:
     """The layers at every measured size: `figures` by name, each of shape (layers, sizes). A part of the
-    backward that was not measured is missing."""
+    backward that was not measured is missing. `adding`: of a backward, seconds to add to gradients that are
+    there; the first of a step finds none."""
 
     where: str
     names: tuple[str, ...]
@@ -58,11 +59,15 @@ class Layers:
     parameters: Vector
     trainable: Vector
     buffers: Vector
+    adding: Vector
     input_bytes_per_sample: float
     figures: dict[str, Vector]
     scales: bool
     closing: dict[int, float]
     shared: tuple[Shared, ...] = ()
+    largest: Vector | None = None
+    """Bytes of each layer's largest trainable parameter; None: not known."""
+    shared_buffers: tuple[Shared, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -99,6 +104,10 @@ class Layers:
         trains = np.where(self.trainable > 0, WEIGHT_SHARE, 0.0)
         made.setdefault("backward_input_seconds", made["backward_seconds"] * (1 - trains))
         made.setdefault("backward_weight_seconds", made["backward_seconds"] * trains)
+        adding = np.minimum(self.adding, made["backward_seconds"])
+        made["first_backward_seconds"] = made["backward_seconds"] - adding
+        weight = made["backward_weight_seconds"]
+        made["first_backward_weight_seconds"] = weight - np.minimum(adding, weight)
         return made
 
     def _at(self, name: str, values: Vector, size: int) -> Vector:
@@ -147,6 +156,7 @@ def layers_of(table: Table) -> Layers:
         parameters=parameters,
         trainable=np.array(trains, dtype=np.float64),
         buffers=_column(own, "buffer_bytes", 0),
+        adding=np.array([layer.number("accumulation_seconds", 0.0, most=MOST_SECONDS) for layer in own]),
         input_bytes_per_sample=float(table.count("input_bytes_per_sample", 0)),
         figures=figures,
         scales=table.flag("scales_with_samples", False),
@@ -154,14 +164,20 @@ def layers_of(table: Table) -> Layers:
             whole.count("micro_batch_size", least=1): whole.number("closing_ratio", most=MOST_SECONDS)
             for whole in table.tables("whole")
         },
-        shared=_shared(table, names),
+        shared=_shared(table, names, "tied"),
+        shared_buffers=_shared(table, names, "shared_buffers"),
+        largest=(
+            _column(own, "largest_parameter_bytes", None)
+            if all(layer.has("largest_parameter_bytes") for layer in own)
+            else None
+        ),
     )
 
 
-def _shared(table: Table, names: tuple[str, ...]) -> tuple[Shared, ...]:
+def _shared(table: Table, names: tuple[str, ...], key: str) -> tuple[Shared, ...]:
     """By first user; those without bytes have all their users on one stage."""
     made = []
-    for own in table.tables("tied"):
+    for own in table.tables(key):
         if not own.has("bytes"):
             continue
         users = own.texts("layers")

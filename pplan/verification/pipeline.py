@@ -114,6 +114,13 @@ class Figures:
         trainable[0] += self._copied(part)
         return Exchange(self.machine, self.ranks_of(part), self.training, parameters, trainable)
 
+    def saved_first(self, part: int, device: int, name: str) -> float:
+        """What the first backward of a part on a device does not take, of such seconds: it adds to no
+        gradients. Where replicas exchange by layer it takes what any does."""
+        if self.exchange(part).by_layer:
+            return 0.0
+        return self.seconds(part, device, name) - self.seconds(part, device, f"first_{name}")
+
     def part_seconds(self, part: int) -> tuple[float, float]:
         """Forward of a part as the plan states it, and backward with what it recomputes."""
         device = self.order.routes[0][part][0]
@@ -245,6 +252,7 @@ def _work(figures: Figures, wiring: Wired) -> StepWork:
     }
     seconds, launches = [], []
     known: dict[tuple[int, int, str], float] = {}
+    begun: set[tuple[int, int]] = set()
 
     def figure(part: int, device: int, name: str) -> float:
         key = (part, device, name)
@@ -266,6 +274,10 @@ def _work(figures: Figures, wiring: Wired) -> StepWork:
             whole = (device, batch, chunk) not in split
             weight = figure(part, device, "backward_weight_seconds") if whole else 0.0
             own = figure(part, device, "backward_input_seconds") + weight + repeat * forward
+        finishes = kind == "W" or (kind == "B" and (device, batch, chunk) not in split)
+        if finishes and (device, chunk) not in begun:
+            begun.add((device, chunk))
+            own -= figures.saved_first(part, device, f"backward_{'weight_' if splits else ''}seconds")
         seconds.append(own * share)
         if figures.one_process:
             launch = figure(part, device, "forward_host_seconds")

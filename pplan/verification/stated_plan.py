@@ -8,6 +8,8 @@ from .documents import Table
 
 RECOMPUTES = ("never", "always", "except_last", "selective")
 MOST_DEVICES = 2**24
+MOST_PASSES = 1_000_000
+"""Micro-batches of all stages in a step, of which each action is followed."""
 GIVEN = "this partition alone"
 """What was searched of a plan whose partition another tool made."""
 
@@ -75,11 +77,12 @@ class StatedPlan:
 
 
 def stated_plan(table: Table) -> StatedPlan:
-    """Raises FileError for what is missing or of another kind."""
+    """Raises FileError for what is missing or of another kind, and for a step too long to be worked out."""
+    stages = [_stage(own) for own in table.tables("stages", least=1)]
     return StatedPlan(
         balance=table.counts("balance", least=1),
         mini_batch=table.count("mini_batch", least=1),
-        micro_batches=table.count("micro_batches", least=1),
+        micro_batches=table.count("micro_batches", least=1, most=MOST_PASSES // len(stages)),
         micro_batch_size=table.count("micro_batch_size", least=1),
         schedule=table.text("schedule"),
         virtual_stages=table.count("virtual_stages", 1, least=1),
@@ -89,7 +92,7 @@ def stated_plan(table: Table) -> StatedPlan:
         gpus=table.optional_count("gpus", least=1),
         gpus_per_node=table.optional_count("gpus_per_node", least=1),
         machine=table.text("machine", ""),
-        stages=[_stage(own) for own in table.tables("stages", least=1)],
+        stages=stages,
         prediction=table.table("prediction"),
         objective=table.table("objective") if table.has("objective") else None,
         baselines=table.tables("baselines"),

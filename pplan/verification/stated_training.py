@@ -33,6 +33,17 @@ OWN_BYTES = {"adamw-8bit": 2 * (1 + 4 / 256)}
 """Bytes a parameter that do not go by the dtype: two states of a byte, with a float32 scale for every 256."""
 
 
+FUSED = ("megatron", "megatron-bridge", "deepspeed")
+"""Runtimes whose optimizers make no temporaries."""
+KERNELS = {"cpu": "for-loop", "cuda": "foreach", "analytic": "foreach"}
+"""By device of the profile, how PyTorch's optimizers step."""
+TEMPORARIES = {
+    "foreach": {"sgd": 1, "momentum": 1, "adam": 1, "adamw": 1},
+    "for-loop": {"sgd": 1, "momentum": 1, "adam": 4, "adamw": 3},
+}
+"""Tensors that a step makes, each of the size of all weights; or, parameter by parameter, of the largest."""
+
+
 @dataclass(frozen=True)
 class StatedTraining:
     """Bytes of a parameter's weight, gradient and master copy (0: there is none), the optimizer, and the
@@ -43,6 +54,7 @@ class StatedTraining:
     gradient: float
     master: float = 0.0
     zero: int = 0
+    kernels: str = "fused"
 
     def __post_init__(self) -> None:
         if self.optimizer not in STATES:
@@ -52,6 +64,17 @@ class StatedTraining:
     def state(self) -> float:
         """Bytes a parameter of the optimizer's states."""
         return STATES[self.optimizer] * (self.master or self.weight) + OWN_BYTES.get(self.optimizer, 0.0)
+
+    def step_temporaries(self, trainable: float, largest: float, gpu: bool) -> float | None:
+        """Bytes that a step makes and frees again; None: it makes nothing. Float32 masters need the gradients
+        in float32, too. `gpu`: whether the device is one that is known."""
+        kernels = "foreach" if gpu and self.kernels == "for-loop" else self.kernels
+        count = TEMPORARIES.get(kernels, {}).get(self.optimizer)
+        if count is None:
+            return None
+        updated = (self.master or self.weight) / self.weight
+        casts = trainable * updated if self.gradient < self.master else 0.0
+        return count * (trainable if kernels == "foreach" else largest) * updated + casts
 
     def spread(self, amount: float, replicas: int, from_stage: int) -> float:
         """What each replica keeps of what ZeRO spreads from that stage on."""
@@ -66,8 +89,10 @@ def training_of(plan: StatedPlan) -> StatedTraining:
     weight = BYTES_BY_DTYPE[dtype]
     zero = plan.whole.count("zero", 0, most=3)
     precision = plan.whole.optional_text("precision")
+    device = plan.profile.text("device", "")
+    kernels = "fused" if plan.runtime in FUSED else KERNELS.get(device, "fused")
     if precision is None:
-        return StatedTraining(plan.optimizer, weight, weight, zero=zero)
+        return StatedTraining(plan.optimizer, weight, weight, zero=zero, kernels=kernels)
     autocast = amp is not None and dtype == "float32"
     fits = precision == "mixed" if autocast else dtype in PRECISIONS.get(precision, ())
     gradient = plan.whole.optional_text("gradient_dtype")
@@ -78,7 +103,7 @@ def training_of(plan: StatedPlan) -> StatedTraining:
         )
     master = 4.0 if precision == "mixed" and not autocast else 0.0
     return StatedTraining(
-        plan.optimizer, weight, weight if gradient is None else GRADIENTS[gradient], master, zero
+        plan.optimizer, weight, weight if gradient is None else GRADIENTS[gradient], master, zero, kernels
     )
 
 

@@ -26,6 +26,8 @@ class LayerSequential(nn.Sequential):
     unused_names: tuple[str, ...] = ()
     """What the state dict of the model has and this one lacks: parameters and buffers that forward does not
     use."""
+    read_only_buffers: tuple[str, ...] = ()
+    """Names of buffers that several layers use and none writes: stages may have copies of these."""
     traced_mode: bool = True
     """Whether the model was in training mode then."""
 

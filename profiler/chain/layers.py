@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -11,10 +11,12 @@ from torch import Tensor, fx, nn
 
 from ...cost_models.errors import ModelError
 from ..comparison.model_check import Comparison, ModelCheck
-from ..graphs.cutting import Flow, parts
+from ..graphs.cutting import parts
+from ..graphs.flow import Flow
 from ..graphs.frontends import trace_model
 from ..graphs.granularity import Granularity, refuse_unmatched
 from ..graphs.graph import TracedGraph
+from ..graphs.remodule import attribute
 from ..graphs.segments import GraphSegment
 from ..graphs.sequential_graph import ELEMENTS
 from ..graphs.trial import Trial
@@ -57,6 +59,11 @@ class Layer:
         return sum(parameter.nbytes for parameter in self.parameters if parameter.requires_grad)
 
     @property
+    def largest_parameter_bytes(self) -> int:
+        """Of the trainable ones."""
+        return max((own.nbytes for own in self.parameters if own.requires_grad), default=0)
+
+    @property
     def buffer_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 
@@ -84,6 +91,8 @@ class LayerChain:
     """With the model, by value; None: not asked for."""
     unused: tuple[str, ...] = ()
     """Parameters and buffers of the model that no layer uses, by name."""
+    users: tuple[TensorUsers, ...] = ()
+    """Of each parameter and buffer."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -136,7 +145,8 @@ def build_chain(
     names = _names(model, segments)
     reasons = _overwritten_reasons(model, segments, names, flow)
     aliases = storage_aliases(model) if aliases is None else aliases
-    _add(reasons, _shared_reasons(model, modules, names, aliases))
+    users = find_tensor_users(model, modules, aliases, _written(model, flow, comparison))
+    _add(reasons, _shared_reasons(users, names))
     pins = (*_remembered(model, segments), *keep_together)
     _add(reasons, _kept_together(pins, names, name))
     firsts = _first_users(modules)
@@ -164,6 +174,7 @@ def build_chain(
         flow.traced.tool,
         comparison,
         _unused(model, modules),
+        tuple(users),
     )
 
 
@@ -293,7 +304,9 @@ def _edges(segments: Sequence[GraphSegment], flow: Flow) -> tuple[tuple[int, int
         (maker, layers.get(user, last))
         for node, maker in layers.items()
         for user in node.users
-        if flow.holds_tensors(node) and maker != layers.get(user, last)
+        if flow.holds_tensors(node)
+        and maker != layers.get(user, last)
+        and not flow.tables.is_made_again(node)
     }
     return tuple(sorted(found))
 
@@ -307,14 +320,33 @@ class TensorUsers(NamedTuple):
     overlaps: bool
     """Whether another parameter or buffer lies in the same memory."""
 
+    is_written: bool
+    """Whether a run of the model changed it."""
+
     @property
     def is_tied(self) -> bool:
         """Whether each of several users may have a copy of its own, which trains like the others."""
         return len(self.layers) > 1 and isinstance(self.tensor, nn.Parameter) and not self.overlaps
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether it is a buffer of which each of several users may have a copy of its own, which stays the
+        same."""
+        is_shared = len(self.layers) > 1 and not isinstance(self.tensor, nn.Parameter)
+        return is_shared and not (self.overlaps or self.is_written or self.tensor.requires_grad)
+
+
+def _written(model: nn.Module, flow: Flow, comparison: Comparison | None) -> set[int]:
+    """Identities of the buffers that a run of the model was seen to change."""
+    names = flow.trial.writes.union(comparison.written if comparison else ())
+    return {id(attribute(model, name)) for name in names}
+
 
 def find_tensor_users(
-    model: nn.Module, modules: Sequence[nn.Module], aliases: Sequence[Sequence[str]]
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    aliases: Sequence[Sequence[str]],
+    written: Container[int] = (),
 ) -> list[TensorUsers]:
     """Of each parameter and buffer that modules use. Tensors that lie in the same memory are one, by the name
     of the first."""
@@ -327,23 +359,21 @@ def find_tensor_users(
         for key, tensor in {id(tensor): tensor for tensor in tensors_used(module)}.items():
             path = paths.get(key)
             one = key if path is None else first_of.get(path, path)
-            new = TensorUsers(one if isinstance(one, str) else "a tensor", tensor, [], path in first_of)
+            name = one if isinstance(one, str) else "a tensor"
+            new = TensorUsers(name, tensor, [], path in first_of, key in written)
             found = users.setdefault(one, new).layers
             found.extend([index] if index not in found else [])
     return list(users.values())
 
 
-def _shared_reasons(
-    model: nn.Module,
-    modules: Sequence[nn.Module],
-    names: Sequence[str],
-    aliases: Sequence[Sequence[str]],
-) -> _Reasons:
-    """No cut between the first and the last user of a buffer, nor of parameters that overlap in memory."""
-    reasons: _Reasons = [None] * len(modules)
-    for shared in find_tensor_users(model, modules, aliases):
+def _shared_reasons(tensors: Sequence[TensorUsers], names: Sequence[str]) -> _Reasons:
+    """No cut between the first and the last user of a buffer that is written, nor of parameters that overlap
+    in memory."""
+    reasons: _Reasons = [None] * len(names)
+    for shared in tensors:
         users = shared.layers
-        for index in range(users[0], users[-1]) if not shared.is_tied else ():
+        may_part = shared.is_tied or shared.is_read_only
+        for index in range(users[0], users[-1]) if not may_part else ():
             word = f"{names[users[0]]} and {names[users[-1]]} share {shared.name}"
             reasons[index] = reasons[index] or word
     return reasons

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..torch_internals import forward_pre_hooks_of, storage_key
+from ..torch_internals import forward_pre_hooks_of, is_persistent, storage_key
 
 _COPY = "own_copy"
 """What a stand-in registers where no earlier layer does."""
@@ -115,13 +115,10 @@ class OnClone(nn.Module):
 
 
 def register_references(layers: nn.Sequential) -> None:
-    """Changes layers that refer to modules and parameters of none of them so that each is registered where it
-    is used first, as if no earlier layer held it. For a stage that has copies of what earlier stages hold."""
-    owners = {
-        id(parameter): (part, name)
-        for part in layers.modules()
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
-    }
+    """Changes layers that refer to modules, parameters and buffers of none of them so that each is registered
+    where it is used first, as if no earlier layer held it. For a stage with copies of what earlier stages
+    hold."""
+    owners = {id(own): (part, name) for part in layers.modules() for name, own in registered(part)}
     held = {id(part) for part in layers.modules()}
     for part in list(layers.modules()):
         _register_in(part, owners, held)
@@ -135,13 +132,17 @@ def _register_in(part: nn.Module, owners: _Owners, held: set[int]) -> None:
         part.add_module(_COPY, part.module)
         for inner in list(part.module.modules()):
             held.add(id(inner))
-            for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
-                owners.setdefault(id(parameter), (inner, name))
+            for name, own in registered(inner):
+                owners.setdefault(id(own), (inner, name))
             _register_in(inner, owners, held)
     elif isinstance(part, Borrowed):
         value = part()
-        if isinstance(value, nn.Parameter) and id(value) not in owners:
-            part.register_parameter(_COPY, value)
+        if id(value) not in owners:
+            if isinstance(value, nn.Parameter):
+                part.register_parameter(_COPY, value)
+            else:
+                owner, name = part._held_earlier
+                part.register_buffer(_COPY, value, is_persistent(owner, name))
             owners[id(value)] = (part, _COPY)
         part._held_earlier = owners.get(id(value), part._held_earlier)
     for hook in forward_pre_hooks_of(part):
@@ -157,6 +158,12 @@ def _register_fields(hook: Borrows, owners: _Owners) -> None:
         else:
             hook.register(user, field)
             owners[key] = (user, field)
+
+
+def registered(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of its own."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def modules_used(module: nn.Module) -> Iterator[nn.Module]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from ..graphs.graph import graph_module
 from ..torch_internals import children_of, own_registries
-from .shared_parameters import Again, Borrowed, Borrows, OnClone
+from .shared_parameters import Again, Borrowed, Borrows, OnClone, registered
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -46,7 +46,7 @@ class Sharing:
         result = self._without_held(layer)
         self._held |= self._made
         for part in result.modules():
-            for name, tensor in _registered(part):
+            for name, tensor in registered(part):
                 self._owners.setdefault(id(tensor), (part, name))
         return result
 
@@ -138,9 +138,3 @@ def _with_hooks_of(source: fx.GraphModule, made: fx.GraphModule) -> fx.GraphModu
         if "hooks" in name:
             made.__dict__[name] = copy.copy(value)
     return made
-
-
-def _registered(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of its own."""
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    yield from module.named_buffers(recurse=False, remove_duplicate=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -44,6 +44,8 @@ class Comparison:
     """Of modules, that forward changes at each call and the layers do not."""
     mixing: str = ""
     """A module that takes the batch second, where samples along dimension 0 change each other's outputs."""
+    written: tuple[str, ...] = field(default=(), compare=False)
+    """Buffers of the model that the passes changed."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -147,6 +149,7 @@ def _compared(side: SideBySide, smallest: int) -> Comparison:
         side.not_finite,
         tuple(side.changes_of_attributes()),
         mixing_module(side),
+        tuple(side.written_buffers()),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cost_models.errors import ModelError
+from ..torch_internals import version_of
 from ..user_model.copies import copy_model
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
@@ -63,6 +64,8 @@ class SideBySide:
         Whether there was one of the layers: not where the model's took longer than the limit.
         """
         self._own, self._layers = self.plain(), self.layered()
+        buffers = self._own.model.named_buffers(remove_duplicate=False)
+        self._versions = {name: version_of(buffer) for name, buffer in buffers}
         begun = time.perf_counter()
         expected = self._model_pass(batch)
         self.seconds = time.perf_counter() - begun
@@ -85,6 +88,13 @@ class SideBySide:
         for name, value in last.items():
             changes = earlier and all(name in state for state in earlier) and earlier[-1][name] != value
             if changes and own.get(name) != value:
+                yield name
+
+    def written_buffers(self) -> Iterator[str]:
+        """Those that the passes so far changed in the model's copy, by each of their names."""
+        before = dict(self.model.named_buffers(remove_duplicate=False))
+        for name, now in self._own.model.named_buffers(remove_duplicate=False):
+            if version_of(now) != self._versions.get(name) or not _is_equal(now, before.get(name)):
                 yield name
 
     @property
@@ -166,6 +176,13 @@ class SideBySide:
                     _change_last_bits(tensor)
             result = varied.train_once(given, self.seed)
         return result
+
+
+def _is_equal(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    is_same = one == other
+    return bool((is_same | ((one != one) & (other != other))).all())
 
 
 def _change_last_bits(tensor: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import flop_registry
 
-from ..torch_internals import CONVERSION, tree_leaves, version_of
+from ..torch_internals import CONVERSION, TorchDispatchMode, tree_leaves, version_of
 from ..user_model.failures import is_out_of_memory, layer_failure
 from ..user_model.loaded_model import ModelInput
 from .graph import TracedGraph, named
@@ -32,17 +34,51 @@ class GraphRun:
     overwrites: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     """What the operation changed in place of what was there before it."""
     bytes: dict[fx.Node, int] = field(default_factory=dict)
+    flops: dict[fx.Node, int] = field(default_factory=dict)
+    """Of matrix products, convolutions and attention; empty where they were not counted."""
+    writes: frozenset[str] = frozenset()
+    """Buffers of the model that the run changed, or put others in place of, by each of their names."""
     output: Any = None
     """As `values`, of what the graph returns."""
 
 
-def run_graph(traced: TracedGraph, model: nn.Module, given: ModelInput) -> GraphRun:
+def run_graph(
+    traced: TracedGraph, model: nn.Module, given: ModelInput, *, count_flops: bool = False
+) -> GraphRun:
     """Runs the graph with the modules and parameters of `model`, where they are.
 
     Values are let go of after their last use. Raises ModelError that names the operation and the shape it was
     given, where one fails; where memory runs out, what the allocator raises.
     """
-    return _Runner(traced, model, given).run()
+    runner = _Runner(traced, model, given)
+    before = _versions(model)
+    with runner.counter if count_flops else contextlib.nullcontext():
+        run = runner.run()
+    run.writes = frozenset(name for name, now in _versions(model).items() if before.get(name) != now)
+    if not count_flops:
+        run.flops.clear()
+    return run
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Of each buffer which tensor it is, and how often that was changed."""
+    return {
+        name: (id(buffer), version_of(buffer)) for name, buffer in model.named_buffers(remove_duplicate=False)
+    }
+
+
+class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = flop_registry.get(getattr(func, "overloadpacket", None))
+        self.total += int(count(*args, **(kwargs or {}), out_val=result)) if count is not None else 0
+        return result
 
 
 class _Runner:
@@ -55,6 +91,7 @@ class _Runner:
         self._numbers: dict[int, tuple[int, StorageWeakRef]] = {}
         """By the address of a storage, which the reference keeps from being given to another."""
         self.seen = GraphRun()
+        self.counter = _FlopCounter()
 
     def run(self) -> GraphRun:
         unneeded = _unneeded_after(self._traced.graph)
@@ -62,7 +99,9 @@ class _Runner:
             if node.op == "output":
                 self.seen.output = seen(self._plain(node.args[0]))
                 break
+            before = self.counter.total
             self._note(node, *self._result(node))
+            self.seen.flops[node] = self.counter.total - before
             for done in unneeded.get(node, ()):
                 del self._now[done]
         return self.seen

@@ -64,13 +64,14 @@ def _takes_a_part(node: fx.Node) -> bool:
 
 
 def _may_move(node: fx.Node, over: list[fx.Node], run: GraphRun) -> bool:
-    if node.op == "call_module" or run.overwrites[node] or not run.storages[node] or _is_random(node.target):
+    if node.op == "call_module" or run.overwrites[node] or not run.storages[node] or is_random(node.target):
         return False
     read = run.storages[node].union(*(run.storages[source] for source in node.all_input_nodes))
     return not any(run.overwrites[other] & read for other in over)
 
 
-def _is_random(target: Any) -> bool:
+def is_random(target: Any) -> bool:
+    """Whether the function draws random numbers."""
     if isinstance(target, OpOverload):
         return Tag.nondeterministic_seeded in target.tags
     name = target if isinstance(target, str) else getattr(target, "__name__", "")

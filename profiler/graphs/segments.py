@@ -11,7 +11,8 @@ from typing import Any
 from torch import fx, nn
 
 from ...cost_models.errors import ModelError
-from .cutting import Flow, Part, Position
+from .cutting import Part
+from .flow import Flow, Position
 from .graph import graph_module, named
 from .size_recovery import recover_sizes
 
@@ -37,7 +38,7 @@ class GraphSegment:
     flow: Flow
     part: Part
     granularity: str = "block"
-    """Its kind: at `block`, layers of functions are named by the function alone."""
+    """Its kind."""
 
     @property
     def path(self) -> str | None:
@@ -63,8 +64,6 @@ class GraphSegment:
         """The module that the granularity names; else what its modules have in common; else its work."""
         if self.part.module or self._common_path:
             return self.part.module or self._common_path
-        if self.granularity == "block":
-            return self._telling.name
         node, paths = self._telling, self.flow.traced.paths
         if node.op == "call_module":
             return str(node.target)
@@ -120,7 +119,7 @@ class GraphSegment:
             lambda parts: len(set(parts)) == 1, zip(*(path.split(".") for path in calls), strict=False)
         )
         common = ".".join(parts[0] for parts in same)
-        if self.granularity == "module" and self._is_elsewhere(common):
+        if (self.granularity == "module" or self.part.elsewhere) and self._is_elsewhere(common):
             return next(filter(self._has_parameters, calls), common)
         return common
 
@@ -188,6 +187,9 @@ class _Drawing:
             return self._copies[node]
         if self._flow.same(node) in self._handed:
             return self._handed[self._flow.same(node)]
+        if node in self._flow.tables.exact:
+            self._copies[node] = self._graph.node_copy(node, self._copy_of)
+            return self._copies[node]
         return self._size(node)
 
     def _size(self, node: fx.Node) -> fx.Node:

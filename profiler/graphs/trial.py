@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ...cost_models.errors import ModelError
 from ..torch_internals import tree_leaves
@@ -40,6 +40,8 @@ class Trial:
     def __init__(self, traced: TracedGraph, model: nn.Module, given: ModelInput, name: str) -> None:
         """Raises ModelError where the model fails on this input; what the allocator raises, as it is."""
         self._traced = traced
+        self.writes: frozenset[str] = frozenset()
+        """Buffers that a run changed, and attributes of the model that its graph overwrites."""
         samples = [given]
         if given.batch == 1:
             # Batch norm in training refuses one value a channel, whatever the model.
@@ -69,10 +71,46 @@ class Trial:
             return {}
         return {node: tuple(run.values[node] for run in runs) for node in self.first.values}
 
+    @cached_property
+    def flops(self) -> dict[fx.Node, int]:
+        """Of each node; empty where the run does not bear counting."""
+        try:
+            return self._run(self._given.clone(), count_flops=True).flops
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return {}
+
     def module(self, path: str) -> nn.Module:
-        """A module that the graph calls."""
+        """A module of the model, or one that the graph calls."""
         found: nn.Module = named(path, self._copy, self._traced.constants)
         return found
+
+    @cached_property
+    def parameter_bytes(self) -> dict[fx.Node, int]:
+        """Of what each node calls or reads."""
+        found = dict[fx.Node, int]()
+        for node in self._traced.graph.nodes:
+            used = [
+                named(str(source.target), self._copy, self._traced.constants)
+                for source in (node, *node.all_input_nodes)
+                if source.op == "get_attr" or (source is node and node.op == "call_module")
+            ]
+            parameters = [list(own.parameters()) if isinstance(own, nn.Module) else [own] for own in used]
+            found[node] = sum(p.nbytes for own in parameters for p in own if isinstance(p, nn.Parameter))
+        return found
+
+    def trains(self, node: fx.Node) -> bool:
+        """Whether it reads an attribute of the model that is a parameter, or needs a gradient."""
+        if node.op != "get_attr":
+            return False
+        value = named(str(node.target), self._copy, self._traced.constants)
+        return isinstance(value, nn.Parameter) or bool(getattr(value, "requires_grad", False))
+
+    @property
+    def module_names(self) -> Iterator[str]:
+        """Of all modules of the model, from the outermost on."""
+        return (name for name, _ in self._copy.named_modules() if name)
 
     def check_against_model(self, name: str) -> None:
         """Raises NotTheModel where the model itself runs there, and returns other tensors than the graph."""
@@ -90,9 +128,33 @@ class Trial:
                 "Its forward may ask for isinstance(x, Tensor), which is not so while it is traced.",
             )
 
-    def _run(self, given: ModelInput) -> GraphRun:
+    def _run(self, given: ModelInput, *, count_flops: bool = False) -> GraphRun:
         with _trying(given, gradients=self._gradients):
-            return run_graph(self._traced, self._copy, given)
+            run = run_graph(self._traced, self._copy, given, count_flops=count_flops)
+        self.writes |= run.writes | _overwritten_attributes(run) | _statistics(self._copy)
+        return run
+
+
+def _overwritten_attributes(run: GraphRun) -> frozenset[str]:
+    changed = frozenset[int]().union(*run.overwrites.values())
+    read = [(node, stored) for node, stored in run.storages.items() if node.op == "get_attr"]
+    norms = {node for node in run.values if any(word in str(node.target) for word in _KEEPING_STATISTICS)}
+    return frozenset(
+        str(node.target) for node, stored in read if stored & changed or not norms.isdisjoint(node.users)
+    )
+
+
+_KEEPING_STATISTICS = ("batch_norm", "instance_norm")
+
+
+def _statistics(model: nn.Module) -> frozenset[str]:
+    """Buffers of batch norms in training. On the meta device nothing tells that they change."""
+    return frozenset(
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        if getattr(module, "track_running_stats", False) and module.training
+        for name, _ in module.named_buffers(recurse=False)
+    )
 
 
 def runs_on_meta(model: nn.Module, given: ModelInput, name: str) -> bool:

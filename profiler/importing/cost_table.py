@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...cost_models.errors import FileError, shown
+from ...cost_models.errors import FileError, short_repr
 from .figures import Place, near, samples, seconds, whole_bytes
 
 _TIMES = ("forward", "backward", "backward_input")
@@ -80,7 +80,7 @@ def read_json(text: str, file: str) -> list[Row]:
         rows, at = dict(content.pairs).get("layers"), "layers"
     if not isinstance(rows, list):
         raise FileError(
-            f"{file}: {at or 'the whole file'} is {shown(rows)}, not a list of objects",
+            f"{file}: {at or 'the whole file'} is {short_repr(rows)}, not a list of objects",
             'Write a list of objects, one a layer, or {"layers": [...]}.',
         )
     return [_of_json(Place(file, f"{at}[{index}]"), row) for index, row in enumerate(rows)]
@@ -128,7 +128,7 @@ def _of_csv(place: Place, columns: Sequence[str], values: Sequence[str]) -> Row:
 
 def _of_json(place: Place, row: object) -> Row:
     if not isinstance(row, _Pairs):
-        raise place.refusal(f"is {shown(row)}, not an object", _EXAMPLE)
+        raise place.refusal(f"is {short_repr(row)}, not an object", _EXAMPLE)
     _check_columns(place, [key for key, _ in row.pairs])
     return _row(place, {key: value for key, value in row.pairs if value is not None})
 
@@ -148,7 +148,7 @@ def _check_keys(place: Place, keys: Sequence[str] | _Pairs, known: Sequence[str]
     names = [key for key, _ in keys.pairs] if isinstance(keys, _Pairs) else list(keys)
     for position, name in enumerate(names):
         if name not in known:
-            raise place.refusal(f"unknown column {shown(name)}", near(name, known))
+            raise place.refusal(f"unknown column {short_repr(name)}", near(name, known))
         if name in names[:position]:
             raise place.refusal(f"column {name} stands twice", "Omit one of them.")
 
@@ -157,7 +157,7 @@ def _row(place: Place, values: Mapping[str, object]) -> Row:
     """The row of these `values`, without those that are empty."""
     name = values.get("name", "")
     if not isinstance(name, str) or not name.strip():
-        raise place.refusal(f"name is {shown(name)}, not a text", "Every layer has a name of its own.")
+        raise place.refusal(f"name is {short_repr(name)}, not a text", "Every layer has a name of its own.")
     size, saved = values.get("micro_batch_size"), values.get("saved_bytes")
     backward = _needed_time(place, "backward", values)
     return Row(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ...cost_models.errors import FileError, shown
+from ...cost_models.errors import FileError, short_repr
 from ...cost_models.ranges import MOST_BYTES, MOST_SAMPLES, MOST_SECONDS
 
 _NAMED = 12
@@ -71,7 +71,7 @@ def _number(place: Place, key: str, seen: object) -> float:
         is_number = False
     if not is_number:
         raise place.refusal(
-            f"{key} is {shown(seen)}, not a number", "Write it as 12.5 or 1e-3, without a unit."
+            f"{key} is {short_repr(seen)}, not a number", "Write it as 12.5 or 1e-3, without a unit."
         )
     if not math.isfinite(number) or number < 0:
         raise _out_of_bounds(place, key, seen, "finite and at least 0")
@@ -79,4 +79,4 @@ def _number(place: Place, key: str, seen: object) -> float:
 
 
 def _out_of_bounds(place: Place, key: str, seen: object, expected: str) -> FileError:
-    return place.refusal(f"{key} is {shown(seen)}, it must be {expected}", "Mend the file.")
+    return place.refusal(f"{key} is {short_repr(seen)}, it must be {expected}", "Mend the file.")

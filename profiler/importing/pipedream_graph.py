@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...cost_models.errors import shown
+from ...cost_models.errors import short_repr
 from .figures import Place, near, seconds, whole_bytes
 
 _EXPECTED = (
@@ -78,7 +78,7 @@ def parse_graph(text: str, file: str) -> Graph:
         place = Place(file, f"line {number}")
         parts = _SEPARATOR.split(line.strip())
         if not all(parts):
-            raise place.refusal(f"{shown(line)} is neither a node nor an edge", _EXPECTED)
+            raise place.refusal(f"{short_repr(line)} is neither a node nor an edge", _EXPECTED)
         if len(parts) == 2 and "=" not in parts[1]:
             edges.setdefault((parts[0], parts[1]), number)
             continue
@@ -98,7 +98,7 @@ def _node(place: Place, parts: list[str], line: str, number: int) -> Node:
     # Which stage an earlier plan put it on says nothing of its costs.
     head = rest if stage.startswith("stage_id=") else parts
     if len(head) < 3 or "=" not in head[-1]:
-        raise place.refusal(f"{shown(line)} is neither a node nor an edge", _EXPECTED)
+        raise place.refusal(f"{short_repr(line)} is neither a node nor an edge", _EXPECTED)
     figures = _figures(place, head[-1])
     return Node(
         name=head[0],
@@ -121,15 +121,15 @@ def _figures(place: Place, text: str) -> dict[str, str]:
     for pair in re.split(r"\s*,\s*", text):
         key, equals, value = (part.strip() for part in pair.partition("="))
         if not equals:
-            raise place.refusal(f"{shown(pair)} is not KEY=VALUE", _EXPECTED)
+            raise place.refusal(f"{short_repr(pair)} is not KEY=VALUE", _EXPECTED)
         if key not in _FIGURES:
-            raise place.refusal(f"unknown key {shown(key)}", near(key, _FIGURES))
+            raise place.refusal(f"unknown key {short_repr(key)}", near(key, _FIGURES))
         if key in found:
             raise place.refusal(f"{key} stands twice", "Omit one of them.")
         found[key] = value
     for key in _FIGURES:
         if key not in found:
-            raise place.refusal(f"{key} is missing in {shown(text)}", _EXPECTED)
+            raise place.refusal(f"{key} is missing in {short_repr(text)}", _EXPECTED)
     return found
 
 

@@ -3,37 +3,76 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 
-from ..torch_internals import TorchDispatchMode, storage_key, tree_leaves
+from ..torch_internals import (
+    ALLOCATION_RECORDS,
+    TorchDispatchMode,
+    start_allocation_records,
+    stop_allocation_records,
+    storage_key,
+    tree_leaves,
+)
 
 
 class Meter(Protocol):
-    """Counts a device's bytes while it is entered (`with meter:`)."""
+    """Counts a device's bytes while it is entered (`with meter:`), by intervals between marks."""
 
     def __enter__(self) -> Any: ...
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any: ...
 
-    def allocated(self) -> int:
-        """Bytes held now."""
+    def mark(self) -> int:
+        """Ends an interval and begins the next; the number of the one that ended."""
 
-    def peak(self) -> int:
-        """The most held since `reset_peak`."""
+    def peak_in(self, interval: int) -> int:
+        """The most held during that interval. Some meters know it only when they are left."""
 
-    def reset_peak(self) -> None:
-        """The peak starts again from what is held now."""
+    def held_after(self, interval: int) -> int:
+        """Bytes held when it ended. Some meters know it only when they are left."""
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """What these tensors take of it, each storage once."""
 
 
-class AllocatorBytes:
+class _OnlineMeter(ABC):
+    """A meter that can be read at any time."""
+
+    def __init__(self) -> None:
+        self._intervals: list[tuple[int, int]] = []
+
+    @abstractmethod
+    def allocated(self) -> int:
+        """Bytes held now."""
+
+    @abstractmethod
+    def peak(self) -> int:
+        """The most held since `reset_peak`."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """The peak starts again from what is held now."""
+
+    def mark(self) -> int:
+        self._intervals.append((self.peak(), self.allocated()))
+        self.reset_peak()
+        return len(self._intervals) - 1
+
+    def peak_in(self, interval: int) -> int:
+        return self._intervals[interval][0]
+
+    def held_after(self, interval: int) -> int:
+        return self._intervals[interval][1]
+
+
+class AllocatorBytes(_OnlineMeter):
     """What CUDA's caching allocator says of `device`.
 
     It counts when the host asks, in the order of the calls, so nothing need be waited for. The peak that the
@@ -44,6 +83,7 @@ class AllocatorBytes:
     """Every allocation is a multiple of it (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
 
     def __enter__(self) -> Self:
@@ -71,19 +111,20 @@ class AllocatorBytes:
         )
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(_OnlineMeter, TorchDispatchMode):
     """What an allocator that wastes nothing would hold: the storages of the live tensors on `device`.
 
-    For devices whose allocator tells nothing (the CPU) or has nothing to tell (meta). A storage counts once,
-    whole, from the end of the first operation that makes or is given it, until nothing refers to it; what was
-    there before is told by `track`. Below autograd, so that the gradients inside a backward are seen. What an
-    operation allocates and frees inside itself (a convolution's workspace) is not.
+    For the meta device, where nothing is allocated, and wherever an allocator cannot be asked. A storage
+    counts once, whole, from the end of the first operation that makes or is given it, until nothing refers
+    to it; `track` tells what was there before. Below autograd, so that the gradients inside a backward are
+    seen. What an operation allocates and frees inside itself (a convolution's workspace) is not.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, device: torch.device | str, tensors: Iterable[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        _OnlineMeter.__init__(self)
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self._type = torch.device(device).type
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._now = self._most = 0
@@ -137,6 +178,54 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now -= size
 
 
+class CpuAllocations:
+    """What PyTorch's allocator of the CPU gives out and takes back, in the order in which it does.
+
+    Unlike LiveBytes it sees what operators allocate for themselves and free again: oneDNN's scratch memory,
+    copies in another layout, what a convolution unfolds. What was held before counts with `held`. Raises
+    RuntimeError while a profiler of PyTorch runs in this thread. It can be read when it is left.
+    """
+
+    _MARK = "pplan::mark"
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        self._before = self.bytes_of(held)
+        self._marks = 0
+        self._intervals: list[tuple[int, int]] = []
+
+    def __enter__(self) -> Self:
+        self._marks = 0
+        start_allocation_records()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._intervals = []
+        now = most = self._before
+        for change in stop_allocation_records(self._MARK):
+            if change is None:
+                self._intervals.append((most, now))
+                most = now
+            else:
+                now += change
+                most = max(most, now)
+
+    def mark(self) -> int:
+        with record_function(self._MARK):
+            self._marks += 1
+        return self._marks - 1
+
+    def peak_in(self, interval: int) -> int:
+        return self._intervals[interval][0]
+
+    def held_after(self, interval: int) -> int:
+        return self._intervals[interval][1]
+
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        return sum(storage.nbytes() for storage in storages(tensors) if storage.device.type == "cpu")
+
+
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """The storages of these tensors, each once."""
     found = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
@@ -154,4 +243,18 @@ def build_meter(device: torch.device, model: nn.Module) -> Meter:
     """The meter for passes of `model` on `device`, which counts what the model holds already."""
     if device.type == "cuda":
         return AllocatorBytes(device)
+    if device.type == "cpu" and sees_kernels(device):
+        return CpuAllocations(lasting(model))
     return LiveBytes(device, lasting(model))
+
+
+def sees_kernels(device: torch.device) -> bool:
+    """Whether what kernels allocate is seen, besides tensors: an allocator can be asked. That of the CPU can
+    where PyTorch has its records and no profiler of PyTorch runs in this thread."""
+    if device.type != "cpu" or not ALLOCATION_RECORDS.exists:
+        return device.type == "cuda"
+    try:
+        with CpuAllocations(()):
+            return True
+    except RuntimeError:
+        return False

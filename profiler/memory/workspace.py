@@ -61,25 +61,33 @@ class Workspace:
 
     Made right before the pass, when gradients exist and the libraries have what they allocate once.
     `passing`: tensors that exist by now and belong to the pass, so not to what is static: the input (which
-    counts as saved, where it is) and the gradients that backward starts from.
+    counts as saved, where it is) and the gradients that backward starts from. `memory` and `loss` are called
+    when `meter` can be read: some only when they are left.
     """
 
     def __init__(self, model: nn.Module, layers: int, meter: Meter, passing: Iterable[Tensor] = ()) -> None:
-        self.static_bytes = meter.allocated() - meter.bytes_of(passing)
-        self._other_bytes = max(self.static_bytes - meter.bytes_of(lasting(model)), 0)
         self._meter = meter
         self._layers = layers
-        # One more, where a loss ends the pass: its own bytes are not the layers'.
-        self._forward = [0] * (layers + 1)
-        self._backward = [0] * (layers + 1)
+        self._passing_bytes = meter.bytes_of(passing)
+        self._lasting_bytes = meter.bytes_of(lasting(model))
+        # By layer the intervals between marks in which it ran; one more, where a loss ends the pass: its own
+        # bytes are not the layers'.
+        self._forward: list[list[int]] = [[] for _ in range(layers + 1)]
+        self._backward: list[list[int]] = [[] for _ in range(layers + 1)]
         self._current = 0
         """The layer whose forward or backward ran last."""
+        self._start = meter.mark()
+
+    @property
+    def static_bytes(self) -> int:
+        """Held before the pass and after it."""
+        return self._meter.held_after(self._start) - self._passing_bytes
 
     def memory(self, saved_bytes: Sequence[int]) -> StepMemory:
         """After the pass: what was found, above `saved_bytes`, which SavedBytes counted in a pass like it."""
         return StepMemory(
             static=self.static_bytes,
-            other=self._other_bytes,
+            other=max(self.static_bytes - self._lasting_bytes, 0),
             saved=tuple(saved_bytes),
             forward=self._above(self._forward, saved_bytes),
             backward=self._above(self._backward, saved_bytes),
@@ -88,37 +96,40 @@ class Workspace:
     def loss(self, saved_bytes: Sequence[int], loss_saved_bytes: int) -> LossWorkspace:
         """After a pass that a loss ended: what that needed, above all that was saved until then."""
         kept = self.static_bytes + sum(saved_bytes) + loss_saved_bytes
-        return LossWorkspace(max(self._forward[-1] - kept, 0), max(self._backward[-1] - kept, 0))
+        forward, backward = (self._peak(passes[-1]) for passes in (self._forward, self._backward))
+        return LossWorkspace(max(forward - kept, 0), max(backward - kept, 0))
 
     def before(self, index: int, given: Any) -> None:  # noqa: ARG002
-        self._meter.reset_peak()
+        self._meter.mark()
 
     def after(self, index: int, output: Any) -> None:  # noqa: ARG002
-        self._forward[index] = self._meter.peak()
+        self._forward[index].append(self._meter.mark())
         self._current = index
 
     def backward_starts(self) -> None:
-        self._meter.reset_peak()
+        self._meter.mark()
 
     def gradient(self, index: int, gradient: Tensor) -> None:  # noqa: ARG002
-        self._note()
+        self._backward[self._current].append(self._meter.mark())
         self._current = min(self._current, index)
-        self._meter.reset_peak()
 
     def backward_ends(self) -> None:
-        self._note()
+        self._backward[self._current].append(self._meter.mark())
 
-    def _note(self) -> None:
-        self._backward[self._current] = max(self._backward[self._current], self._meter.peak())
+    def _peak(self, intervals: Iterable[int]) -> int:
+        return max(map(self._meter.peak_in, intervals), default=0)
 
-    def _above(self, peaks: Sequence[int], saved_bytes: Sequence[int]) -> tuple[int, ...]:
+    def _above(self, passes: Sequence[Sequence[int]], saved_bytes: Sequence[int]) -> tuple[int, ...]:
         kept = (self.static_bytes + saved for saved in accumulate(saved_bytes))
-        return tuple(max(peak - held, 0) for peak, held in zip(peaks[: self._layers], kept, strict=True))
+        peaks = map(self._peak, passes[: self._layers])
+        return tuple(max(peak - held, 0) for peak, held in zip(peaks, kept, strict=True))
 
 
 def peak_of_step(step: Callable[[], object], meter: Meter) -> int:
     """The most bytes held while `step` runs: forward and backward of the untouched model, say."""
     gc.collect()
-    meter.reset_peak()
-    step()
-    return meter.peak()
+    with meter:
+        meter.mark()
+        step()
+        interval = meter.mark()
+    return meter.peak_in(interval)

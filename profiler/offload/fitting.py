@@ -15,9 +15,9 @@ from ...cost_models.memory import FRAGMENTATION_RESERVE, workspace_before_loss
 from ...cost_models.quantities import format_bytes
 from ..chain.layers import Layer
 from ..chain.shared_parameters import tensors_used
-from ..memory.live_bytes import Meter, build_meter, storages
+from ..memory.live_bytes import LiveBytes, Meter, lasting, storages
 from ..memory.meta_kernels import attention_as_on_the_cpu
-from ..memory.workspace import LossWorkspace, StepMemory, Workspace
+from ..memory.workspace import LossWorkspace, Workspace
 from ..passes.activations import SavedBytes
 from ..passes.timing import Context, OutputGradients, run_layers, tensors_in
 from ..passes.watchers import CompositeWatcher
@@ -70,15 +70,16 @@ def count_needs(
     gradients = OutputGradients(0)
     device = tensors_in(given)[0].device
     attention = attention_as_on_the_cpu() if device.type == "meta" else nullcontext()
-    with attention, build_meter(device, model) as meter:
+    with attention, LiveBytes(device, lasting(model)) as meter:
         # The first makes the gradients.
         count_pass(model, layers, given, gradients, meter)
-        saved, memory = count_pass(model, layers, given, gradients, meter)
+        saved, counted = count_pass(model, layers, given, gradients, meter)
         behind = _loss_counted(model, layers, given, gradients, meter, loss)
-    saved_bytes, workspace = list(saved.saved_bytes), list(memory.workspace)
+    saved_bytes, workspace = list(saved.saved_bytes), list(counted.memory(saved.saved_bytes).workspace)
     if behind is not None:
-        saved_bytes[-1] += behind[0]
-        workspace[-1] = int(workspace_before_loss(workspace[-1], behind[0], behind[1].larger))
+        of_loss, loss_saved = loss_bytes(*behind), behind[0].loss_saved_bytes
+        saved_bytes[-1] += loss_saved
+        workspace[-1] = int(workspace_before_loss(workspace[-1], loss_saved, of_loss.larger))
     return needs_of(layers, saved_bytes, workspace, saved.output_bytes, amp=amp)
 
 
@@ -89,7 +90,7 @@ def _loss_counted(
     gradients: OutputGradients,
     meter: Meter,
     loss: Loss | None,
-) -> tuple[int, LossWorkspace] | None:
+) -> tuple[SavedBytes, Workspace] | None:
     """None without a loss, and for one that does not run here: the user's may make its targets elsewhere."""
     if loss is None:
         return None
@@ -169,8 +170,8 @@ def count_loss(
     meter: Meter,
     loss: Loss,
     context: Context = nullcontext,
-) -> tuple[int, LossWorkspace]:
-    """Saved bytes and workspace of the loss, from one untimed pass which it ends.
+) -> tuple[SavedBytes, Workspace]:
+    """What `loss_bytes` takes, from one untimed pass which the loss ends.
 
     As `count_pass`. The targets are made in this pass: they belong to the loss' workspace.
     """
@@ -179,13 +180,19 @@ def count_loss(
     workspace = Workspace(model, len(layers), meter, tensors_in(given))
     with saved.hooks():
         run_layers(layers, given, gradients, CompositeWatcher(saved, workspace), loss=own, context=context)
-    return saved.loss_saved_bytes, workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
+    return saved, workspace
+
+
+def loss_bytes(saved: SavedBytes, workspace: Workspace) -> LossWorkspace:
+    """Of the loss that `count_loss` ran, when its meter can be read."""
+    return workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
 
 
 def count_pass(
     model: nn.Module, layers: Sequence[Layer], given: Any, gradients: OutputGradients, meter: Meter
-) -> tuple[SavedBytes, StepMemory]:
-    """Saved and output bytes, and those of the step, from one untimed pass, forward and backward.
+) -> tuple[SavedBytes, Workspace]:
+    """Saved and output bytes, and what tells those of the step when `meter` can be read, from one untimed
+    pass, forward and backward.
 
     `meter` has been counting since before an earlier pass, which made the weights' gradients and what the
     libraries allocate once. `given`: the first layer's input, a tensor or several.
@@ -194,4 +201,4 @@ def count_pass(
     workspace = Workspace(model, len(layers), meter, tensors_in(given))
     with saved.hooks():
         run_layers(layers, given, gradients, CompositeWatcher(saved, workspace))
-    return saved, workspace.memory(saved.saved_bytes)
+    return saved, workspace

@@ -16,7 +16,7 @@ from ...cost_models.errors import PplanError
 from ..chain.layers import Layer
 from ..chain.shared_parameters import modules_used, tensors_used
 from ..memory.live_bytes import Meter, build_meter, storages
-from ..memory.workspace import LossWorkspace, StepMemory, Workspace
+from ..memory.workspace import LossWorkspace, Workspace
 from ..passes.activations import SavedBytes
 from ..passes.clocks import Clock
 from ..passes.launch_lead import LeadTuner
@@ -180,7 +180,8 @@ class _Segment:
             workspace = self._workspace(meter, given)
             with saved.hooks():
                 self._pass(given, CompositeWatcher(saved, workspace, asked), loss=self._loss_to_count())
-            memory = self._memory(meter, saved.saved_bytes)
+            bare = self._pass_without_loss(meter)
+        memory = bare.memory(saved.saved_bytes)
         run.saved_bytes += saved.saved_bytes
         run.saved_input_bytes += saved.saved_input_bytes
         run.output_bytes += saved.output_bytes
@@ -194,14 +195,14 @@ class _Segment:
         run.backward_workspace_bytes[-1] += 0 if self._is_last else boundary.gradient_bytes
         return boundary
 
-    def _memory(self, meter: Meter, saved_bytes: Sequence[int]) -> StepMemory:
+    def _pass_without_loss(self, meter: Meter) -> Workspace:
         """As SizeRun finds it: without the loss, and what the model's backward starts from is drawn in it."""
         if self._is_last:
             self._gradients = OutputGradients(self._whole.seed)
         given = [self._fresh()]
         workspace = self._workspace(meter, given)
         self._pass(given, workspace)
-        return workspace.memory(saved_bytes)
+        return workspace
 
     def _workspace(self, meter: Meter, given: list[Any]) -> Workspace:
         passing = self._boundary.counted(given, whether=False)

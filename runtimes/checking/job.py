@@ -45,6 +45,7 @@ class StageSeconds(Record):
     """Seconds of one micro-batch on one replica of a stage.
 
     `backward` is the whole one; `input` and `weight` are its two parts where the schedule runs them apart.
+    `accumulation`: what of it (of `weight`) the first of a step does not take, which adds to no gradients.
     `forward_launch` and `backward_launch`: the host's, where that is not the device itself.
     """
 
@@ -52,6 +53,7 @@ class StageSeconds(Record):
     backward: float
     input: float = 0.0
     weight: float = 0.0
+    accumulation: float = 0.0
     forward_launch: float = 0.0
     backward_launch: float = 0.0
 

@@ -36,6 +36,7 @@ def predict_step(case: Case, stages: Sequence[StageSeconds], corrections: Correc
         forward=_by_place(program, [own.forward for own in slowed]),
         backward=_by_place(program, [own.input if splits else own.backward for own in slowed]),
         weight=_by_place(program, [own.weight for own in slowed]) if splits else None,
+        accumulation=_by_place(program, [own.accumulation for own in slowed]),
         forward_latency=latency,
         forward_occupancy=occupancy,
         backward_latency=latency,
@@ -104,7 +105,8 @@ def predict_seconds(case: RuntimeCase, stages: Sequence[StageSeconds]) -> float:
     """
     if is_serial(case):
         each = sum(own.forward + own.backward for own in stages)
-        return case.micro_batches * each + count_recomputed(case) * sum(own.forward for own in stages)
+        once = count_recomputed(case) * sum(own.forward for own in stages)
+        return case.micro_batches * each + once - sum(own.accumulation for own in stages)
     return simulate(_pipe_program(case, len(stages)), _runtime_costs(case, stages)).step_seconds
 
 
@@ -127,6 +129,7 @@ def _runtime_costs(case: RuntimeCase, stages: Sequence[StageSeconds]) -> Costs:
     return Costs(
         forward=_by_stage([own.forward for own in stages]),
         backward=_by_stage([own.backward for own in stages]),
+        accumulation=_by_stage([own.accumulation for own in stages]),
         recompute=shares,
         forward_launch=launch,
         backward_launch=relaunch,

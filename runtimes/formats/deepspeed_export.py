@@ -12,8 +12,8 @@ from ...cost_models.errors import ExportError
 from ...cost_models.field_types import DeviceCount, LayerBound, LayerCount
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
-from .export_document import ExportDocument, hash_layers, stage_bounds
-from .plan_choice import Choice, choose
+from .export_document import ExportDocument, stage_bounds
+from .plan_choice import Choice, choose, document_fields
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"type": "SGD", "params": {"lr": 0.01}},
@@ -48,7 +48,6 @@ class DeepspeedExport(ExportDocument):
     config: dict[str, Any]
     granularity: str = "block"
     """How the model is cut into layers."""
-    made_by: MadeBy = MadeBy()
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
@@ -71,12 +70,7 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[DeepspeedExport
     del device
     choice, remark = choose(plan, runtime_named("deepspeed"))
     document = DeepspeedExport(
-        runtime="deepspeed",
-        model=plan.model,
-        layers_sha256=hash_layers(plan),
-        mini_batch=choice.micro_batches * choice.micro_batch_size,
-        micro_batch_size=choice.micro_batch_size,
-        step_seconds=choice.step_seconds,
+        **document_fields(plan, choice, "deepspeed"),
         num_stages=len(choice.balance),
         replicas=choice.replicas,
         parts=stage_bounds(choice.balance),

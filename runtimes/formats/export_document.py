@@ -33,6 +33,7 @@ class ExportDocument(Document):
     """Predicted seconds of a step."""
     estimated: bool = False
     """Whether they follow from an estimated profile, and not from a measured one."""
+    made_by: MadeBy = MadeBy()
 
     @model_validator(mode="after")
     def _check_samples(self) -> Self:

@@ -13,8 +13,8 @@ from ...cost_models.errors import ExportError
 from ...cost_models.field_types import MicroBatches
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
-from .export_document import ExportDocument, hash_layers
-from .plan_choice import Choice, choose
+from .export_document import ExportDocument
+from .plan_choice import Choice, choose, document_fields
 from .transformer_blocks import NotBlocksError, find_blocks
 
 
@@ -26,7 +26,6 @@ class HuggingfaceExport(ExportDocument):
     micro_batches: MicroBatches
     """To be run one after another, their gradients added up."""
     device_map: dict[str, int | Literal["cpu"]]
-    made_by: MadeBy = MadeBy()
 
 
 def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[HuggingfaceExport, str | None]:
@@ -38,12 +37,7 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[HuggingfaceExpo
         )
     places = _places(plan, choice)
     document = HuggingfaceExport(
-        runtime="huggingface",
-        model=plan.model,
-        layers_sha256=hash_layers(plan),
-        mini_batch=choice.micro_batches * choice.micro_batch_size,
-        micro_batch_size=choice.micro_batch_size,
-        step_seconds=choice.step_seconds,
+        **document_fields(plan, choice, "huggingface"),
         micro_batches=choice.micro_batches,
         device_map={module: "cpu" if device == "cpu" else place for module, place in places.items()},
         made_by=made_by,

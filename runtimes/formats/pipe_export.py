@@ -11,8 +11,8 @@ from ...cost_models.document import MadeBy
 from ...cost_models.field_types import LayerCount, MicroBatches
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
-from .export_document import ExportDocument, hash_layers
-from .plan_choice import Choice, choose
+from .export_document import ExportDocument
+from .plan_choice import Choice, choose, document_fields
 
 Checkpoint = Literal["never", "always", "except_last"]
 
@@ -34,7 +34,6 @@ class PipeExport(ExportDocument):
     """Which micro-batches are recomputed."""
     granularity: str = "block"
     """How the model is cut into layers."""
-    made_by: MadeBy = MadeBy()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -89,12 +88,7 @@ def pipe_fields(plan: Plan, runtime: str, device: str) -> tuple[dict[str, Any], 
     """
     choice, remark = choose(plan, runtime_named(runtime))
     return {
-        "runtime": runtime,
-        "model": plan.model,
-        "layers_sha256": hash_layers(plan),
-        "mini_batch": choice.micro_batches * choice.micro_batch_size,
-        "micro_batch_size": choice.micro_batch_size,
-        "step_seconds": choice.step_seconds,
+        **document_fields(plan, choice, runtime),
         "balance": list(choice.balance),
         "devices": _devices(choice, device),
         "chunks": choice.micro_batches,

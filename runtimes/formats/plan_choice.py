@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ...cost_models.errors import ExportError
 from ...cost_models.runtime import Runtime, runtime_named
 from ...planner.plan_file import Plan
 from ...planner.plan_records import Alternative, Recompute
+from .export_document import hash_layers
 
 LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
 """Schedules of one stage a device that run one global batch before the next: they differ in order only."""
@@ -36,6 +38,18 @@ class Choice:
     def recompute(self) -> Recompute:
         """Of all stages, for a runtime whose stages recompute alike."""
         return self.stage_recompute[0]
+
+
+def document_fields(plan: Plan, choice: Choice, runtime: str) -> dict[str, Any]:
+    """The fields that the document of every runtime has, but `made_by`."""
+    return {
+        "runtime": runtime,
+        "model": plan.model,
+        "layers_sha256": hash_layers(plan),
+        "mini_batch": choice.micro_batches * choice.micro_batch_size,
+        "micro_batch_size": choice.micro_batch_size,
+        "step_seconds": choice.step_seconds,
+    }
 
 
 def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:

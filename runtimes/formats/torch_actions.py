@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ...cost_models.errors import ExportError
+from ...cost_models.ranges import MOST_ACTIONS
 from ...cost_models.schedules import Program, StageSlot, schedule_named
 
 OWN_ORDER = "_PipelineScheduleRuntime"
@@ -37,6 +38,13 @@ def build_program(schedule: str, devices: int, micro_batches: int, virtual_stage
     Raises UsageError for numbers that it cannot run, ExportError for one of several pipes or sliced
     micro-batches, or that updates weights meanwhile.
     """
+    actions = 3 * devices * micro_batches * virtual_stages
+    if actions > MOST_ACTIONS:
+        raise ExportError(
+            f"a step of {micro_batches} micro-batches on {devices} devices has up to {actions} actions, "
+            f"at most {MOST_ACTIONS} are written out",
+            "Make a plan with fewer micro-batches: pplan.solve(micro_batches=64), say.",
+        )
     program = schedule_named(schedule).program(devices, micro_batches, virtual_stages)
     if len(program.pipes) > 1 or program.shares is not None or program.update_every is not None:
         raise ExportError(

@@ -14,12 +14,19 @@ from pydantic import Field, model_validator
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import ExportError
-from ...cost_models.field_types import DeviceCount, DeviceIndex, LayerBound, LayerIndex, MicroBatches
+from ...cost_models.field_types import (
+    DeviceCount,
+    DeviceIndex,
+    LayerBound,
+    LayerIndex,
+    MemberCount,
+    MicroBatches,
+)
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
 from ...planner.plan_records import ScheduleName
-from .export_document import ExportDocument, hash_layers
-from .plan_choice import Choice, choose
+from .export_document import ExportDocument
+from .plan_choice import Choice, choose, document_fields
 from .torch_actions import action_rows, are_bounds, build_program, device_stages, schedule_class
 
 
@@ -45,14 +52,13 @@ class TorchExport(ExportDocument):
     """1: the replicas of a stage spread the optimizer's states, by FSDP2."""
     devices: list[DeviceIndex]
     """By rank, as the plan numbers them."""
-    gpus_per_node: DeviceCount | None = None
+    gpus_per_node: MemberCount | None = None
     recompute: list[Literal["never", "always"]]
     granularity: str = "block"
     """How the model is cut into layers."""
     actions: list[str]
     """Lines of a schedule CSV, one a device of the pipeline, as `_load_csv(path, format="compute_only")` of
     a schedule takes them."""
-    made_by: MadeBy = MadeBy()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -107,12 +113,7 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchExport, st
     if remark is None:
         _check_places(plan, stages)
     document = TorchExport(
-        runtime="torch",
-        model=plan.model,
-        layers_sha256=hash_layers(plan),
-        mini_batch=choice.micro_batches * choice.micro_batch_size,
-        micro_batch_size=choice.micro_batch_size,
-        step_seconds=choice.step_seconds,
+        **document_fields(plan, choice, "torch"),
         micro_batches=choice.micro_batches,
         order=choice.schedule,
         schedule=schedule_class(choice.schedule, program),

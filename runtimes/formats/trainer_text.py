@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ...cost_models.document import MadeBy
 from ...cost_models.field_types import DeviceCount, LayerCount
 from ...cost_models.quantities import format_seconds
 from ...planner.plan_file import Plan
 from ...planner.plan_records import ScheduleName
-from .export_document import ExportDocument, hash_layers
-from .plan_choice import Choice
+from .export_document import ExportDocument
+from .plan_choice import Choice, document_fields
 
 
 class TrainerText(ExportDocument):
@@ -39,7 +38,6 @@ class TrainerText(ExportDocument):
     virtual_stages: LayerCount
     """Of each device."""
     recompute: Literal["never", "always"]
-    made_by: MadeBy = MadeBy()
     actions: list[str] = []
     """Where the trainer is given the order of the actions: its lines, one a device of the pipeline."""
 
@@ -100,12 +98,7 @@ def trainer_fields(plan: Plan, choice: Choice, runtime: str) -> dict[str, Any]:
     devices = len(choice.balance) // choice.virtual_stages
     processes = devices * choice.replicas
     return {
-        "runtime": runtime,
-        "model": plan.model,
-        "layers_sha256": hash_layers(plan),
-        "mini_batch": choice.micro_batches * choice.micro_batch_size,
-        "micro_batch_size": choice.micro_batch_size,
-        "step_seconds": choice.step_seconds,
+        **document_fields(plan, choice, runtime),
         "processes": processes,
         "nodes": -(-processes // (plan.gpus_per_node or processes)),
         "pipeline_size": devices,

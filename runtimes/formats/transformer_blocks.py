@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ...cost_models.errors import ExportError
 from ...planner.plan_file import Plan
 
-_BLOCK = re.compile(r"(?P<list>(?:.*?\.)?(?:layers|layer|h|blocks|block))\.(?P<number>\d+)(?:\.|$)")
+_BLOCK = re.compile(r"(?P<list>(?:.*?\.)?(?:layers|layer|h|blocks|block))\.(?P<number>\d{1,18})(?:\.|$)")
 """The outermost list of blocks on the way to a layer, under the names that transformers give it."""
 _SMALL = re.compile(r"norm|^ln_|drop|slice|getitem|identity", re.IGNORECASE)
 """Last parts of the names of layers before a head that take next to no time."""

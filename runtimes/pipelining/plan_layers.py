@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ...profiler.user_model.loaded_model import ModelInput
 from ..formats.export_document import ExportDocument, check_layers, stage_bounds
 from ..formats.pipe_export import PipeExport
 from .cut_hooks import guard_cuts
-from .weight_copies import shared_tensor_error
+from .weight_copies import read_only_buffers, shared_tensor_error, split_stage
 
 
 def match_layers(
@@ -31,7 +31,7 @@ def match_layers(
     granularity: str,
 ) -> nn.Sequential:
     """`model` as it is where it is an nn.Sequential of the `count` layers of the plan, else made so: also
-    where several of its layers register the same parameter, which runtimes refuse.
+    where several of its layers register the same parameter or buffer, which runtimes refuse.
 
     Raises ExportError where it is another model, or is to be made sequential without an `example`.
     """
@@ -43,19 +43,22 @@ def match_layers(
 
 
 def _registers_twice(model: nn.Sequential) -> bool:
-    by_layer = sum(len(list(layer.parameters())) for layer in model)
-    return by_layer != len(list(model.parameters()))
+    by_layer = sum(len([*layer.parameters(), *layer.buffers()]) for layer in model)
+    return by_layer != len([*model.parameters(), *model.buffers()])
 
 
 def check_sharing(
     layers: nn.Sequential, parts: Sequence[int], devices: Sequence[object] | None = None
 ) -> None:
-    """Raises ExportError where stages share a parameter or buffer and are on different `devices` (None: all
-    are)."""
+    """Raises ExportError where stages share a parameter, or a buffer that may be written, and are on
+    different `devices` (None: all are)."""
     holder: dict[int, int] = {}
+    read_only = {id(buffer) for buffer in read_only_buffers(layers)}
     for stage, (first, end) in enumerate(pairwise(parts)):
         for layer in layers[first:end]:
             for tensor in tensors_used(layer):
+                if id(tensor) in read_only:
+                    continue
                 before = holder.setdefault(id(tensor), stage)
                 if before != stage and (devices is None or devices[before] != devices[stage]):
                     raise shared_tensor_error(before, stage, tensor, "parameter or buffer")
@@ -81,9 +84,17 @@ def prepare_pipe(
         arguments["devices"] = _as_devices(devices, len(document.balance))
     _check_devices(document, arguments["devices"])
     check_sharing(layers, parts, [torch.device(device) for device in arguments["devices"]])
+    layers = _with_own_buffers(layers, parts)
     safe = guard_cuts(layers, parts, example, document.micro_batch_size)
     names = [name for name, _ in layers.named_children()]
     return nn.Sequential(OrderedDict(zip(names, safe, strict=True))), arguments
+
+
+def _with_own_buffers(layers: nn.Sequential, parts: Sequence[int]) -> nn.Sequential:
+    """Every stage registers the buffers that it uses, and they move with it."""
+    stages = [split_stage(layers, parts, stage, ()).layers for stage in range(len(parts) - 1)]
+    names = [name for name, _ in layers.named_children()]
+    return nn.Sequential(OrderedDict(zip(names, chain.from_iterable(stages), strict=True)))
 
 
 def _check_input(document: PipeExport, example: ModelInput | None) -> None:

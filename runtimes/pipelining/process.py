@@ -25,7 +25,14 @@ from .rank_coordinates import RankCoordinates, Replicate, average_gradients, fin
 from .runtime_internals import Stage, load_order
 from .stage_module import StageModule, stage_loss
 from .stage_shapes import StageShapes, trace_shapes
-from .weight_copies import TiedGradients, find_tied_weights, names_of_copies, split_stage, tie_stages
+from .weight_copies import (
+    TiedGradients,
+    check_equal_buffers,
+    find_tied_weights,
+    names_of_copies,
+    split_stage,
+    tie_stages,
+)
 
 _SCHEDULES = (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
 
@@ -126,6 +133,7 @@ def build_process(
     count = document.parts[-1]
     layers = match_layers(document, count, model, example, layer_names, granularity=document.granularity)
     tied = find_tied_weights(layers, document.parts)
+    check_equal_buffers(layers)
     place = _device(document) if device is None else torch.device(device)
     coordinates = find_coordinates(document, place, mesh)
     form = InputForm.of(example)

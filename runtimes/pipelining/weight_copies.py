@@ -8,15 +8,18 @@ is updated. Adding up the same numbers, an optimizer that looks at one parameter
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...cost_models.errors import ExportError
+from ...profiler.chain.layer_sequential import LayerSequential
 from ...profiler.chain.shared_parameters import register_references, tensors_used
 from .rank_coordinates import RankCoordinates
 
@@ -32,8 +35,9 @@ class CopiedWeight:
 def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[CopiedWeight]:
     """In the order of the layers that use them first: the same in every process.
 
-    Raises ExportError where stages share a buffer: what one of them writes, no other would see.
+    Raises ExportError where stages share a buffer that some layer writes, or may: no other would see it.
     """
+    read_only = {id(buffer) for buffer in read_only_buffers(layers)}
     users: dict[int, tuple[Tensor, list[int]]] = {}
     for stage, (first, end) in enumerate(pairwise(parts)):
         for layer in layers[first:end]:
@@ -42,11 +46,41 @@ def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[Copie
                 stages.extend([stage] if stage not in stages else [])
     tied = []
     for tensor, stages in users.values():
-        if len(stages) > 1 and not isinstance(tensor, nn.Parameter):
+        if len(stages) > 1 and not isinstance(tensor, nn.Parameter) and id(tensor) not in read_only:
             raise shared_tensor_error(stages[0], stages[1], tensor, "buffer")
         if len(stages) > 1 and isinstance(tensor, nn.Parameter):
             tied.append(CopiedWeight(tensor, tuple(stages)))
     return tied
+
+
+def read_only_buffers(layers: nn.Sequential) -> list[Tensor]:
+    """Those that several layers use and none writes, where the layers were made of a model and know it."""
+    names = layers.read_only_buffers if isinstance(layers, LayerSequential) else ()
+    own = dict(layers.named_buffers())
+    return [own[name] for name in names if name in own]
+
+
+def check_equal_buffers(layers: nn.Sequential) -> None:
+    """Raises ExportError where processes have other values of the buffers that stages share: all are to call
+    it."""
+    buffers = read_only_buffers(layers)
+    if not buffers or not dist.is_initialized():
+        return
+    own = [_digest(buffer) for buffer in buffers]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    if any(other != own for other in every):
+        raise ExportError(
+            "processes have different values of a buffer that several stages use",
+            "Build the model in every process from the same seed, or load the same checkpoint first.",
+        )
+
+
+def _digest(tensor: Tensor) -> str:
+    if tensor.is_meta:
+        return "meta"
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def shared_tensor_error(one: int, other: int, tensor: Tensor, kind: str) -> ExportError:
@@ -79,7 +113,10 @@ def split_stage(
         else nn.Parameter(weight.parameter.detach().clone(), weight.parameter.requires_grad)
         for index, weight in own.items()
     }
-    if all(weight.stages[0] == stage for weight in own.values()):
+    shared = {id(buffer) for buffer in read_only_buffers(layers)}
+    registered = {id(buffer) for buffer in layers[first:end].buffers()}
+    refers = any(id(own) in shared - registered for layer in layers[first:end] for own in tensors_used(layer))
+    if not refers and all(weight.stages[0] == stage for weight in own.values()):
         return StageLayers(layers[first:end], copies)
     used = [tensor for layer in layers[first:end] for tensor in tensors_used(layer)]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in used}
@@ -90,7 +127,7 @@ def split_stage(
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _TiedCopy:
     """A tied weight as this process has it: names of its copies in its stages, and who holds it besides."""
 
     copies: tuple[tuple[nn.Module, str], ...]
@@ -105,7 +142,7 @@ class _Held:
 class TiedGradients:
     """Keeps the copies of this process equal to those of all others."""
 
-    def __init__(self, copies: Sequence[_Held]) -> None:
+    def __init__(self, copies: Sequence[_TiedCopy]) -> None:
         self._copies = copies
 
     def __len__(self) -> int:
@@ -162,7 +199,7 @@ def tie_stages(
         if copies and weight.parameter.requires_grad:
             stage_names = tuple((stages[stage], _name(stages[stage], own)) for stage, own in copies.items())
             replicas = 1 if sharded else len(coordinates.ranks[0])
-            copies_here.append(_Held(stage_names, groups.likes if sharded else groups.every, replicas))
+            copies_here.append(_TiedCopy(stage_names, groups.likes if sharded else groups.every, replicas))
     return TiedGradients(copies_here)
 
 

@@ -25,7 +25,7 @@ SCHEDULES = {
 """The plan's word by torch's, in small letters."""
 Stage = TypeVar("Stage", int, str)
 _RECOMPUTE: dict[str, Recompute] = {"full": "always", "True": "always", "none": "never", "False": "never"}
-_BLOCK = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)$")
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d{1,18})$")
 _NORMS = frozenset({"norm", "ln_f", "final_layernorm", "final_layer_norm"})
 _HEADS = frozenset({"lm_head", "output", "embed_out"})
 

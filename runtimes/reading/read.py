@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from ...cost_models.errors import UsageError, shown
+from ...cost_models.errors import UsageError, short_repr
 from ...cost_models.file_kind import detect_kind
 from ...cost_models.runtime import RUNTIMES
 from ..formats.deepspeed_export import DeepspeedExport
@@ -59,7 +59,7 @@ def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where
         raise partition_error(where, f"this is a {kind} of pplan, not another tool's partition", hint)
     runtime = content.get("runtime")
     if not isinstance(runtime, str) or runtime not in RUNTIMES:
-        raise partition_error(where, f"runtime is {shown(runtime)}, which is not known")
+        raise partition_error(where, f"runtime is {short_repr(runtime)}, which is not known")
     if content.get("layers_sha256") not in (None, "", hash_names(names)):
         raise partition_error(
             where,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.memory import StageBytes, ledger, stage_workspace, total
-from pplan.cost_models.optimizers import MIXED
+from pplan.cost_models.memory import Moment, StageBytes, Training, ledger, stage_workspace, total
+from pplan.cost_models.optimizers import MIXED, Precision, StepKernels
 
 STAGE = StageBytes(
     parameters=1000.0,
@@ -117,3 +118,82 @@ def test_unknown_recomputation() -> None:
 def test_fewer_versions_than_the_weights_themselves() -> None:
     with pytest.raises(UsageError, match="weight versions 0: must be at least 1"):
         ledger(STAGE, in_flight=1, recompute="never", optimizer="sgd", weight_versions=0)
+
+
+def numbers(kernels: StepKernels, master: float = 0) -> Precision:
+    return Precision(weight=2 if master else 4, gradient=2 if master else 4, master=master, kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "temporaries"),
+    [
+        ("adamw", numbers("fused"), None),
+        ("adamw-8bit", numbers("foreach"), None),
+        ("adamw", numbers("foreach"), 800),
+        ("adamw", numbers("for-loop"), 3 * 300),
+        ("adam", numbers("for-loop"), 4 * 300),
+        ("sgd", numbers("foreach"), 800),
+        # Of float32 masters, and the gradients in float32 besides.
+        ("adamw", numbers("foreach", master=4), 1600 + 1600),
+        ("adamw", numbers("fused", master=4), None),
+    ],
+)
+def test_temporaries_of_an_optimizers_step(
+    optimizer: str, precision: Precision, temporaries: float | None
+) -> None:
+    stage = replace(STAGE, largest=300.0)
+    assert Training(optimizer, precision).step_temporaries(stage) == temporaries
+    spread = Training(optimizer, precision, replicas=4, zero=1).step_temporaries(stage)
+    assert spread == (None if temporaries is None else temporaries / 4)
+
+
+def test_the_ledger_is_the_larger_of_the_passes_and_the_optimizers_step() -> None:
+    """Activations are gone when the optimizer steps; 800 bytes of temporaries take their place."""
+    for in_flight in (1, 2, 3, 4, 9):
+        terms = ledger(
+            STAGE, in_flight=in_flight, recompute="never", optimizer="sgd", precision=numbers("foreach")
+        )
+        passing = in_flight * 230 + 7
+        assert terms["optimizer_step"] == max(800 - passing, 0)
+        kept = 1010 + 800 + 90
+        assert total(terms) == pytest.approx(1.05 * (kept + max(passing, 800)))
+
+
+def test_under_an_asynchronous_schedule_micro_batches_wait_while_the_optimizer_steps() -> None:
+    for mode, each in (("never", 230), ("always", 40)):
+        terms = ledger(
+            STAGE,
+            in_flight=3,
+            recompute=mode,
+            optimizer="sgd",
+            precision=numbers("foreach"),
+            weight_versions=3,
+        )
+        gone = terms["activations"] + terms["stage_inputs"] + terms["workspace"]
+        assert terms["optimizer_step"] == max(800 + 2 * each - gone, 0)
+
+
+@pytest.mark.parametrize("versions", [1.0, 3.0])
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_each_moment_is_a_line_of_the_micro_batches_in_flight(mode: str, versions: float) -> None:
+    """So the search may divide by what each one adds."""
+
+    def bytes_at(in_flight: float, moment: Moment) -> float:
+        own = numbers("foreach")
+        terms = ledger(
+            STAGE,
+            in_flight=in_flight,
+            recompute=mode,
+            optimizer="sgd",
+            precision=own,
+            weight_versions=versions,
+            moment=moment,
+        )
+        return float(total(terms))
+
+    moments: tuple[Moment, Moment] = ("passes", "step")
+    for moment in moments:
+        one, two, nine = (bytes_at(count, moment) for count in (1, 2, 9))
+        assert nine == pytest.approx(one + 8 * (two - one))
+    for count in range(1, 10):
+        assert bytes_at(count, "any") == pytest.approx(max(bytes_at(count, own) for own in moments))

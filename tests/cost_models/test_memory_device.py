@@ -10,7 +10,7 @@ import pytest
 from pplan.cost_models.device_memory import DeviceLedger, device_ledger, held_by_action
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.memory import StageBytes, Training, ledger
-from pplan.cost_models.optimizers import MIXED
+from pplan.cost_models.optimizers import MIXED, Precision, StepKernels
 from pplan.cost_models.schedules import SCHEDULES, gpipe, schedule_named
 from pplan.cost_models.schedules.action import Action, Program
 
@@ -33,6 +33,7 @@ def chunk(number: int) -> StageBytes:
         sent=53.0 * scale,
         workspace=[170.0, 7.0][number % 2],
         gathered=300.0 * scale,
+        largest=400.0 * scale,
     )
 
 
@@ -146,9 +147,13 @@ def test_what_is_alive_at_the_peak(recompute: str) -> None:
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_straight_schedules_have_the_planners_ledger(name: str, micro_batches: int, recompute: str) -> None:
+@pytest.mark.parametrize("kernels", ["fused", "foreach", "for-loop"])
+def test_straight_schedules_have_the_planners_ledger(
+    kernels: StepKernels, name: str, micro_batches: int, recompute: str
+) -> None:
     """Which knows `except_last` of GPipe's order only."""
-    schedule, training = schedule_named(name), Training("adam", replicas=2)
+    precision, versions = Precision(4, 4, kernels=kernels), 1 if recompute == "except_last" else 2
+    schedule, training = schedule_named(name), Training("adam", precision, replicas=2)
     for stages in (2, 3):
         program = schedule.program(stages, micro_batches)
         for device in range(stages):
@@ -161,11 +166,18 @@ def test_straight_schedules_have_the_planners_ledger(name: str, micro_batches: i
                 recompute=recompute,
                 optimizer="adam",
                 replicas=2,
-                weight_versions=2,
+                weight_versions=versions,
+                precision=precision,
                 context_bytes=512,
             )
             found = device_ledger(
-                program, device, [own], training, recompute=recompute, weight_versions=2, context_bytes=512
+                program,
+                device,
+                [own],
+                training,
+                recompute=recompute,
+                weight_versions=versions,
+                context_bytes=512,
             )
             if recompute != "except_last" or name == "gpipe":
                 assert found.terms == pytest.approx(closed)

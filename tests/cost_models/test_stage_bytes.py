@@ -49,6 +49,7 @@ def test_the_bytes_of_a_stage_by_hand() -> None:
         sent=out[4],
         workspace=4,  # 16, 9 and 4 while 10, 20 and 30 are saved: at most 34, of which 30 are saved
         gathered=4000 + 5000,
+        largest=4500,
     )
 
 

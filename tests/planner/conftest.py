@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,20 @@ MakeChain = Callable[..., Chain]
 
 @pytest.fixture
 def make_chain() -> MakeChain:
-    """A function of (seed, layers, *, sizes, traffic, cuts): layers whose costs grow by lines with the
-    micro-batch size; `traffic` scales what crosses cuts, `cuts` is the share of allowed ones."""
+    """A function of (seed, layers, *, sizes, traffic, cuts, adding): layers whose costs grow by lines with
+    the micro-batch size; `traffic` scales what crosses cuts, `cuts` is the share of allowed ones, `adding`
+    that of the shortest backward, at the most, which the first of a step does not take."""
     return _chain
 
 
 def _chain(
-    seed: int, layers: int, *, sizes: tuple[int, ...] = (1, 2, 4), traffic: float = 1.0, cuts: float = 0.8
+    seed: int,
+    layers: int,
+    *,
+    sizes: tuple[int, ...] = (1, 2, 4),
+    traffic: float = 1.0,
+    cuts: float = 0.8,
+    adding: float = 0.0,
 ) -> Chain:
     rng = np.random.default_rng(seed)
     per_sample = np.array(sizes, dtype=np.float64)
@@ -31,7 +39,7 @@ def _chain(
     def line(slope: float, start: float = 0.0) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
         return slope * rng.random((layers, 1)) * per_sample + start * rng.random((layers, 1))
 
-    return Chain(
+    made = Chain(
         names=tuple(f"layer{i}" for i in range(layers)),
         sizes=sizes,
         parameter_bytes=(parameters := 100 * rng.random(layers)),
@@ -48,6 +56,7 @@ def _chain(
         forward_host_seconds=line(0, 0.3),
         backward_host_seconds=line(0, 0.3),
     )
+    return replace(made, accumulation_seconds=adding * rng.random(layers) * made.backward_seconds.min(axis=1))
 
 
 @pytest.fixture

@@ -32,6 +32,12 @@ Bytes = dict[str, tuple[int, ...]]
 
 
 @pytest.fixture(autouse=True)
+def tensors_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What operators allocate for themselves on the CPU is not seen on meta."""
+    monkeypatch.delattr(torch.autograd, "_enable_profiler_legacy")
+
+
+@pytest.fixture(autouse=True)
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes longer than such passes, and finds nothing that they count."""
     monkeypatch.setattr(gc, "collect", lambda: 0)

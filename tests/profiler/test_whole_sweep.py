@@ -78,9 +78,9 @@ def test_every_figure_follows_from_the_clock(clock: Any, takes: Any) -> None:
         assert run.memory is not None
         assert run.memory.saved == tuple(run.saved.saved_bytes)
         assert run.workspace_bytes == run.memory.workspace
-        # In a layer's backward: two weights and their gradients; the input, its clone, the layer's own input
-        # or the gradient that came in, the output and its gradient; two products and the sum of one.
-        assert run.peak_bytes == 4 * 4 + 5 * 16 * run.size + 2 * 16 * run.size + 4
+        # In a layer's backward: two weights and their gradients; the input, the layer's own input or the
+        # gradient that came in, the output and its gradient; two products and the sum of one.
+        assert run.peak_bytes == 4 * 4 + 5 * 16 * run.size + 16 * run.size + 4
         assert host_note(run) is None
     assert sweep.notes == []
 
@@ -156,13 +156,18 @@ def test_the_first_backward_of_a_step_adds_to_no_gradients(clock: Any, rounds: i
     for run in sweep.runs:
         assert run.rounds.whole_medians() == (1, 5)
         assert run.rounds.first_backward() == 2
-    profile = build_profile(subject, sweep.results, [], [])
+    assert sweep.accumulation() == [0]  # of this clock, which only the model moves
+    profile = build_profile(subject, sweep.results, [], [], [1.0])
+    assert [layer.accumulation_seconds for layer in profile.layers] == [1]
     assert [(each.backward_seconds, each.first_backward_seconds) for each in profile.whole] == [
         (5, 2),
         (5, 2),
     ]
     (note,) = [note for note in profile.notes if "first backward" in note]
-    assert "takes another time: -60% at size 1, -60% at size 2" in note
+    assert "than predicted from the others: -40% at size 1, -40% at size 2" in note
+    assert not [
+        note for note in build_profile(subject, sweep.results, [], [], [3.0]).notes if "first" in note
+    ]
     without = swept(subject, [1], rounds=1)
     assert without.runs[0].rounds.first_backward() is None
 
@@ -359,7 +364,17 @@ def test_what_is_compiled_gets_all_its_rounds_before_the_next_size(
     assert rounds_of(sweep) == [5, 5]
     # Each layer, and the model, once for each size.
     assert len(compiled) == 2 * 3
-    assert all(run.memory is None and run.rounds.parts == [] for run in sweep.runs)
+    assert all(run.memory is not None and run.peak_bytes and not run.rounds.parts for run in sweep.runs)
+    assert sweep.notes == []
+
+
+def test_what_is_compiled_has_no_workspace_where_no_allocator_tells(
+    monkeypatch: pytest.MonkeyPatch, clock: Any
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda code, **_options: code)
+    monkeypatch.delattr(torch.autograd, "_enable_profiler_legacy")
+    sweep = swept(subject_of(nn.Linear(4, 4), clock, modes=Modes(compile=True)), [1])
+    assert sweep.runs[0].memory is None
     (note,) = sweep.notes
     assert note.startswith("compiled for the CPU: ")
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,37 @@ import pytest
 from pplan.planner.plan_file import Plan
 
 MakePlan = Callable[..., Plan]
+RunProcesses = Callable[..., None]
+SECONDS = 240
+"""After which processes that hang are killed."""
+
+
+@pytest.fixture(scope="session")
+def run_processes() -> RunProcesses:
+    """Runs so many processes of `python WORKER... FOLDER RANK COUNT` side by side; all must succeed."""
+
+    def run(folder: Path, count: int, *worker: str) -> None:
+        outputs = [(folder / f"output.{rank}").open("w+") for rank in range(count)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *worker, str(folder), str(rank), str(count)],
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        try:
+            statuses = [process.wait(SECONDS) for process in processes]
+        finally:
+            for process, output in zip(processes, outputs, strict=True):
+                process.kill()
+                process.wait()
+                output.close()
+        texts = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(count))
+        assert statuses == [0] * count, texts
+
+    return run
 
 
 @pytest.fixture(scope="session")

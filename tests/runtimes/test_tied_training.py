@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +15,8 @@ from pplan.profiler.profile_options import ProfileOptions
 from pplan.runtimes.formats.exporters import export
 
 MakePlan = Callable[..., Plan]
+RunProcesses = Callable[..., None]
 WORKER = Path(__file__).with_name("tied_worker.py")
-SECONDS = 240
-"""After which processes that hang are killed."""
 SETTINGS = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 12}
 """Those of the worker."""
 
@@ -30,7 +26,7 @@ SETTINGS = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positi
     ("balance", "schedule"), [([3, 3], "1f1b"), ([2, 2, 2], "1f1b"), ([1, 3, 2], "zb-h1")]
 )
 def test_losses_gradients_and_weights_are_the_plain_models(
-    balance: list[int], schedule: str, make_plan: MakePlan, tmp_path: Path
+    balance: list[int], schedule: str, make_plan: MakePlan, run_processes: RunProcesses, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
     loaded = load_model("hf:gpt2", settings=SETTINGS)
@@ -46,7 +42,7 @@ def test_losses_gradients_and_weights_are_the_plain_models(
     )
     document, _ = export("torch", plan)
     document.save(tmp_path / "gpt2.torch.json", force=False)
-    run(tmp_path, len(balance))
+    run_processes(tmp_path, len(balance), str(WORKER))
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(len(balance))]
     for losses, plain in zip(ranks[-1]["losses"], ranks[0]["plain_losses"], strict=True):
         assert losses == pytest.approx(plain, abs=1e-9)
@@ -55,26 +51,3 @@ def test_losses_gradients_and_weights_are_the_plain_models(
     copies = [copy for rank in ranks for copy in rank["copies"].values()]
     assert len(copies) == 2
     assert copies[0] == copies[1]
-
-
-def run(folder: Path, count: int) -> None:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    outputs = [(folder / f"output.{rank}").open("w+") for rank in range(count)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(folder), str(rank), str(count)],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        for rank, output in enumerate(outputs)
-    ]
-    try:
-        statuses = [process.wait(SECONDS) for process in processes]
-    finally:
-        for process, output in zip(processes, outputs, strict=True):
-            process.kill()
-            process.wait()
-            output.close()
-    said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(count))
-    assert statuses == [0] * count, said

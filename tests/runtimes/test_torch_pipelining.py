@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +16,9 @@ from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.formats.torch_export import TorchExport
 
 MakePlan = Callable[..., Plan]
+RunProcesses = Callable[..., None]
 WORKER = Path(__file__).with_name("torch_worker.py")
 RANKS = 4
-SECONDS = 240
-"""After which processes that hang are killed."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,9 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def results(make_plan: MakePlan, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(
+    make_plan: MakePlan, run_processes: RunProcesses, tmp_path_factory: pytest.TempPathFactory
+) -> Results:
     """What each rank found in each case."""
     folder = tmp_path_factory.mktemp("processes")
     orders = []
@@ -152,35 +150,13 @@ def results(make_plan: MakePlan, tmp_path_factory: pytest.TempPathFactory) -> Re
         order = {"name": case.name, "model": case.model, "file": str(file), "replicate": case.replicate}
         orders.append(order | {"ranks": case.ranks, "replicas": case.replicas})
     (folder / "cases.json").write_text(json.dumps(orders))
-    run_processes(folder)
+    run_processes(folder, RANKS, "-W", "error", str(WORKER))
     return {
         case.name: [
             json.loads((folder / f"{case.name}.{rank}.json").read_text()) for rank in range(case.ranks)
         ]
         for case in CASES
     }
-
-
-def run_processes(folder: Path) -> None:
-    outputs = [(folder / f"output.{rank}").open("w+") for rank in range(RANKS)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", str(WORKER), str(folder), str(rank)],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        for rank, output in enumerate(outputs)
-    ]
-    try:
-        statuses = [process.wait(SECONDS) for process in processes]
-    finally:
-        for process, output in zip(processes, outputs, strict=True):
-            process.kill()
-            process.wait()
-            output.close()
-    said = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(RANKS))
-    assert statuses == [0] * RANKS, said
 
 
 @pytest.mark.slow

@@ -239,8 +239,16 @@ def test_another_model_is_refused(make_plan: MakePlan) -> None:
         built(plan, small(), layer_names=["a", "b", "c", "e"])
 
 
-def test_stages_that_share_a_buffer_are_refused(make_plan: MakePlan) -> None:
-    model = small()
+class Counts(nn.Linear):
+    """Counts what it sees in a buffer."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        self.get_buffer("seen").add_(1)
+        return super().forward(given)
+
+
+def test_stages_that_share_a_buffer_that_is_written_are_refused(make_plan: MakePlan) -> None:
+    model = nn.Sequential(Counts(3, 3), nn.Tanh(), Counts(3, 3), nn.Tanh())
     seen = torch.zeros(3)
     for layer in (model[0], model[2]):
         layer.register_buffer("seen", seen)

@@ -46,6 +46,7 @@ def generated(
             "trainable_bytes": 0 if draw[12] < 0.1 else int(3e7 * draw[0] * (0.5 if draw[12] < 0.3 else 1)),
             "buffer_bytes": int(1e4 * draw[1]),
             "cut_after": bool(draw[13] < cuts),
+            "accumulation_seconds": 0.0 if draw[12] < 0.1 else 6e-4 * draw[0] / faster,
             "costs": [],
         }
         for size in sizes:

@@ -141,12 +141,15 @@ def test_ten_million_devices(solved: Any, tmp_path: Path) -> None:
         verify_files(path)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("micro_batches", 2**40), ("micro_batch_size", 2**50), ("virtual_stages", 2**30)]
-)
+@pytest.mark.parametrize(("key", "value"), [("micro_batch_size", 2**50), ("virtual_stages", 2**30)])
 def test_numbers_that_would_take_all_memory(key: str, value: int, solved: Any) -> None:
     report = solved.verified(solved.plan | {key: value})
     assert not report.agrees
+
+
+def test_more_actions_than_are_followed(solved: Any) -> None:
+    with pytest.raises(FileError, match="micro_batches must be a whole number from 1 to"):
+        solved.verified(solved.plan | {"micro_batches": 2**40})
 
 
 def test_without_a_profile(solved: Any) -> None:

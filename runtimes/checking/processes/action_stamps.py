@@ -155,10 +155,10 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, on_gradient: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.reached = on_gradient
+        ctx.on_gradient = on_gradient
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        ctx.reached()
+        ctx.on_gradient()
         return (None, *gradients)

@@ -16,7 +16,7 @@ from ...pipelining.runtime_internals import backward_parts
 from ..job import StageSeconds
 from .action_stamps import clock_for
 
-REPEATS, WARM_UPS = 5, 2
+REPEATS, WARM_UPS, FIRSTS = 5, 2, 3
 Pass = tuple[float, float, float]
 """Seconds of the forward, of the backward or its first part, and of the second."""
 
@@ -44,27 +44,33 @@ def measure_isolated(
     splits: bool,
     repeats: int = REPEATS,
 ) -> StageSeconds:
-    """Medians over `repeats` micro-batches, after some that do not count.
+    """Medians over `repeats` micro-batches, after some that do not count, and over some more that find no
+    gradients to add to, as the first of a step.
 
     `loss`: the last stage's. `splits`: the gradient of the input and those of the weights apart, as PyTorch
     computes them; on the first stage it computes both with the weights'.
     """
     clock = clock_for(device)
-    passes = []
-    for _ in range(WARM_UPS + repeats):
+
+    def one_pass() -> tuple[Pass, Pass]:
         own = tuple(_leaf(tensor.to(device), wants=not is_first) for tensor in inputs)
-        passes.append(_pass(module, own, clock, loss=loss, is_first=is_first, splits=splits))
-    for parameter in module.parameters():
-        parameter.grad = None
-    forwards = [seconds for seconds, _ in passes[WARM_UPS:]]
-    forward, input, weight = (median(each) for each in zip(*forwards, strict=True))
-    whole = median(first + second for _, first, second in forwards)
+        return _pass(module, own, clock, loss=loss, is_first=is_first, splits=splits)
+
+    passes, firsts = [one_pass() for _ in range(WARM_UPS + repeats)], []
+    for _ in range(FIRSTS):
+        _forget_gradients(module)
+        firsts.append(sum(one_pass()[0][1:]))
+    _forget_gradients(module)
+    seconds = [own for own, _ in passes[WARM_UPS:]]
+    forward, input, weight = (median(each) for each in zip(*seconds, strict=True))
+    whole = median(first + second for _, first, second in seconds)
     hosts = [host for _, host in passes[WARM_UPS:]] if clock.has_host else [(0.0, 0.0, 0.0)]
     return StageSeconds(
         forward=forward,
         backward=whole,
         input=input if splits else 0.0,
         weight=weight if splits else 0.0,
+        accumulation=min(max(whole - median(firsts), 0.0), weight if splits else whole),
         forward_launch=median(first for first, _, _ in hosts),
         backward_launch=median(second + third for _, second, third in hosts),
     )
@@ -105,6 +111,11 @@ def _pass(
     own = [(clock.seconds(one, other), clock.host_seconds(one, other)) for one, other in pairwise(stamps)]
     (first, on_host), (second, then_on_host), (third, last_on_host) = own
     return (first, second, third), (on_host, then_on_host, last_on_host)
+
+
+def _forget_gradients(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad = None
 
 
 def _leaf(tensor: Tensor, *, wants: bool) -> Tensor:

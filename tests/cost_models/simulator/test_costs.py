@@ -161,3 +161,44 @@ def test_updates_of_asynchronous_programs_take_their_time_at_once() -> None:
     costs = replace(stage_costs(looped, 2.0, 2.0), optimizer=np.array([0.5, 0.0]))
     busy = simulate(looped, costs).busy_seconds
     assert busy == (4 * 4 + 0.5, 4 * 4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "firsts"),
+    [
+        # By device, the micro-batch whose backward is the first of each of its chunks.
+        ("1f1b", [[0], [0], [0], [0]]),
+        ("gpipe", [[3], [3], [3], [3]]),
+        ("interleaved", [[0, 0], [0, 0], [0, 0], [0, 0]]),
+        # Two micro-batches go down, two up: each direction has weights of its own.
+        ("chimera", [[0, 2], [0, 2], [0, 2], [0, 2]]),
+    ],
+)
+def test_the_first_backward_of_each_chunk_adds_to_no_gradients(
+    schedule: str, firsts: list[list[int]]
+) -> None:
+    chunks = len(firsts[0]) if schedule == "interleaved" else 1
+    program = schedule_named(schedule).program(4, 4, chunks)
+    costs = stage_costs(program, 1.0, [2.0, 2.5, 3.0, 3.5], transfer_latency=0.25)
+    backward = np.repeat(costs.backward, 4, axis=2)
+    for device, own in enumerate(firsts):
+        for chunk, micro_batch in enumerate(own):
+            backward[device, chunk, micro_batch] -= 0.125
+    expected = simulate(program, replace(costs, backward=backward))
+    adding = replace(costs, accumulation=np.full((4, 1, 1), 0.125))
+    assert simulate(program, adding).step_seconds == pytest.approx(expected.step_seconds)
+    assert simulate(program, adding).step_seconds < simulate(program, costs).step_seconds
+
+
+def test_of_a_split_backward_the_first_gradients_of_weights_are_faster() -> None:
+    program = schedule_named("zb-h1").program(1, 3)
+    costs = stage_costs(program, [1.0], [1.0], [1.0])
+    assert simulate(program, costs).step_seconds == 9
+    assert simulate(program, replace(costs, accumulation=np.full((1, 1, 1), 0.5))).step_seconds == 8.5
+
+
+def test_asynchronous_schedules_keep_their_gradients() -> None:
+    program = schedule_named("pipedream").program(2, 8)
+    costs = stage_costs(program, 1.0, 2.0)
+    adding = replace(costs, accumulation=np.ones((2, 1, 1)))
+    assert simulate(program, adding).step_seconds == simulate(program, costs).step_seconds

@@ -125,7 +125,7 @@ def test_a_part_at_a_time_is_the_same(
 def test_seconds_of_few_tables_are_kept(
     make_problem: MakeProblem, every_cut: Callable[[Problem], Problem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resampling, "KEPT", 2)
+    monkeypatch.setattr(resampling, "MOST_TABLES", 2)
     problem = every_cut(make_problem(3, 6, 3))
     own = StepSampler(problem.space, make_draws(6, DRAWS))
     for ends, devices in (((3, 6), ((0, 1), (2,))), ((6,), ((0,),)), ((3, 6), ((0, 1), (2,)))):

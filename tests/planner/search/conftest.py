@@ -31,7 +31,7 @@ Stage = tuple[int, int, tuple[int, ...]]
 Keep = Callable[[tuple[int, ...], tuple[tuple[int, ...], ...]], bool]
 """Whether plans with these ends and devices are wanted."""
 MODES = {"by_stage": ("never", "always")}
-SECONDS = ("forward", "backward", "tail", "forward_launch", "backward_launch")
+SECONDS = ("forward", "backward", "first", "tail", "forward_launch", "backward_launch")
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,11 @@ class BruteForce:
         cuts = [self._cuts(config, plan) for plan in plans]
         occupancy, latency = (np.array([[c[i] for c in own] for own in cuts]).T for i in range(2))
         one_process = self.space.runtime is not None and self.space.runtime.one_process
+        backward = row("backward", "forward").copy()
+        backward[:, -1 if config.schedule == "gpipe" else 0] -= known["backward"] - known["first"]
         costs = PipelineCosts(
             forward=row("forward"),
-            backward=row("backward", "forward"),
+            backward=backward,
             occupancy=occupancy.reshape(stages - 1, len(plans)),
             latency=latency.reshape(stages - 1, len(plans)),
             forward_launch=row("forward_launch") if one_process else None,
@@ -158,21 +160,26 @@ class BruteForce:
         return self._seconds[size, stage]
 
     def _made_seconds(self, size: int, stage: Stage) -> dict[str, float]:
-        first, end, devices = stage
+        first_layer, end, devices = stage
         share, topology = -(-size // len(devices)), self.space.topology
-        slowest: dict[str, float] = {"forward": 0.0, "backward": -1.0}
+        slowest: dict[str, float] = {"forward": 0.0, "backward": -1.0, "first": 0.0}
         for kind in dict.fromkeys(topology.device(rank) for rank in devices):
             layers = self._layers(kind, share)
-            backward = layers.backward_seconds[first:end] * kind.seconds_scale
-            forward = float(layers.forward_seconds[first:end].sum() * kind.seconds_scale)
+            backward = layers.backward_seconds[first_layer:end] * kind.seconds_scale
+            forward = float(layers.forward_seconds[first_layer:end].sum() * kind.seconds_scale)
             if backward.sum() > slowest["backward"]:
-                gradients = layers.trainable_bytes[first:end]
+                gradients = layers.trainable_bytes[first_layer:end]
                 exposed_allreduce = exposed_all_reduce_seconds(backward, gradients, topology, devices, "best")
                 slowest |= {"backward": float(backward.sum()), "tail": exposed_allreduce}
             slowest["forward"] = max(slowest["forward"], forward)
+            first = backward
+            if layers.accumulation_seconds is not None:
+                adding = layers.accumulation_seconds[first_layer:end] * kind.seconds_scale
+                first = np.maximum(backward - adding, 0.0)
+            slowest["first"] = max(slowest["first"], float(first.sum()))
         layers = self._layers(None, share)
-        slowest["forward_launch"] = float(layers.forward_host_seconds[first:end].sum())
-        slowest["backward_launch"] = float(layers.backward_host_seconds[first:end].sum())
+        slowest["forward_launch"] = float(layers.forward_host_seconds[first_layer:end].sum())
+        slowest["backward_launch"] = float(layers.backward_host_seconds[first_layer:end].sum())
         return slowest
 
     def _layers(self, kind: Device | None, share: int) -> LayerCosts:
@@ -201,9 +208,16 @@ class BruteForce:
             received=received,
             sent=layers.output_bytes[b - 1] if b < len(self.space.chain) else 0.0,
             workspace=beyond_saved(layers, a, b),
+            largest=layers.trainable_bytes[a:b].max(),
         )
-        optimizer = self.space.optimizer
-        terms = ledger(own, in_flight=in_flight, recompute=mode, optimizer=optimizer, replicas=len(devices))
+        terms = ledger(
+            own,
+            in_flight=in_flight,
+            recompute=mode,
+            optimizer=self.space.optimizer,
+            replicas=len(devices),
+            precision=self.space.number_bytes,
+        )
         return float(total(terms))
 
     def _cuts(self, config: PipelineConfig, plan: tuple[Stage, ...]) -> list[tuple[float, float]]:

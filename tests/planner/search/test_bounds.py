@@ -66,7 +66,8 @@ def test_unfinished_plans(
 ) -> None:
     """Whatever is chosen further; of plans with the cheapest recomputation, as the search makes them."""
     rng = np.random.default_rng(seed)
-    chain = make_chain(seed, 6, traffic=[0, 0.1, 1, 10][seed % 4], cuts=0.9)
+    adding = [1.0, 0.3, 0.0][seed % 3]
+    chain = make_chain(seed, 6, traffic=[0, 0.1, 1, 10][seed % 4], cuts=0.9, adding=adding)
     topology = make_topology(
         4, per_node=[8, 2][seed % 2], latency=[0, 0.05, 0.5][seed % 3], memory=[None, 700, 1200][seed % 3]
     )

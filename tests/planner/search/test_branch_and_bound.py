@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain
+from pplan.cost_models.optimizers import Precision, StepKernels
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal, ScoredPlan
@@ -112,7 +113,9 @@ def a_space(
         latency=float(rng.choice([0, 0.05, 0.5])),
         memory=[*MEMORIES][int(rng.integers(len(MEMORIES)))],
     )
-    return Space(chain, topology, str(rng.choice(["adam", "sgd"])), **more)
+    kernels: StepKernels = ("fused", "foreach", "for-loop")[int(rng.integers(3))]
+    precision = Precision(weight=4, gradient=4, kernels=kernels)
+    return Space(chain, topology, str(rng.choice(["adam", "sgd"])), precision=precision, **more)
 
 
 @pytest.mark.slow

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.profiler.memory.live_bytes import AllocatorBytes, LiveBytes, build_meter, lasting, storages
+from pplan.profiler.memory.live_bytes import (
+    AllocatorBytes,
+    CpuAllocations,
+    LiveBytes,
+    build_meter,
+    lasting,
+    sees_kernels,
+    storages,
+)
 
 DEVICES = ["cpu", "meta"]
 
@@ -147,8 +155,9 @@ def test_lasting_tensors_and_their_meter() -> None:
     model = nn.Sequential(linear, norm)
     model(torch.ones(2, 4)).sum().backward()
     # 64 + 16 + 16 of weights and as much of gradients; 16 + 16 + 8 of buffers.
-    meter = build_meter(torch.device("cpu"), model)
-    assert meter.allocated() == meter.bytes_of(lasting(model)) == 2 * 96 + 40
+    with build_meter(torch.device("cpu"), model) as meter:
+        start = meter.mark()
+    assert meter.held_after(start) == meter.bytes_of(lasting(model)) == 2 * 96 + 40
     assert len(storages([linear.weight, linear.weight.t(), norm.bias])) == 2
     assert isinstance(build_meter(torch.device("cuda"), model), AllocatorBytes)
 
@@ -172,6 +181,49 @@ def test_the_allocator_is_asked_for_its_device(monkeypatch: pytest.MonkeyPatch) 
         assert (meter.allocated(), meter.peak()) == (7, 9)
     assert asked == [device] * 3
     assert meter.bytes_of([torch.ones(3)]) == 0
+
+
+def test_the_cpus_allocator_tells_of_tensors_what_live_bytes_do() -> None:
+    before = torch.ones(4)
+    with CpuAllocations([before]) as meter:
+        start = meter.mark()
+        twice = before + before
+        after_one = meter.mark()
+        torch.zeros(400)
+        after_two = meter.mark()
+        del twice
+        end = meter.mark()
+    assert [meter.held_after(interval) for interval in (start, after_one, after_two, end)] == [16, 32, 32, 16]
+    assert (meter.peak_in(start), meter.peak_in(after_one), meter.peak_in(end)) == (16, 32, 32)
+    assert meter.peak_in(after_two) == 32 + 1600
+
+
+def test_the_cpus_allocator_tells_what_operators_allocate_for_themselves() -> None:
+    """A convolution in float64 unfolds its input: channels x kernel^2 x outputs numbers a sample, which no
+    tensor of a caller holds."""
+    model = nn.Conv2d(3, 1, 5, bias=False, dtype=torch.float64)
+    given = torch.ones(1, 3, 20, 20, dtype=torch.float64)
+    peaks = []
+    for meter in (LiveBytes("cpu", [model.weight, given]), CpuAllocations([model.weight, given])):
+        with torch.no_grad(), meter:
+            meter.mark()
+            model(given)
+            interval = meter.mark()
+        peaks.append(meter.peak_in(interval))
+    assert peaks[0] == 8 * (3 * 25 + 3 * 400 + 256)
+    assert peaks[1] == peaks[0] + 8 * 3 * 25 * 256
+
+
+def test_where_the_cpus_allocator_cannot_be_asked_tensors_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu, model = torch.device("cpu"), nn.Linear(2, 2)
+    with CpuAllocations(()):
+        assert isinstance(build_meter(cpu, model), LiveBytes)
+    assert isinstance(build_meter(cpu, model), CpuAllocations)
+    monkeypatch.delattr(torch.autograd, "_enable_profiler_legacy")
+    assert isinstance(build_meter(cpu, model), LiveBytes)
+    assert not sees_kernels(torch.device("meta"))
 
 
 @pytest.mark.gpu

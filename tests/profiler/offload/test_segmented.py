@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.chain.shared_parameters import Again
-from pplan.profiler.memory.live_bytes import LiveBytes, build_meter
+from pplan.profiler.memory.live_bytes import LiveBytes, Meter, build_meter, lasting
 from pplan.profiler.memory.workspace import StepMemory
 from pplan.profiler.offload import segmented as segmented_module
 from pplan.profiler.offload.boundary import Boundary
-from pplan.profiler.offload.fitting import count_loss, count_pass, needs_of, plan_segments
+from pplan.profiler.offload.fitting import count_loss, count_pass, loss_bytes, needs_of, plan_segments
 from pplan.profiler.offload.segmented import DeviceMover, SegmentedMeasurement, SegmentedRun
 from pplan.profiler.passes.activations import SavedBytes
 from pplan.profiler.passes.clocks import CpuClock
@@ -63,10 +63,13 @@ def segmented(
     return runner.measure(given, rounds), mover
 
 
-def in_one(model: nn.Module, layers: Sequence[Layer], given: Tensor) -> tuple[SavedBytes, StepMemory]:
-    with build_meter(CPU, model) as meter:
+def in_one(
+    model: nn.Module, layers: Sequence[Layer], given: Tensor, meter: Meter | None = None
+) -> tuple[SavedBytes, StepMemory]:
+    with meter or build_meter(CPU, model) as meter:
         count_pass(model, layers, given.clone(), OutputGradients(0), meter)
-        return count_pass(model, layers, given.clone(), OutputGradients(0), meter)
+        saved, workspace = count_pass(model, layers, given.clone(), OutputGradients(0), meter)
+    return saved, workspace.memory(saved.saved_bytes)
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [2], [6], [7, 8], [3, 4, 9], list(range(1, 11))])
@@ -132,7 +135,7 @@ def test_what_is_planned_fits(free: int, convolutions: MakeModel) -> None:
     model = convolutions()
     given = torch.randn(2, 3, 10, 10)
     layers = build_chain(model, given).layers
-    saved, memory = in_one(model, layers, given)
+    saved, memory = in_one(model, layers, given, LiveBytes(CPU, lasting(model)))
     model.zero_grad(set_to_none=True)
     needs = needs_of(layers, saved.saved_bytes, memory.workspace, saved.output_bytes)
     segments, mover = plan_segments(needs, given.nbytes, free), Metered()
@@ -390,8 +393,11 @@ def test_the_loss_workspace_is_that_of_the_whole() -> None:
     ]
     with build_meter(CPU, model) as meter:
         count_pass(model, layers, given.clone(), OutputGradients(0), meter)
-        saved, expected = count_loss(model, layers, given.clone(), OutputGradients(0), meter, loss)
-    assert [(run.loss_saved_bytes, run.loss_workspace) for run in found] == [(saved, expected)] * 2
+        saved, workspace = count_loss(model, layers, given.clone(), OutputGradients(0), meter, loss)
+    expected = loss_bytes(saved, workspace)
+    assert [(run.loss_saved_bytes, run.loss_workspace) for run in found] == [
+        (saved.loss_saved_bytes, expected)
+    ] * 2
     # The gradient of the logits, and that of their log-softmax, at the least.
     assert expected.backward >= 2 * 6 * 50 * 4
 

@@ -98,8 +98,8 @@ def test_it_trains_as_the_plain_model(
     assert found.losses.pipeline == pytest.approx(found.losses.plain, rel=1e-5)
     alone = found.predicted.stages
     each = sum(own.forward + own.backward - (own.forward if again else 0.0) for own in alone)
-    forwards = sum(own.forward for own in alone)
-    assert found.predicted.step_seconds == pytest.approx(4 * each + again * forwards)
+    forwards, once = (sum(getattr(own, name) for own in alone) for name in ("forward", "accumulation"))
+    assert found.predicted.step_seconds == pytest.approx(4 * each + again * forwards - once)
     assert len(found.ran.step_seconds) == 2
     assert len(found.ran.stages) == len(alone) == len(balance)
     for stage in (*alone, *found.ran.stages):

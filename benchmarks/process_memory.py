@@ -1,0 +1,134 @@
+"""The peak that the ledger predicts, against that of a fresh process which trains the model on the CPU.
+
+The process imports PyTorch, notes its resident memory, builds the model and takes three steps of two
+micro-batches with one of torch.optim's optimizers, by their defaults. Its peak is the kernel's: VmHWM of
+/proc/self/status, above what it had before, without what files mapped into memory (code of the libraries)
+grew by. glibc keeps blocks below a threshold of up to 32 MiB, which it moves while it runs, when they are
+freed; so the process runs twice: with that threshold held at 64 KiB (MALLOC_MMAP_THRESHOLD_), which gives
+blocks back at once, and as it is by default. Nothing of pplan counts there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from measured_models import built
+from torch.nn import functional as F
+
+from pplan.cost_models.memory import ledger, total
+from pplan.cost_models.precision import training_precision
+from pplan.planner.stage_table import StageTable
+from pplan.profiler.measure import profile_model
+from pplan.profiler.profile_options import ProfileOptions
+
+TRAINED = (
+    *("resnet18", "vgg11", "densenet121", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny"),
+    *("vit_b_16", "transformer"),
+)
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+STEPS, MICRO_BATCHES = 3, 2
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of a model in training: of the ledger without its reserve, of the process that gives back what it
+    frees, and of the process by default."""
+
+    name: str
+    size: int
+    optimizer: str
+    predicted: float
+    measured: int
+    by_default: int
+
+
+def row_of(name: str, size: int, optimizer: str) -> Row:
+    """One line of the table."""
+    measured, by_default = (_in_a_process(name, size, optimizer, more) for more in (GIVES_BACK, {}))
+    return Row(name, size, optimizer, predicted(name, size, optimizer), measured, by_default)
+
+
+def predicted(name: str, size: int, optimizer: str) -> float:
+    """The ledger of one stage of all layers with a micro-batch in flight, without the reserve."""
+    options = ProfileOptions(device="cpu", micro_batch_sizes=[size], loss="cross-entropy", cache=False)
+    profile = profile_model(built(name), options, rounds=1, parts=False)
+    table = StageTable.of(profile.chain(), size)
+    terms = ledger(
+        table.bytes_between(0, table.blocks),
+        in_flight=1,
+        recompute="never",
+        optimizer=optimizer,
+        precision=training_precision(profile.dtype, device=profile.device).bytes,
+    )
+    return float(total(terms) - terms["reserve"])
+
+
+def _in_a_process(name: str, size: int, optimizer: str, more: dict[str, str]) -> int:
+    command = [sys.executable, str(Path(__file__)), name, str(size), optimizer]
+    environment = {**os.environ, **more}
+    made = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    peak: int = json.loads(made.stdout.splitlines()[-1])
+    return peak
+
+
+def train(name: str, size: int, optimizer: str) -> int:
+    """In this process; its peak above what it had before, in bytes."""
+    before = _status()
+    loaded = built(name)
+    model, given = loaded.module.train(), loaded.example_input_for(size).tensors[0]
+    stepping = OPTIMIZERS[optimizer](model.parameters(), lr=1e-4)
+    for _ in range(STEPS):
+        stepping.zero_grad()
+        for _ in range(MICRO_BATCHES):
+            output = model(given)
+            scores = output.flatten(0, -2)
+            loss = F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long))
+            torch.autograd.backward(loss)
+            del output, scores, loss
+        stepping.step()
+    after = _status()
+    code = after["RssFile"] - before["RssFile"]
+    return after["VmHWM"] - before["VmRSS"] - code
+
+
+def _status() -> dict[str, int]:
+    """Bytes by the kernel's names."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        line[0].rstrip(":"): 1024 * int(line[1]) for line in lines if line[0][:2] == "Vm" or "Rss" in line[0]
+    }
+
+
+def print_processes(names: Sequence[str], size: int, optimizers: Sequence[str]) -> None:
+    """The table."""
+    threads = torch.get_num_threads()
+    print(
+        f"torch {torch.__version__}, {threads} threads, float32, micro-batch of {size}; MiB of 2^20 bytes\n"
+    )
+    titles = f"{'ledger':>8} {'process':>8} {'ratio':>6} {'default':>8} {'ratio':>6}"
+    print(f"{'model':<19} {'optimizer':<9} {titles}")
+    for name in names:
+        for optimizer in optimizers:
+            row = row_of(name, size, optimizer)
+            print(
+                f"{name:<19} {optimizer:<9} {row.predicted / 2**20:>8.1f} {row.measured / 2**20:>8.1f} "
+                f"{row.predicted / row.measured:>6.3f} {row.by_default / 2**20:>8.1f} "
+                f"{row.predicted / row.by_default:>6.3f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    print(json.dumps(train(sys.argv[1], int(sys.argv[2]), sys.argv[3])))
