@@ -53,6 +53,7 @@ ROUNDING = 1e-3
 """Largest difference, in parts of the largest value of its kind, that is called rounding."""
 SHOWN = 300
 """Characters of a reason."""
+SHOWN_OF_TOOL = 60
 Row = dict[str, Any]
 
 
@@ -231,13 +232,19 @@ def line_of(made: Row) -> str:
     """Of the table."""
     if "layers" not in made:
         why = " ".join((made.get("refused") or made["failed"]).split()).replace("|", "/")
-        return f"| {made['name']} | | | | {why[:SHOWN]}{'…' if len(why) > SHOWN else ''} |"
+        return f"| {made['name']} | | | | {cut(why, SHOWN)} |"
     found = "; ".join(made["notes"])
     if is_wrong(made):
         found = f"WRONG: off by {made['off']:.1g}"
     elif not found:
         found = "equal, bit for bit" if made["off"] == 0 else f"equal within rounding ({made['off']:.0e})"
-    return f"| {made['name']} | {made['layers']} | {made['cuts']} | {made['tool']} | {found} |"
+    tool = cut(made["tool"], SHOWN_OF_TOOL)
+    return f"| {made['name']} | {made['layers']} | {made['cuts']} | {tool} | {found} |"
+
+
+def cut(text: str, length: int) -> str:
+    """Of a long text the beginning."""
+    return text if len(text) <= length else f"{text[:length]}…"
 
 
 def is_wrong(made: Row) -> bool:

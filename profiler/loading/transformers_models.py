@@ -146,7 +146,8 @@ def _built(family: Any, config: Any, name: str, device: torch.device) -> nn.Modu
             f"hf:{name}: transformers could not build it: {first_line(error)}",
             "Change the sizes (`layers`, `hidden`, `heads`, `vocabulary`), or a key with `settings`.",
         ) from error
-    return module.float().train()
+    # torch.Tensor(...) makes a tensor on the CPU, whatever the default device is.
+    return module.to(device).float().train()
 
 
 def _sequence(module: nn.Module, config: Any, asked: int | None, name: str) -> int:
