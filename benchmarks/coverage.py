@@ -237,7 +237,9 @@ def line_of(made: Row) -> str:
     if is_wrong(made):
         found = f"WRONG: off by {made['off']:.1g}"
     elif not found:
-        found = "equal, bit for bit" if made["off"] == 0 else f"equal within rounding ({made['off']:.0e})"
+        found = "equal, bit for bit" if made["batches"] else "equal by construction"
+    if "off" in made and not is_wrong(made):
+        found += "; again: " + ("equal" if made["off"] == 0 else f"off by {made['off']:.0e}")
     tool = cut(made["tool"], SHOWN_OF_TOOL)
     return f"| {made['name']} | {made['layers']} | {made['cuts']} | {tool} | {found} |"
 

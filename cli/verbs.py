@@ -9,6 +9,7 @@ import typer
 
 from .check_command import check_command
 from .compare_command import compare_command
+from .degrees_command import degrees_command
 from .explain_command import explain_command
 from .export_command import export_command
 from .import_command import import_command
@@ -46,6 +47,7 @@ VERBS: dict[str, Command] = {
     "verify": verify_command,
     "schedules": schedules_command,
     "topology": topology_command,
+    "degrees": degrees_command,
 }
 for verb, command in VERBS.items():
     app.command(verb)(with_options(command))

@@ -24,6 +24,7 @@ from .cost_models.errors import (
 
 if TYPE_CHECKING:
     from .api.check import check
+    from .api.degrees import degrees
     from .api.explain import compare, explain
     from .api.export import export
     from .api.import_plan import import_plan
@@ -51,6 +52,7 @@ __all__ = [
     "__version__",
     "check",
     "compare",
+    "degrees",
     "explain",
     "export",
     "frontier",
@@ -70,6 +72,7 @@ __all__ = [
 
 _ROOMS = {
     "api.check": "check",
+    "api.degrees": "degrees",
     "api.explain": "compare explain",
     "api.export": "export",
     "api.import_plan": "import_plan",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 
 import torch
+from torch import nn
 
 from ..cost_models.errors import MachineError
 from .chain.layers import LayerChain
@@ -94,7 +95,7 @@ def build_profile(
             *_evaluation_note(subject),
             *(note for each in whole for note in closing_warning(each)),
             *_first_backward_note(whole, accumulation),
-            *_dominating_note(chain, layers),
+            *_dominating_note(loaded.module, chain, layers),
             *_checkpoint_note(chain),
             *_unused_note(chain),
             *(chain.comparison.notes if chain.comparison else ()),
@@ -254,7 +255,7 @@ def _unused_note(chain: LayerChain) -> list[str]:
     return [f"forward does not use {names}: no layer has them, nor the state dict of pplan.sequential"]
 
 
-def _dominating_note(chain: LayerChain, layers: Sequence[ProfiledLayer]) -> list[str]:
+def _dominating_note(model: nn.Module, chain: LayerChain, layers: Sequence[ProfiledLayer]) -> list[str]:
     """A layer that holds much of the model limits every plan; finer cuts may part it."""
     seconds = [layer.costs[-1].forward_seconds + layer.costs[-1].backward_seconds for layer in layers]
     heaviest = max(range(len(layers)), key=lambda index: seconds[index])
@@ -267,10 +268,20 @@ def _dominating_note(chain: LayerChain, layers: Sequence[ProfiledLayer]) -> list
         if any(seconds)
         else "is the whole model"
     )
-    return [
-        f"layer {layers[heaviest].name} {takes}; "
-        "granularity='fine' cuts inside it, where several tensors cross"
-    ]
+    return [f"layer {layers[heaviest].name} {takes}; {_remedy(chain.layers[heaviest].module, model)}"]
+
+
+def _remedy(layer: nn.Module, model: nn.Module) -> str:
+    """Where the model's own modules stand in a list there, they are the better cuts."""
+    own = {id(parameter) for parameter in layer.parameters()}
+    for name, module in model.named_modules():
+        entries = list(module.children()) if isinstance(module, nn.ModuleList | nn.Sequential) else []
+        if name and sum(any(id(p) in own for p in entry.parameters()) for entry in entries) > 1:
+            return f"granularity='module:{name}.*' makes the modules in there layers; {_FINE}"
+    return _FINE
+
+
+_FINE = "granularity='fine' cuts inside it, where several tensors cross"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -31,6 +31,7 @@ _VARIABLES = (
     *("CUDA_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NVIDIA_TF32", "NCCL_", "TORCH", "PYTORCH_", "LD_PRELOAD"),
 )
 """How names of environment variables begin that decide which kernels run, on how many threads."""
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _OF_NO_SPEED = ("TORCH_HOME", "TORCH_HUB", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "CUDA_CACHE_PATH")
 
 
@@ -153,11 +154,25 @@ def _conditions(subject: MeasurementTarget) -> dict[str, Any]:
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "modes": [modes.compile, modes.channels_last, modes.amp, modes.tf32],
         "environment": _environment(),
-        "process": [torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()],
+        "process": _kernel_choices(),
         "loss": None if loss is None else [loss.name, _source(loss.function)],
         "seed": subject.seed,
         "versions": [made.pplan, made.python, made.torch, made.cuda, made.driver, platform.platform()],
     }
+
+
+def _kernel_choices() -> list[bool]:
+    """What is set in the process, besides the modes."""
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    return [
+        *(cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
+        torch.are_deterministic_algorithms_enabled(),
+        *(
+            bool(getattr(cuda, f"{kind}_sdp_enabled")())
+            for kind in ("flash", "mem_efficient", "math", "cudnn")
+        ),
+        bool(cuda.matmul.allow_fp16_reduced_precision_reduction),
+    ]
 
 
 def _environment() -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ def profile_model(
         modes=modes,
         seed=asked.seed,
         clock=clock or (CudaClock(place) if place.type == "cuda" else CpuClock()),
+        verify_seconds=asked.budget_seconds if rounds is None else inf,
     )
     kept = place.type != "meta"
     profile_cache = ProfileCache.of_user(

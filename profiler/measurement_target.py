@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import nn
@@ -50,6 +51,8 @@ class Setup:
     modes: Modes
     seed: int
     clock: Clock
+    verify_seconds: float = inf
+    """That comparing layers and model may take, but for a first pass."""
 
 
 def build_target(
@@ -71,6 +74,7 @@ def build_target(
             keep_together=setup.keep_together,
             aliases=storage_aliases(loaded.module),
             verify=True,
+            verify_seconds=setup.verify_seconds,
         )
         layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
         return MeasurementTarget(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -159,6 +160,8 @@ class ProfileCache:
             self.remark("The profile is not kept for a later run: its layers do not add up to the model")
             return
         stored = StoredProfile.model_validate({**profile.model_dump(by_alias=True), "request": request})
+        with suppress(OSError):
+            path.unlink()  # It was no profile that could be taken.
         try:
             write_whole(path, stored.to_json(), force=True)
         except FileError as error:

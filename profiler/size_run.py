@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 PARTS_ROUNDS = 3
 FIRST_PASSES = 3
+HasTime = Callable[[float], bool]
+"""Whether so many seconds are left."""
+LATER_PASSES = 4
+"""Of a size after those that count what plans need: two that count the rest, and one round."""
 PLAIN_AND_HELD = 3
 """Passes that find a lead, mostly: one without, and two with it."""
 
@@ -41,6 +45,7 @@ class SizeRun:
 
     After the warm-up `saved` and `memory` hold the bytes, and `peak_bytes` those of a step of the untouched
     model (None where it is compiled for a device whose allocator tells nothing). `rounds` holds the seconds.
+    `counts_less`: without the peak and the loss' workspace, for which there was no time.
     `parts_left_out`: why it has no backward in two parts, where one was to be measured. `journal`: is told of
     every timed pass.
     """
@@ -64,21 +69,28 @@ class SizeRun:
         self.peak_bytes: int | None = None
         self.rounds = TimedPasses()
         self.parts_left_out = ""
+        self.counts_less = False
         self._parts = parts
         self._taken: list[float] = []
         self._journal = journal
         self._is_warm = True
 
-    def count(self, visit: Callable[[Layer], None]) -> None:
+    def count(self, visit: Callable[[Layer], None], has_time: HasTime = lambda _: True) -> None:
         """Untimed passes that count the bytes; gradients exist afterwards.
 
-        On meta the whole is left out: models that look at values while they run do not run there.
+        On meta the whole is left out: models that look at values while they run do not run there. Where there
+        is no time for all, what no plan needs is left out: the peak of a step, what the loss allocates.
         """
+        begun = self._subject.clock.now()
         with self.saved.hooks():
             self._layers_pass(_Announcing(self.saved, self._layers, visit), self._subject.loss)
+        a_pass = self._subject.clock.now() - begun
         if self._subject.modes.compile and not sees_kernels(self._subject.device):
             return
         self.memory = self._memory()
+        if not has_time(LATER_PASSES * a_pass):
+            self.counts_less = True
+            return
         self.loss_workspace = self._loss_workspace()
         if self._subject.device.type == "meta":
             return
@@ -86,10 +98,11 @@ class SizeRun:
         self._gradients.forget()
         self.peak_bytes = peak_of_step(self._whole_pass, meter)
 
-    def warm_up(self, visit: Callable[[Layer], None]) -> None:
-        """Untimed passes of the layers and of the whole, which also count the bytes."""
-        self.count(visit)
-        if self.peak_bytes is None:
+    def warm_up(self, visit: Callable[[Layer], None], has_time: HasTime = lambda _: True) -> None:
+        """Untimed passes of the layers and of the whole, which also count the bytes; `has_time` for so many
+        seconds more."""
+        self.count(visit, has_time)
+        if self.peak_bytes is None and not self.counts_less:
             self._whole_pass()
         if self._subject.clock.has_host:
             self._find_leads()
@@ -185,7 +198,7 @@ class SizeRun:
     @property
     def counting_passes(self) -> int:
         """Of the warm-up, before those in two parts."""
-        counted = 2 + (self.memory is not None) + (self.loss_workspace is not None)
+        counted = 1 + (not self.counts_less) + (self.memory is not None) + (self.loss_workspace is not None)
         return counted + PLAIN_AND_HELD * self._subject.clock.has_host
 
     @property

@@ -151,7 +151,15 @@ class WholeSweep(SizeSweep[SizeRun]):
         self._switch_to(run)
         kept = self.kept(size)
         if kept is None:
-            run.warm_up(lambda layer: self.tell("warm-up", size, layer.name))
+            run.warm_up(
+                lambda layer: self.tell("warm-up", size, layer.name),
+                lambda seconds: bool(self.runs) or not self._ends_budget(seconds),
+            )
+            if run.counts_less:
+                self.notes.append(
+                    f"micro-batch size {size}: a budget of {self.budget_seconds:g} s leaves no time to count "
+                    "the peak of a step and what the loss allocates; plans take the latter for nothing"
+                )
             if not self.runs:
                 self._leave_parts_to_the_budget(run)
             # Besides what is saved, a CPU would hold about as much in gradients.
@@ -191,7 +199,8 @@ class WholeSweep(SizeSweep[SizeRun]):
 
     def _short_budget(self, run: SizeRun) -> str:
         """That the first size alone took longer than all was to take, and what would do."""
-        enough = run.round_seconds * (self._first_round_count + run.warm_up_rounds)
+        whole = run.warm_up_rounds + run.counts_less / 2
+        enough = run.round_seconds * (self._first_round_count + whole)
         return (
             f"micro-batch size {run.size} alone took {in_words(self.spent)} with {len(run.rounds)} "
             f"round{'s' * (len(run.rounds) > 1)}, the budget is {self.budget_seconds:g} s: its seconds are "

@@ -84,6 +84,7 @@ _HGX_H100 = (
     "introducing-nvidia-hgx-h100-an-accelerated-server-platform-for-ai-and-high-performance-computing/)"
 )
 DGX_H100 = "NVIDIA DGX H100/H200 User Guide (https://docs.nvidia.com/dgx/dgxh100-user-guide/)"
+_DGX_B200 = "NVIDIA DGX B200 User Guide (https://docs.nvidia.com/dgx/dgxb200-user-guide/)"
 _H200 = "NVIDIA H200 Tensor Core GPU data sheet (https://www.nvidia.com/en-us/data-center/h200/)"
 _MI300X = (
     "AMD Instinct MI300X Platform data sheet (https://www.amd.com/content/dam/amd/en/documents/"
@@ -161,6 +162,11 @@ def _nvlink_4(source: str) -> PresetLink:
 
 
 NVLINK_4 = _nvlink_4(_HGX_H100)
+_NVLINK_5 = PresetLink(
+    "NVLink 5",
+    Figure(900 * GB_PER_SECOND, f"{_DGX_B200}: 1.8 TB/s with both directions, to any GPU by NVSwitch"),
+    _NVLINK_LATENCY,
+)
 _INFINITY_FABRIC = PresetLink(
     "Infinity Fabric",
     Figure(
@@ -247,6 +253,17 @@ _ALL = (
         ),
         gpus_per_node=Figure(8, f"{DGX_H100}: eight GPUs"),
         inside=_nvlink_4(_H200),
+        between=NDR,
+    ),
+    Preset(
+        name="b200",
+        title="B200",
+        device_names="NVIDIA B200",
+        memory_bytes=Figure(
+            int(178.35 * 2**30), "total capacity of an NVIDIA B200 in PyTorch's messages: 178.35 GiB"
+        ),
+        gpus_per_node=Figure(8, f"{_DGX_B200}: eight GPUs"),
+        inside=_NVLINK_5,
         between=NDR,
     ),
     _card(

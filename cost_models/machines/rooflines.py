@@ -107,6 +107,10 @@ _A100_40GB = (
 )
 _H100 = "NVIDIA H100 Tensor Core GPU data sheet, SXM (https://www.nvidia.com/en-us/data-center/h100/)"
 _H200 = "NVIDIA H200 Tensor Core GPU data sheet, SXM (https://www.nvidia.com/en-us/data-center/h200/)"
+_B200 = (
+    "NVIDIA DGX B200 data sheet, an eighth of its eight GPUs "
+    "(https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet)"
+)
 _L4 = "NVIDIA L4 Tensor Core GPU data sheet (https://www.nvidia.com/en-us/data-center/l4/)"
 _T4 = (
     "NVIDIA T4 Tensor Core GPU data sheet (https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/"
@@ -170,6 +174,7 @@ _ALL = (
     _roofline("a100-80gb", "NVIDIA A100-SXM4-80GB", _A100, _AMPERE, 2039),
     _roofline("h100", "NVIDIA H100 80GB HBM3", _H100 + _SPARSE, _HOPPER, 3350, _H100),
     _roofline("h200", "NVIDIA H200", _H200 + _SPARSE, _HOPPER, 4800, _H200),
+    _roofline("b200", "NVIDIA B200", _B200, _peaks(2250, 80, 1100, 40), 8000),
     _roofline("l4", "NVIDIA L4", _L4 + _SPARSE, _peaks(242 / 2, 30.3, 120 / 2), 300, _L4),
     _roofline("t4", "Tesla T4", _T4, _peaks(65, 8.1, bf16=False), 300),
     _roofline("rtx-4090", "NVIDIA GeForce RTX 4090", _ADA, _peaks(165.2, 82.6, 82.6), 1008),

@@ -11,6 +11,7 @@ from ..cost_models.machines.machine_options import MachineKeywords, MachineOptio
 from ..cost_models.option_fields import Option, Options, declared, option, options_from, unknown_option
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.typed_text import counts
+from ..planner.degrees.degree_options import DegreeKeywords
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from ..planner.overrides import OverrideKeywords, Overrides
 from ..planner.plan_options import PlanKeywords, PlanOptions, TrainingKeywords
@@ -49,6 +50,10 @@ class SweepKeywords(MachineKeywords, PlanKeywords, ObjectiveKeywords, total=Fals
     gpus: int
     jobs: int | None
     backend: Literal["processes", "dask", "ray"] | str
+
+
+class DegreesKeywords(MachineKeywords, DegreeKeywords, total=False):
+    """What `degrees` takes besides the configuration."""
 
 
 class SimulateKeywords(MachineKeywords, OverrideKeywords, total=False):

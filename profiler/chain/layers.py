@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import inf
 from typing import NamedTuple
 
 from torch import Tensor, fx, nn
@@ -107,6 +108,7 @@ def build_chain(
     keep_together: Sequence[str] = (),
     aliases: tuple[tuple[str, ...], ...] | None = None,
     verify: bool = False,
+    verify_seconds: float = inf,
     tool: str | None = None,
 ) -> LayerChain:
     """Takes `model` apart into layers; deterministic, and without changing it.
@@ -126,6 +128,7 @@ def build_chain(
 
     `verify`: layers and model are run on copies, forward and backward, and must leave the same outputs,
     gradients, buffers and random state (see `ModelCheck`); on a difference another tool traces the model.
+    `verify_seconds`: that more than one pass of both may take.
     `tool`: the only one to trace it, as the chain of another copy of this model names it.
 
     Raises ModelError: not traceable (with the line), with hooks of its own, lazy, failing on this input, or a
@@ -140,7 +143,9 @@ def build_chain(
     if isinstance(model, LayerSequential) and wanted.kind != "module":
         # Its elements are the layers that it was made of.
         wanted, told = Granularity("block"), model.granularity
-    segments, flow, comparison = _segments(model, example, name, wanted, verify=verify, tool=tool)
+    segments, flow, comparison = _segments(
+        model, example, name, wanted, verify_seconds=verify_seconds if verify else None, tool=tool
+    )
     modules = [segment.bind(model) for segment in segments]
     names = _names(model, segments)
     reasons = _overwritten_reasons(model, segments, names, flow)
@@ -191,10 +196,10 @@ def _segments(
     name: str,
     granularity: Granularity,
     *,
-    verify: bool,
+    verify_seconds: float | None,
     tool: str | None,
 ) -> tuple[list[GraphSegment], Flow, Comparison | None]:
-    check = ModelCheck(model, given, name) if verify else None
+    check = None if verify_seconds is None else ModelCheck(model, given, name, verify_seconds)
 
     def compared(traced: TracedGraph, trial: Trial) -> tuple[list[GraphSegment], Flow, Comparison | None]:
         segments, flow = _cut(traced, trial, name, granularity)

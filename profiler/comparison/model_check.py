@@ -77,8 +77,8 @@ class Comparison:
 class ModelCheck:
     """Compares layers with the model; those of several frontends in turn."""
 
-    def __init__(self, model: nn.Module, given: ModelInput, name: str) -> None:
-        self._model, self._name = model, name
+    def __init__(self, model: nn.Module, given: ModelInput, name: str, most_seconds: float = SECONDS) -> None:
+        self._model, self._name, self._seconds = model, name, min(most_seconds, SECONDS)
         self._why_not = _why_not(model, given)
         if not self._why_not:
             tensors = (*model.parameters(), *model.buffers(), *given.tensors)
@@ -98,7 +98,7 @@ class ModelCheck:
             side = SideBySide(self._model, self._given, self._name, bind)
             try:
                 with fixed_seed(side.seed), _gradients_left_alone(self._model, self._name):
-                    return _compared(side, smallest)
+                    return _compared(side, smallest, self._seconds)
             except ModelFails as error:
                 failures.append(error)
             except RoundingHides as error:
@@ -129,14 +129,14 @@ class ModelCheck:
             return Comparison()
 
 
-def _compared(side: SideBySide, smallest: int) -> Comparison:
+def _compared(side: SideBySide, smallest: int, most_seconds: float) -> Comparison:
     """As many passes as the time allows, of the model and each time of the layers."""
     if not side.begin(smallest, LONGEST_SECONDS / 2):
         return Comparison(why_not=f"a pass of the model takes {side.seconds:.0f} s")
     seconds = 2 * side.seconds
     for batch in (smallest, smallest + 1):
         seconds += 2 * side.seconds * batch / smallest
-        if seconds > SECONDS:
+        if seconds > most_seconds:
             break
         try:
             side.go_on(batch)

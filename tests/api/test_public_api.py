@@ -33,6 +33,7 @@ def test_all() -> None:
         "__version__",
         "check",
         "compare",
+        "degrees",
         "explain",
         "export",
         "frontier",

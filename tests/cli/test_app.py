@@ -126,7 +126,7 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
             ["xyz"],
             "no such verb: xyz",
             "The verbs are: profile, profile-links, import, solve, export, import-plan, show, explain, "
-            "check, compare, simulate, verify, schedules, topology.",
+            "check, compare, simulate, verify, schedules, topology, degrees.",
         ),
         (["--verson"], "no such option: --verson", "Did you mean --version? See pplan --help"),
         (["solve", "--gpu-s", "2"], "solve: no such option: --gpu-s", "Did you mean --gpus or --gpu?"),
@@ -134,7 +134,7 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
         (
             ["show", "--gpus", "2"],
             "show: no such option: --gpus",
-            "It is an option of: pplan solve, pplan import-plan, pplan topology.",
+            "It is an option of: pplan solve, pplan import-plan, pplan topology, pplan degrees.",
         ),
         (["solve"], "solve: missing option '--gpus'", "Give it: pplan solve --gpus N."),
         (["profile"], "profile: missing argument 'MODEL'", "Give it: pplan profile MODEL."),

@@ -369,6 +369,25 @@ def test_variables_that_choose_kernels_count(name: str, value: str, monkeypatch:
     assert not is_hit(kept()[1])
 
 
+@pytest.mark.parametrize("name", ["benchmark", "deterministic", "allow_tf32", "enabled"])
+def test_flags_of_the_process_that_choose_kernels_count(name: str) -> None:
+    kept()
+    before = getattr(torch.backends.cudnn, name)
+    setattr(torch.backends.cudnn, name, not before)
+    try:
+        assert not is_hit(kept()[1])
+    finally:
+        setattr(torch.backends.cudnn, name, before)
+    assert is_hit(kept()[1])
+
+
+def test_the_attention_that_may_run_counts() -> None:
+    kept()
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+        assert not is_hit(kept()[1])
+    assert is_hit(kept()[1])
+
+
 def test_a_profile_whose_layers_miss_the_model_is_measured_again(
     own_cache: Path, clock: Any, takes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,188 @@
+"""A table of measured kernels: the share of the peak that products of some shapes reach on a device.
+
+A CSV file with the columns `operation`, `shape` and `efficiency` or `achieved_tflops`, and `peak_tflops`:
+
+    operation,shape,peak_tflops,efficiency
+    matmul,"m=4096, k=8192, n=10240, layout=TN",2250,0.6452
+    group_matmul,"ng=40, M=616, N=3072, K=5120, stage=fwd",2250,0.4618
+    sdp_fwd,"seq_len=4096, head_num=64, kv_head_num=8, qk_head_dim=128, v_head_dim=128",2250,0.8351
+
+Further words of a shape and further columns are allowed. `layout`: TN forward, NN gradient of the input, NT
+gradient of the weight; `stage`: fwd, bwd_grad_act, bwd_grad_w; sdp_fwd and sdp_bwd: causal attention, whose
+FLOPs are those of half of the square.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import FileError
+from ..text_files import read_text
+from .kernels import AttentionKernel, GroupedMatmul, Matmul, Product
+
+_Key = tuple[str, tuple[float, ...]]
+NEIGHBOURS = 3
+"""Shapes of the table between which one that is not in it lies."""
+TERA = 1e12
+
+_STAGES = {"fwd": "forward", "bwd_grad_act": "input_gradient", "bwd_grad_w": "weight_gradient"}
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """`efficiency` by kind of kernel and shape; `peak` in FLOP/s."""
+
+    peak: float
+    efficiency: Mapping[str, Mapping[tuple[float, ...], float]]
+    source: str = ""
+    _between: dict[_Key, float] = field(default_factory=dict, compare=False, repr=False)
+
+    def seconds(self, kernel: Product) -> float:
+        """At the efficiency of its shape.
+
+        Of a shape that is not in the table: that of the nearest shapes of its kind, by the logarithms of
+        their sizes, each weighed by one over the square of its distance. Raises KeyError for a kind without
+        rows."""
+        kind, shape = _key(kernel)
+        return kernel.flops / (self.peak * self._efficiency(kind, shape))
+
+    def has(self, kernel: Product) -> bool:
+        """Whether it has a row of its own."""
+        kind, shape = _key(kernel)
+        return shape in self.efficiency.get(kind, {})
+
+    def knows(self, kernel: Product) -> bool:
+        """Whether there are rows of its kind."""
+        return bool(self.efficiency.get(_key(kernel)[0]))
+
+    def _efficiency(self, kind: str, shape: tuple[float, ...]) -> float:
+        own = self.efficiency[kind].get(shape)
+        if own is None:
+            own = self._between.get((kind, shape))
+        if own is None:
+            own = self._between[kind, shape] = self._interpolate(kind, shape)
+        return own
+
+    def _interpolate(self, kind: str, shape: tuple[float, ...]) -> float:
+        shapes, shares = self._logarithms[kind]
+        squares = ((shapes - np.log(shape)) ** 2).sum(axis=1)
+        nearest = np.argsort(squares, kind="stable")[:NEIGHBOURS]
+        weights = 1 / np.maximum(squares[nearest], 1e-12)
+        return float(shares[nearest] @ weights / weights.sum())
+
+    @cached_property
+    def _logarithms(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        return {
+            kind: (np.log(np.array(list(rows))), np.array(list(rows.values())))
+            for kind, rows in self.efficiency.items()
+        }
+
+
+def _key(kernel: Product) -> _Key:
+    match kernel:
+        case Matmul():
+            return f"matmul {kernel.layout}", (kernel.m, kernel.k, kernel.n)
+        case GroupedMatmul():
+            return f"group_matmul {kernel.part}", (kernel.groups, kernel.m, kernel.n, kernel.k)
+        case AttentionKernel():
+            sizes = (
+                kernel.sequence,
+                kernel.heads,
+                kernel.key_value_heads,
+                kernel.head_width,
+                kernel.value_width,
+            )
+            return f"attention {'backward' if kernel.backward else 'forward'}", sizes
+
+
+def load_kernel_table(path: Path) -> KernelTable:
+    """Reads and checks the file. Raises FileError with the line."""
+    rows = csv.DictReader(io.StringIO(read_text(path, "table of kernels")))
+    table: dict[str, dict[tuple[float, ...], float]] = {}
+    peaks: set[float] = set()
+    try:
+        for row in rows:
+            kind, shape = _row_key(row, f"{path}: line {rows.line_num}")
+            peak = _number(row.get("peak_tflops"), f"{path}: line {rows.line_num}: peak_tflops", 1e5)
+            share = row.get("efficiency") or None
+            if share is None:
+                achieved = _number(
+                    row.get("achieved_tflops"), f"{path}: line {rows.line_num}: achieved_tflops", 1e5
+                )
+                value = achieved / peak
+            else:
+                value = _number(share, f"{path}: line {rows.line_num}: efficiency", 10)
+            peaks.add(peak)
+            table.setdefault(kind, {}).setdefault(shape, value)
+    except csv.Error as error:
+        raise FileError(f"{path}: line {rows.line_num}: not CSV: {error}", _HINT) from error
+    if len(peaks) != 1:
+        what = (
+            "no kernels"
+            if not peaks
+            else f"several peaks: {', '.join(f'{p:g}' for p in sorted(peaks)[:5])} TFLOP/s"
+        )
+        raise FileError(f"{path}: {what}", "Give the rows of one device in one dtype.")
+    return KernelTable(peaks.pop() * TERA, table, str(path))
+
+
+_HINT = "See the columns in docs/degrees.md."
+
+
+def _row_key(row: Mapping[str | None, str | None], where: str) -> _Key:
+    words = dict(
+        part.split("=", 1) for part in (row.get("shape") or "").replace(" ", "").split(",") if "=" in part
+    )
+    operation = (row.get("operation") or "").strip()
+
+    def sizes(*names: str) -> tuple[float, ...]:
+        return tuple(_number(words.get(name), f"{where}: {name}", 2**31) for name in names)
+
+    readers: dict[str, Callable[[], _Key]] = {
+        "matmul": lambda: (
+            f"matmul {_word(words, 'layout', ('TN', 'NN', 'NT'), where)}",
+            sizes("m", "k", "n"),
+        ),
+        "group_matmul": lambda: (
+            f"group_matmul {_STAGES[_word(words, 'stage', tuple(_STAGES), where)]}",
+            sizes("ng", "M", "N", "K"),
+        ),
+        "sdp_fwd": lambda: ("attention forward", sizes(*_ATTENTION)),
+        "sdp_bwd": lambda: ("attention backward", sizes(*_ATTENTION)),
+    }
+    if operation not in readers:
+        raise FileError(
+            f"{where}: operation {operation[:40]!r} is not known",
+            f"Use one of: {', '.join(readers)}. {_HINT}",
+        )
+    return readers[operation]()
+
+
+_ATTENTION = ("seq_len", "head_num", "kv_head_num", "qk_head_dim", "v_head_dim")
+
+
+def _word(words: Mapping[str, str], name: str, allowed: tuple[str, ...], where: str) -> str:
+    value = words.get(name, "")
+    if value not in allowed:
+        raise FileError(f"{where}: {name}={value[:40]!r}", f"Use one of: {', '.join(allowed)}.")
+    return value
+
+
+def _number(text: str | None, where: str, largest: float) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= largest:
+        raise FileError(
+            f"{where}: {(text or '')[:40]!r}", f"Give a number above 0, at most {largest:g}. {_HINT}"
+        )
+    return value

@@ -1,0 +1,97 @@
+"""How many devices share a layer, and in which way: the degrees of parallelism of a training step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from .transformer_shape import TransformerShape
+
+
+@dataclass(frozen=True)
+class ParallelDegrees:
+    """Devices by how they share the work, as Megatron-LM and torchtitan name them.
+
+    `tensor` devices share every matrix (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3); above 1
+    with sequence parallelism (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+    Models", MLSys 2023, section 4.2.2). `context` devices share the sequence: attention exchanges heads for
+    tokens by all-to-all (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509). `expert` devices, of those
+    that would hold the same layers, share the routed experts; an expert is whole on its device. `pipeline`
+    stages follow one another, of `data` replicas each. `zero` 1 spreads the optimizer's state over the
+    devices that add up the same gradients (0: nothing is spread).
+    """
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    data: int = 1
+    zero: int = 1
+
+    def __post_init__(self) -> None:
+        for field in ("tensor", "context", "expert", "pipeline", "data"):
+            value = getattr(self, field)
+            if not 1 <= value <= 2**20:
+                raise UsageError(
+                    f"{field}={value}: must be from 1 to {2**20}", "Give the devices that share."
+                )
+        if self.zero not in (0, 1):
+            raise UsageError(f"zero={self.zero}: of degrees 0 and 1 are known", "Use 0 or 1.")
+
+    @property
+    def devices(self) -> int:
+        """In all."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def gradient_group(self) -> int:
+        """Devices that add up the gradients of a dense weight."""
+        return self.data * self.context
+
+    @property
+    def expert_gradient_group(self) -> int:
+        """Devices that add up the gradients of a routed expert."""
+        return self.tensor * self.context * self.data // self.expert
+
+    def describe(self) -> str:
+        """As `TP 4 x PP 2 x DP 4, EP 8`."""
+        degrees = (("TP", self.tensor), ("CP", self.context), ("PP", self.pipeline), ("DP", self.data))
+        text = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one device"
+        return f"{text}, EP {self.expert}" if self.expert > 1 else text
+
+    def problem_with(self, shape: TransformerShape, sequence: int) -> str:
+        """Why the model cannot be shared so, in words; empty where it can."""
+        attention, tensor = shape.attention, self.tensor
+        heads = tensor * self.context
+        if attention.heads % heads or attention.key_value_heads % heads:
+            return (
+                f"{attention.heads} heads with {attention.key_value_heads} of keys and values cannot be "
+                f"shared by {heads} devices (tensor={tensor}, context={self.context})"
+            )
+        if sequence % (tensor * self.context):
+            return f"a sequence of {sequence} tokens is no multiple of tensor x context = {heads}"
+        widths = [shape.feed_forward, *([shape.experts.shared_width] if shape.experts else [])]
+        if any(width % tensor for width in widths):
+            return f"a feed-forward layer of {max(widths)} cannot be shared by {tensor} devices"
+        if self.expert > 1:
+            if shape.experts is None or not any(shape.routed):
+                return f"expert={self.expert}: the model has no experts"
+            if shape.experts.number % self.expert:
+                return f"{shape.experts.number} experts cannot be shared by {self.expert} devices"
+            if (tensor * self.context * self.data) % self.expert:
+                group = tensor * self.context * self.data
+                return f"expert={self.expert} does not divide tensor x context x data = {group}"
+        if self.pipeline > shape.blocks:
+            return f"{shape.blocks} blocks make no {self.pipeline} stages"
+        return ""
+
+    def check(self, shape: TransformerShape, sequence: int) -> None:
+        """Raises UsageError where the model cannot be shared so."""
+        if problem := self.problem_with(shape, sequence):
+            raise UsageError(problem, "Choose degrees that divide heads, widths, experts and tokens.")
+
+
+def padded_vocabulary(shape: TransformerShape, tensor: int) -> int:
+    """Rows of embedding and head: a multiple of 128 for each device, as Megatron-LM pads them."""
+    return math.ceil(shape.vocabulary / (128 * tensor)) * 128 * tensor

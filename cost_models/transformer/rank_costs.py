@@ -1,0 +1,180 @@
+"""Seconds of a device's kernels: from a table of measured kernels, or from the device's limits.
+
+Products that no table has take the longer of their FLOPs and their bytes at the limits, at an assumed share
+of them. A pass over memory takes its bytes at a share of the bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from ..collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
+from ..topology import Topology
+from .block_kernels import Work
+from .kernel_table import KernelTable
+from .kernels import (
+    AttentionKernel,
+    Collective,
+    CollectiveName,
+    GroupedMatmul,
+    Kernel,
+    Matmul,
+    MemoryPass,
+    Product,
+)
+from .parallel_degrees import ParallelDegrees
+
+
+class GroupLinks(Protocol):
+    """Seconds of what devices exchange. A group: `size` devices, each `stride` ranks after the one before."""
+
+    def collective(self, name: CollectiveName, bytes: float, size: int, stride: int) -> float:
+        """Bytes as of `kernels.Collective`."""
+
+    def transfer(self, bytes: float, stride: int) -> float:
+        """From one device to the one `stride` ranks after it."""
+
+
+@dataclass(frozen=True)
+class TopologyLinks:
+    """By the links of a topology; ring algorithms."""
+
+    topology: Topology
+
+    def collective(self, name: CollectiveName, bytes: float, size: int, stride: int) -> float:
+        ranks = range(0, size * stride, stride)
+        if size == 1:
+            return 0.0
+        if name == "all_reduce":
+            return float(all_reduce_seconds(self.topology, ranks, bytes))
+        if name == "reduce_scatter":
+            return float(reduce_scatter_seconds(self.topology, ranks, bytes))
+        # In an all-to-all a device sends as much as in an all-gather of as many bytes: (n - 1) / n of them.
+        return float(all_gather_seconds(self.topology, ranks, bytes))
+
+    def transfer(self, bytes: float, stride: int) -> float:
+        return float(self.topology.link(0, stride).seconds(bytes))
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """Of one device: FLOP/s of dense products in bfloat16, bytes per second of its memory, and the share of
+    each that kernels reach (ours are assumptions; a table of kernels replaces those of products).
+
+    `shares`: of the bandwidth, by the kind of a pass over memory where it is not the `memory_share`.
+    """
+
+    flops: float
+    bandwidth: float
+    product_share: float = 0.6
+    attention_share: float = 0.5
+    memory_share: float = 0.7
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+    def product_seconds(self, kernel: Product) -> float:
+        share = self.attention_share if isinstance(kernel, AttentionKernel) else self.product_share
+        return max(kernel.flops / (self.flops * share), _bytes(kernel) / (self.bandwidth * self.memory_share))
+
+    def pass_seconds(self, kernel: MemoryPass) -> float:
+        return kernel.bytes / (self.bandwidth * self.shares.get(kernel.kind, self.memory_share))
+
+
+def _bytes(kernel: Product) -> float:
+    """That a product reads and writes at least; a gradient of a weight is read and written in float32."""
+    match kernel:
+        case Matmul(m, k, n, layout):
+            return 2.0 * (m * k + k * n) + (8.0 if layout == "NT" else 2.0) * m * n
+        case GroupedMatmul(groups, m, n, k, part):
+            return groups * (2.0 * m * (n + k) + (8.0 if part == "weight_gradient" else 2.0) * n * k)
+        case AttentionKernel():
+            return 0.0
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What a training loop adds to kernels that were measured one by one.
+
+    `slowdown`: of products in the midst of others, at the clock that the device holds under load. `gap`:
+    seconds from the end of a pass over memory to the next kernel. `dispatch`: seconds of either pass of a
+    layer whose host waits to know how many tokens each expert takes. The defaults were fitted to 18
+    measured steps of Megatron-LM on B200 (docs/degrees.md): on other machines they are assumptions.
+    """
+
+    slowdown: float = 1.06
+    gap: float = 50e-6
+    dispatch: float = 2e-3
+
+
+class PassSeconds(NamedTuple):
+    """Of a layer for one micro-batch."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """What kernels take on a device among others."""
+
+    limits: DeviceLimits
+    links: GroupLinks
+    table: KernelTable | None = None
+    overheads: Overheads = Overheads()
+
+    def seconds(self, work: Work, degrees: ParallelDegrees) -> PassSeconds:
+        """Of the forward and the backward of a layer, one kernel after another."""
+        wait = self.overheads.dispatch if work.exchanges_tokens else 0.0
+        forward, backward = (self._sum(kernels, degrees) + wait for kernels in (work.forward, work.backward))
+        return PassSeconds(forward, backward)
+
+    def memory_seconds(self, bytes: float) -> float:
+        """Of a pass over memory of so many bytes."""
+        return self.limits.pass_seconds(MemoryPass(bytes)) + self.overheads.gap
+
+    def assumed(self, works: Iterable[Work]) -> list[Product]:
+        """The products for which the table has no row of their shape."""
+        return [kernel for kernel in products(works) if self.table is None or not self.table.has(kernel)]
+
+    def _sum(self, kernels: Iterable[Kernel], degrees: ParallelDegrees) -> float:
+        return sum(self._kernel(kernel, degrees) for kernel in kernels)
+
+    def _kernel(self, kernel: Kernel, degrees: ParallelDegrees) -> float:
+        match kernel:
+            case MemoryPass():
+                return self.limits.pass_seconds(kernel) + self.overheads.gap
+            case Collective(name, bytes, group):
+                size, stride = rank_group(group, degrees)
+                return self.links.collective(name, bytes, size, stride)
+            case _:
+                if self.table is not None and self.table.knows(kernel):
+                    return self.table.seconds(kernel) * self.overheads.slowdown
+                return self.limits.product_seconds(kernel) * self.overheads.slowdown
+
+
+def products(works: Iterable[Work]) -> list[Product]:
+    """The different products of some layers."""
+    kernels = (kernel for work in works for kernel in (*work.forward, *work.backward))
+    return list(dict.fromkeys(kernel for kernel in kernels if isinstance(kernel, Product)))
+
+
+def rank_group(group: str, degrees: ParallelDegrees) -> tuple[int, int]:
+    """Size and stride of a group of ranks: tensor ranks are neighbours, then context, then data, then
+    pipeline (Megatron-LM's order tp-cp-ep-dp-pp); expert ranks are neighbours among all of a stage."""
+    match group:
+        case "tensor":
+            return degrees.tensor, 1
+        case "context":
+            return degrees.context, degrees.tensor
+        case "expert":
+            return degrees.expert, 1
+        case "gradients":
+            return degrees.gradient_group, degrees.tensor
+        case "expert_gradients":
+            return degrees.expert_gradient_group, degrees.expert
+        case _:
+            raise KeyError(group)

@@ -1,0 +1,101 @@
+"""What a user asks of a plan by degrees of parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from ...cost_models import arguments
+from ...cost_models.errors import UsageError
+from ...cost_models.option_fields import Options, option
+from ...cost_models.typed_text import whole_number
+
+RECOMPUTES = ("auto", "none", "full")
+
+
+class DegreeKeywords(TypedDict, total=False):
+    """The fields of `DegreeOptions`, as a caller may give them."""
+
+    batch_size: int
+    sequence: int
+    layers: int | None
+    tp: Sequence[int] | None
+    pp: Sequence[int] | None
+    cp: Sequence[int] | None
+    ep: Sequence[int] | None
+    zero: int
+    micro_batch_size: Sequence[int] | None
+    recompute: str
+
+
+def _counts(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    values = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
+    if not values or isinstance(value, str):
+        raise UsageError(f"{name}={value!r}: must be whole numbers from 1", f"Give {name}=(1, 2, 4).")
+    return tuple(sorted({arguments.whole(name, each, at_least=1) for each in values}))
+
+
+def _read_counts(text: str, name: str) -> tuple[int, ...]:
+    return tuple(whole_number(1)(part.strip(), name) for part in text.split(","))
+
+
+def _allowed(what: str) -> Any:
+    return option(None, _counts, what, "N[,N]", panel="The search", read=_read_counts)
+
+
+def _zero(name: str, value: Any) -> int:
+    if value not in (0, 1) or isinstance(value, bool):
+        raise UsageError(f"{name}={value!r}: must be 0 or 1", "1 spreads the optimizer's states.")
+    return int(value)
+
+
+def _recompute(name: str, value: Any) -> str:
+    if value not in RECOMPUTES:
+        raise UsageError(f"{name}={value!r}: not known", f"Use one of: {', '.join(RECOMPUTES)}.")
+    return str(value)
+
+
+@dataclass(frozen=True)
+class DegreeOptions(Options):
+    """What is trained, and which degrees may be; None leaves one to the search. Raises UsageError.
+
+    `batch_size`: sequences of one optimizer step; `sequence`: tokens of each. `layers`: of the model, where
+    not all of the configuration's. `zero` 1: the optimizer's states are spread over the replicas.
+    """
+
+    batch_size: int = option(
+        256, arguments.whole, "Sequences of one optimizer step.", "B", panel="The training", least=1
+    )
+    sequence: int = option(4096, arguments.whole, "Tokens of a sequence.", "T", panel="The training", least=1)
+    layers: int | None = option(
+        None,
+        arguments.optional_whole,
+        "Layers of the model, where not all of the configuration's.",
+        "N",
+        panel="The training",
+        least=1,
+    )
+    zero: int = option(
+        1,
+        _zero,
+        "1 spreads the optimizer's states over the replicas, 0 does not.",
+        "0|1",
+        panel="The training",
+        least=0,
+    )
+    tp: Sequence[int] | None = _allowed("Tensor-parallel degrees that may be.")
+    pp: Sequence[int] | None = _allowed("Numbers of pipeline stages that may be.")
+    cp: Sequence[int] | None = _allowed("Context-parallel degrees that may be; default: 1.")
+    ep: Sequence[int] | None = _allowed("Expert-parallel degrees that may be.")
+    micro_batch_size: Sequence[int] | None = _allowed("Sequences of a micro-batch that may be.")
+    recompute: str = option(
+        "auto",
+        _recompute,
+        "Whether blocks run forward again before their backward: none, full, or auto.",
+        "auto|none|full",
+        panel="The search",
+        words=RECOMPUTES,
+    )

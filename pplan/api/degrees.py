@@ -1,0 +1,136 @@
+"""Plans by degrees of parallelism, from the configuration of a transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd
+from pathlib import Path
+from typing import Any, Unpack
+
+from ..cost_models import arguments
+from ..cost_models.errors import UsageError
+from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.machines.preset_lookup import device_context, device_preset
+from ..cost_models.machines.rooflines import ROOFLINES
+from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
+from ..cost_models.memory import FRAGMENTATION_RESERVE
+from ..cost_models.topology import Topology
+from ..cost_models.transformer.kernel_table import KernelTable, load_kernel_table
+from ..cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
+from ..cost_models.transformer.transformer_shape import (
+    TransformerShape,
+    load_transformer_shape,
+    transformer_shape,
+)
+from ..planner.degrees.degree_options import DegreeOptions
+from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_degrees
+from ..runtimes.formats.megatron_export import write_layout
+from .options import DegreesKeywords, options_from
+
+
+def degrees(
+    config: str | Path | Mapping[str, Any],
+    *,
+    gpus: int,
+    kernels: str | Path | None = None,
+    **options: Unpack[DegreesKeywords],
+) -> DegreeAnswer:
+    """The fastest ways to train a transformer on `gpus`: tensor, context, expert, pipeline and data
+    parallelism.
+
+    `config`: the model's config.json (its path, or what it says). `kernels`: a CSV file of measured kernels.
+    The machine as of `solve`, `gpu` or a topology with devices of a preset; options as of `DegreeOptions`.
+    Of the result: `plans`, the fastest first, each with its `estimate` of step and memory, and
+    `bound_seconds`.
+
+    Raises UsageError, FileError, and InfeasibleError where nothing fits.
+    """
+    degree_options, machine = options_from(
+        {**options, "gpus": gpus}, DegreeOptions, MachineOptions, of="degrees"
+    )
+    shape = (
+        transformer_shape(config)
+        if isinstance(config, Mapping)
+        else load_transformer_shape(arguments.path("config", config))
+    )
+    return find_degrees(shape, machine, degree_options, arguments.optional_path("kernels", kernels))
+
+
+def find_degrees(
+    shape: TransformerShape, machine: MachineOptions, options: DegreeOptions, kernels: Path | None
+) -> DegreeAnswer:
+    """The same, of what is read."""
+    if options.layers is not None:
+        shape = shape.with_blocks(options.layers)
+    topology = build_machine(machine)
+    costs = rank_costs(topology, None if kernels is None else load_kernel_table(kernels))
+    return search_degrees(shape, topology.gpus, costs, options, usable_bytes(topology))
+
+
+def usable_bytes(topology: Topology) -> float:
+    """What the ledger of a device may add up to: its memory without the process's context, and without the
+    share that the caching allocator cannot use."""
+    device = topology.device(0)
+    if device.memory_bytes is None:
+        return float("inf")
+    context = device_context(device.name)
+    whole = device.memory_bytes - (0 if context is None else context.value)
+    return whole / (1 + FRAGMENTATION_RESERVE)
+
+
+def build_machine(machine: MachineOptions) -> Topology:
+    """The topology. Raises UsageError where the number of devices is missing, or they are unlike."""
+    if machine.gpus is None:
+        raise UsageError("gpus is missing", "Give how many GPUs there are: `gpus`.")
+    if machine.gpu is None and machine.topology is None:
+        raise UsageError("gpu is missing", f"Name the GPU: `gpu`, one of {', '.join(ROOFLINES)}.")
+    nothing = ProfiledDevice("unknown", "", None)
+    topology = make_topology(gpus=machine.gpus, file=machine.topology, profiled=nothing, **machine.parts)
+    if len(topology.kinds) > 1:
+        kinds = ", ".join(kind.name for kind in topology.kinds)
+        raise UsageError(f"devices of several kinds ({kinds})", "Degrees are found for devices of one kind.")
+    return topology
+
+
+def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
+    """Of the device's preset. Raises UsageError where there are no figures of its FLOP/s."""
+    name = topology.device(0).name
+    preset = device_preset(name)
+    if preset is None or preset.name not in ROOFLINES:
+        raise UsageError(
+            f"there are no figures of the FLOP/s of {name}", f"Name one with `gpu`: {', '.join(ROOFLINES)}."
+        )
+    roofline = ROOFLINES[preset.name]
+    peak = roofline.peak("bfloat16") if table is None else table.peak
+    return RankCosts(DeviceLimits(peak, roofline.bandwidth.value), TopologyLinks(topology), table)
+
+
+def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
+    """What `pretrain_gpt.py` takes besides the model and the data."""
+    degrees = plan.degrees
+    flags: dict[str, object] = {
+        "--num-layers": sum(plan.blocks),
+        "--seq-length": answer.options.sequence,
+        "--micro-batch-size": plan.micro_batch_size,
+        "--global-batch-size": answer.options.batch_size,
+        "--tensor-model-parallel-size": degrees.tensor,
+        "--pipeline-model-parallel-size": degrees.pipeline,
+    }
+    if len(set(plan.blocks)) > 1:
+        flags["--pipeline-model-parallel-layout"] = write_layout(plan.blocks)
+    if degrees.context > 1:
+        flags["--context-parallel-size"] = degrees.context
+        flags["--cp-comm-type"] = "a2a"
+    if degrees.expert > 1:
+        flags["--expert-model-parallel-size"] = degrees.expert
+        flags["--expert-tensor-parallel-size"] = 1
+    if plan.recompute == "full":
+        flags["--recompute-granularity"] = "full"
+        flags["--recompute-method"] = "uniform"
+        flags["--recompute-num-layers"] = gcd(*plan.blocks)
+    words = ["--bf16"]
+    if degrees.tensor > 1:
+        words.append("--sequence-parallel")
+    if degrees.zero:
+        words.append("--use-distributed-optimizer")
+    return [str(part) for flag in flags.items() for part in flag] + words

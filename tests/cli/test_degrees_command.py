@@ -1,0 +1,90 @@
+"""`pplan degrees`: what it prints, as JSON, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import pplan
+from pplan.cli.app import main
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(MODEL))
+    return file
+
+
+def test_json_is_what_the_python_api_finds(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--gpus",
+        "16",
+        "--gpu",
+        "h100",
+        "--batch-size",
+        "64",
+        "--recompute",
+        "none",
+        "--tp",
+        "1,2",
+        "--json",
+    ]
+    assert main(["degrees", str(config), *arguments]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    answer = pplan.degrees(MODEL, gpus=16, gpu="h100", batch_size=64, recompute="none", tp=(1, 2))
+    assert printed["parameters"] == 8030261248
+    assert [plan["step_seconds"] for plan in printed["plans"]] == [
+        plan.estimate.step_seconds for plan in answer.plans
+    ]
+    best = printed["plans"][0]
+    assert best["tensor"] * best["context"] * best["pipeline"] * best["data"] == 16
+    assert best["tensor"] in (1, 2)
+    assert sum(best["blocks"]) == 32
+    assert best["peak_bytes"] == max(sum(stage["ledger"].values()) for stage in best["stages"])
+    assert printed["bound_seconds"] <= best["step_seconds"]
+
+
+def test_the_answer_and_its_arguments(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--gpus", "64", "--gpu", "h100", "--batch-size", "64", "--pp", "3,4", "--tp", "2"]
+    assert main(["degrees", str(config), *options]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("TP 2 x PP 4 x DP 8 is the fastest found for llama on 64 devices: ")
+    assert "8.03 billion parameters" in printed
+    assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4" in printed
+    assert "no kernels are measured" in printed
+    assert "--kernels" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--gpu", "h100"], 2, "--gpus"),
+        (["--gpus", "8"], 2, "--gpu"),
+        (["--gpus", "8", "--gpu", "a10g"], 2, "FLOP/s of A10G"),
+        (["--gpus", "8", "--gpu", "h100", "--tp", "3"], 2, "--tp 3"),
+        (["--gpus", "8", "--gpu", "h100", "--tp", "two"], 2, "--tp"),
+        (["--gpus", "8", "--gpu", "h100", "--zero", "2"], 2, "--zero 2"),
+        (["--gpus", "1", "--gpu", "h100"], 3, "GiB"),
+        (["--gpus", "8", "--gpu", "h100", "--kernels", "none.csv"], 2, "none.csv"),
+    ],
+)
+def test_refusals(
+    arguments: list[str], status: int, says: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["degrees", str(config), *arguments]) == status
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert not printed.out

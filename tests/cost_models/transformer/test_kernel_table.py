@@ -1,0 +1,97 @@
+"""Tables of kernels: what a row says, what lies between rows, and what is no table."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pplan.cost_models.errors import FileError
+from pplan.cost_models.transformer.kernel_table import KernelTable, load_kernel_table
+from pplan.cost_models.transformer.kernels import AttentionKernel, GroupedMatmul, Matmul
+
+ROWS = """operation,shape,peak_tflops,efficiency,achieved_tflops,note
+matmul,"b=1, m=64, k=128, n=256, layout=TN, accumulate=False",100,0.5,,first
+matmul,"m=64, k=128, n=1024, layout=TN",100,,25,
+matmul,"m=64, k=128, n=256, layout=NT",100,0.2,,
+group_matmul,"ng=4, M=64, N=256, K=128, stage=bwd_grad_w",100,0.1,,
+sdp_bwd,"seq_len=64, head_num=4, kv_head_num=2, qk_head_dim=16, v_head_dim=16",100,0.8,,
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> KernelTable:
+    file = tmp_path / "kernels.csv"
+    file.write_text(ROWS)
+    return load_kernel_table(file)
+
+
+def test_rows(table: KernelTable) -> None:
+    peak = 100e12
+    assert table.seconds(Matmul(64, 128, 256, "TN")) == pytest.approx(2 * 64 * 128 * 256 / (0.5 * peak))
+    assert table.seconds(Matmul(64, 128, 1024, "TN")) == pytest.approx(2 * 64 * 128 * 1024 / (0.25 * peak))
+    assert table.seconds(Matmul(64, 128, 256, "NT")) == pytest.approx(2 * 64 * 128 * 256 / (0.2 * peak))
+    grouped = GroupedMatmul(4, 64, 256, 128, "weight_gradient")
+    assert table.seconds(grouped) == pytest.approx(2 * 4 * 64 * 128 * 256 / (0.1 * peak))
+    attention = AttentionKernel(64, 4, 2, 16, 16, backward=True)
+    assert table.seconds(attention) == pytest.approx(2.5 * 64**2 * 4 * 32 / (0.8 * peak))
+
+
+def test_what_has_rows(table: KernelTable) -> None:
+    assert table.has(Matmul(64, 128, 256, "TN"))
+    assert not table.has(Matmul(64, 128, 512, "TN"))
+    assert table.knows(Matmul(64, 128, 512, "TN"))
+    assert not table.knows(Matmul(64, 128, 512, "NN"))
+
+
+def test_between_two_rows_as_near_to_both(table: KernelTable) -> None:
+    """Halfway on the scale of logarithms: both weigh the same."""
+    seconds = table.seconds(Matmul(64, 128, 512, "TN"))
+    assert seconds == pytest.approx(2 * 64 * 128 * 512 / (100e12 * (0.5 + 0.25) / 2))
+
+
+@given(st.integers(1, 2**20), st.integers(1, 2**20), st.integers(1, 2**20))
+def test_a_share_between_those_of_the_rows(m: int, k: int, n: int) -> None:
+    shares: dict[tuple[float, ...], float] = {
+        (64.0, 128.0, 256.0): 0.5,
+        (64.0, 128.0, 1024.0): 0.25,
+        (512.0, 512.0, 512.0): 0.75,
+    }
+    kernel = Matmul(m, k, n, "TN")
+    seconds = KernelTable(100e12, {"matmul TN": shares}).seconds(kernel)
+    assert kernel.flops / 100e12 / seconds <= 0.75 * (1 + 1e-12)
+    assert kernel.flops / 100e12 / seconds >= 0.25 * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no kernels"),
+        ("operation,shape,peak_tflops,efficiency\n", "no kernels"),
+        (ROWS.replace("layout=NT", "layout=XX"), "line 4: layout='XX'"),
+        (ROWS.replace("stage=bwd_grad_w", "stage=sideways"), "line 5: stage='sideways'"),
+        (ROWS.replace("m=64, k=128, n=256, layout=NT", "m=64, n=256, layout=NT"), "line 4: k"),
+        (ROWS.replace("0.2", "nan"), "line 4: efficiency"),
+        (ROWS.replace("0.2", "0"), "line 4: efficiency"),
+        (ROWS.replace("0.2", "1e400"), "line 4: efficiency"),
+        (ROWS.replace("M=64", "M=1e300"), "line 5: M"),
+        (ROWS.replace("sdp_bwd", "sdp"), "line 6: operation"),
+        (ROWS.replace('layout=NT",100', 'layout=NT",200'), "several peaks"),
+        (ROWS.replace("first", "x" * 200_000), "not CSV"),
+    ],
+)
+def test_what_is_no_table(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "kernels.csv"
+    file.write_text(text)
+    with pytest.raises(FileError) as error:
+        load_kernel_table(file)
+    assert says in error.value.what
+    assert len(str(error.value)) < 400
+
+
+def test_a_table_of_one_row_answers_for_all() -> None:
+    own = KernelTable(1e12, {"matmul TN": {(8.0, 8.0, 8.0): 0.5}})
+    assert math.isfinite(own.seconds(Matmul(2**20, 1, 2**20, "TN")))

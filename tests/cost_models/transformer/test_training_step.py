@@ -1,0 +1,209 @@
+"""Steps and memory against those of published runs on B200, and against sums by hand.
+
+Measured figures: SimuMax release v1.2 (https://github.com/MooreThreads/SimuMax, Apache-2.0), Megatron-LM with
+Transformer Engine on eight B200. `benchmarks/published_gpu.py` predicts all of its steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published_gpu import MeasuredLinks
+
+from pplan.cost_models.errors import UsageError
+from pplan.cost_models.hardware import Device, Link
+from pplan.cost_models.topology import two_level_topology
+from pplan.cost_models.transformer.block_kernels import Tokens
+from pplan.cost_models.transformer.kernel_table import load_kernel_table
+from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
+from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
+from pplan.cost_models.transformer.training_step import (
+    TrainingSetting,
+    estimate_step,
+    even_blocks,
+)
+from pplan.cost_models.transformer.transformer_shape import TransformerShape, transformer_shape
+
+GIB = 2**30
+LLAMA = transformer_shape(
+    {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 12,
+        "vocab_size": 128256,
+    }
+)
+DEEPSEEK_V2 = transformer_shape(
+    {
+        "model_type": "deepseek_v2",
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 4,
+        "vocab_size": 102400,
+        "n_routed_experts": 160,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+)
+TOPOLOGY = two_level_topology(Device("B200", None), 8, 8, Link(900e9, 5e-6), Link(50e9, 2e-5))
+COSTS = RankCosts(DeviceLimits(2250e12, 8e12), TopologyLinks(TOPOLOGY))
+
+
+@pytest.mark.parametrize(
+    ("shape", "degrees", "stage", "measured_gib"),
+    [
+        (LLAMA, ParallelDegrees(pipeline=2, data=4), 0, 66.55),
+        (LLAMA, ParallelDegrees(pipeline=2, data=4), 1, 62.97),
+        (LLAMA, ParallelDegrees(tensor=2, data=4), 0, 60.68),
+        (LLAMA, ParallelDegrees(tensor=4, data=2), 0, 39.07),
+        (LLAMA, ParallelDegrees(tensor=8), 0, 28.29),
+        (DEEPSEEK_V2, ParallelDegrees(expert=8, data=8), 0, 45.63),
+        (DEEPSEEK_V2, ParallelDegrees(expert=4, pipeline=2, data=4), 0, 31.58),
+        (DEEPSEEK_V2, ParallelDegrees(expert=4, pipeline=2, data=4), 1, 44.70),
+    ],
+)
+def test_memory_of_published_runs(
+    shape: TransformerShape, degrees: ParallelDegrees, stage: int, measured_gib: float
+) -> None:
+    estimate = estimate_step(shape, degrees, TrainingSetting(8, Tokens(4096)), COSTS)
+    assert estimate.stages[stage].bytes / GIB == pytest.approx(measured_gib, rel=1e-2)
+
+
+KERNELS = """operation,shape,peak_tflops,efficiency
+matmul,"m=4096, k=8192, n=5120, layout=TN",2250,0.6275
+matmul,"m=4096, k=5120, n=8192, layout=NN",2250,0.6428
+matmul,"m=5120, k=4096, n=8192, layout=NT",2250,0.4732
+matmul,"m=4096, k=4096, n=8192, layout=TN",2250,0.4603
+matmul,"m=4096, k=8192, n=4096, layout=NN",2250,0.3905
+matmul,"m=8192, k=4096, n=4096, layout=NT",2250,0.5703
+matmul,"m=4096, k=8192, n=28672, layout=TN",2250,0.4943
+matmul,"m=4096, k=28672, n=8192, layout=NN",2250,0.4819
+matmul,"m=28672, k=4096, n=8192, layout=NT",2250,0.4535
+matmul,"m=4096, k=14336, n=8192, layout=TN",2250,0.4763
+matmul,"m=4096, k=8192, n=14336, layout=NN",2250,0.4943
+matmul,"m=8192, k=4096, n=14336, layout=NT",2250,0.4568
+matmul,"m=4096, k=8192, n=64128, layout=TN",2250,0.4901
+matmul,"m=4096, k=64128, n=8192, layout=NN",2250,0.4656
+matmul,"m=64128, k=4096, n=8192, layout=NT",2250,0.4529
+sdp_fwd,"seq_len=4096, head_num=32, kv_head_num=4, qk_head_dim=128, v_head_dim=128",2250,0.7318
+sdp_bwd,"seq_len=4096, head_num=32, kv_head_num=4, qk_head_dim=128, v_head_dim=128",2250,0.7963
+"""
+COLLECTIVES: dict[str, dict[str, Any]] = {
+    "all_reduce": {
+        "scale": 2,
+        "offset": -1,
+        "efficient_factor": 0.7424,
+        "latency_us": 5.52,
+        "fixed_latency_us": 22.2,
+    },
+    "all_gather": {
+        "scale": 1,
+        "offset": -1,
+        "efficient_factor": 0.6735,
+        "latency_us": 9.18,
+        "fixed_latency_us": 23.1,
+    },
+    "reduce_scatter": {
+        "scale": 1,
+        "offset": -1,
+        "efficient_factor": 0.6731,
+        "latency_us": 8.03,
+        "fixed_latency_us": 25.6,
+    },
+}
+
+
+@pytest.mark.parametrize(("micro_batches", "measured"), [(4, 0.7255), (8, 1.3870), (32, 5.3765)])
+def test_seconds_of_published_runs(micro_batches: int, measured: float, tmp_path: Path) -> None:
+    """On two tensor-parallel devices, with the overheads that were fitted to the steps of other degrees."""
+    file = tmp_path / "kernels.csv"
+    file.write_text(KERNELS)
+    shares = {"default": 0.666, "ce_fusion": 0.2795}
+    limits = DeviceLimits(2250e12, 8e12, memory_share=0.666, shares=shares)
+    own = Overheads(1.06, 3e-5, 2e-3)
+    costs = RankCosts(limits, MeasuredLinks(900e9, COLLECTIVES), load_kernel_table(file), own)
+    degrees = ParallelDegrees(tensor=2, data=4)
+    estimate = estimate_step(LLAMA, degrees, TrainingSetting(micro_batches, Tokens(4096)), costs)
+    assert estimate.step_seconds == pytest.approx(measured, rel=0.08)
+
+
+def test_recomputation_keeps_inputs_and_computes_twice() -> None:
+    degrees = ParallelDegrees(pipeline=4, tensor=2)
+    plain, again = (
+        estimate_step(LLAMA, degrees, TrainingSetting(8, Tokens(4096), recompute), COSTS)
+        for recompute in ("none", "full")
+    )
+    for one, other in zip(plain.stages, again.stages, strict=True):
+        assert other.forward_seconds == one.forward_seconds
+        assert other.bytes < one.bytes
+    middle = again.stages[1]
+    assert middle.backward_seconds == pytest.approx(plain.stages[1].backward_seconds + middle.forward_seconds)
+    # Three micro-batches in flight, of three blocks each.
+    assert middle.ledger["activations"] == 3 * 3 * 2 * 4096 * 8192 / 2
+
+
+def test_states_by_degrees() -> None:
+    """Bytes of weights, gradients and states of all devices, against the parameters: 6 bytes of each on every
+    device that has it, and 12 once (ZeRO-1) or on each (without)."""
+    for degrees in (
+        ParallelDegrees(tensor=2, pipeline=2, data=2, expert=4),
+        ParallelDegrees(data=8, expert=2),
+        ParallelDegrees(context=2, pipeline=4, expert=2),
+    ):
+        total = 0.0
+        for zero in (1, 0):
+            own = replace(degrees, zero=zero)
+            estimate = estimate_step(DEEPSEEK_V2, own, TrainingSetting(4, Tokens(4096)), COSTS)
+            per_stage = degrees.devices / degrees.pipeline
+            optimizer = sum(stage.ledger["optimizer"] for stage in estimate.stages) * per_stage
+            if zero:
+                total = optimizer
+                continue
+            weights = sum(stage.ledger["weights"] for stage in estimate.stages) * per_stage
+            assert optimizer == pytest.approx(6 * weights)
+        # Whole weights (norms, routers, projections down) are on each tensor-parallel device.
+        once = 12 * DEEPSEEK_V2.parameters()
+        if degrees.tensor == 1:
+            assert total == pytest.approx(once)
+        else:
+            assert once < total < 1.01 * once
+
+
+def test_seconds_of_a_pipeline_of_equal_stages() -> None:
+    """Without embedding, head, transfers and update: (m + p - 1) (F + B), as 1F1B takes."""
+    shape = replace(LLAMA, vocabulary=128)
+    free = two_level_topology(Device("GPU", None), 8, 8, Link(float("inf"), 0.0), Link(float("inf"), 0.0))
+    costs = RankCosts(DeviceLimits(2250e12, 8e12), TopologyLinks(free), overheads=Overheads(1.0, 0.0, 0.0))
+    estimate = estimate_step(shape, ParallelDegrees(pipeline=4), TrainingSetting(6, Tokens(4096)), costs)
+    middle = estimate.stages[1]
+    each = middle.forward_seconds + middle.backward_seconds
+    assert estimate.pipeline_seconds == pytest.approx((6 + 4 - 1) * each, rel=1e-2)
+    assert estimate.step_seconds == estimate.pipeline_seconds + estimate.update_seconds
+
+
+@pytest.mark.parametrize(("blocks", "stages"), [(12, 5), (7, 7), (80, 16), (61, 8)])
+def test_even_blocks(blocks: int, stages: int) -> None:
+    counts = even_blocks(blocks, stages)
+    assert sum(counts) == blocks
+    assert max(counts) - min(counts) <= 1
+    assert min(counts[0], counts[-1]) == min(counts)
+
+
+@pytest.mark.parametrize("counts", [[12], [6, 5], [6, 6, 0], [13, -1]])
+def test_blocks_that_are_no_division(counts: list[int]) -> None:
+    with pytest.raises(UsageError, match="blocks="):
+        estimate_step(LLAMA, ParallelDegrees(pipeline=2), TrainingSetting(4, Tokens(4096)), COSTS, counts)

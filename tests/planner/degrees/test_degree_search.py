@@ -1,0 +1,161 @@
+"""The search of degrees against every division of the layers under every combination."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+
+from pplan.cost_models.errors import InfeasibleError, UsageError
+from pplan.cost_models.hardware import Device, Link
+from pplan.cost_models.topology import two_level_topology
+from pplan.cost_models.transformer.block_kernels import Tokens
+from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
+from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
+from pplan.cost_models.transformer.training_step import LayerTable, TrainingSetting, estimate_stages
+from pplan.cost_models.transformer.transformer_shape import AttentionShape, ExpertShape, TransformerShape
+from pplan.planner.degrees.degree_options import DegreeOptions
+from pplan.planner.degrees.degree_search import (
+    list_combinations,
+    lower_bound,
+    search_degrees,
+    slowest_stage,
+)
+
+NO_LIMIT = float("inf")
+
+
+def random_shape(random: Random) -> TransformerShape:
+    blocks = random.randint(2, 7)
+    hidden = 64 * random.choice((1, 4, 16))
+    experts = (
+        ExpertShape(8, 2, random.choice((32, 512)), random.choice((0, 64))) if random.random() < 0.6 else None
+    )
+    routed = tuple(experts is not None and random.random() < 0.6 for _ in range(blocks))
+    return TransformerShape(
+        "random",
+        hidden,
+        random.choice((256, 32000)),
+        4 * hidden,
+        AttentionShape(8, random.choice((4, 8)), 16, 16),
+        routed,
+        experts,
+        tied=random.random() < 0.3,
+    )
+
+
+def random_costs(random: Random) -> RankCosts:
+    link = Link(10 ** random.uniform(8, 11), 10 ** random.uniform(-6, -4))
+    topology = two_level_topology(Device("GPU", None), 8, 4, link, Link(10 ** random.uniform(8, 10), 1e-5))
+    limits = DeviceLimits(10 ** random.uniform(11, 14), 10 ** random.uniform(10, 12))
+    return RankCosts(
+        limits, TopologyLinks(topology), overheads=Overheads(1.0, 10 ** random.uniform(-7, -4), 1e-4)
+    )
+
+
+def divisions(blocks: int, stages: int) -> Iterator[list[int]]:
+    for ends in combinations(range(1, blocks), stages - 1):
+        yield [b - a for a, b in pairwise((0, *ends, blocks))]
+
+
+def random_table(random: Random) -> LayerTable:
+    shape = random_shape(random)
+    stages = random.randint(1, min(4, shape.blocks))
+    data = random.choice((1, 2))
+    expert = random.choice((1, data)) if any(shape.routed) else 1
+    degrees = ParallelDegrees(random.choice((1, 2)), 1, expert, stages, data, random.choice((0, 1)))
+    setting = TrainingSetting(random.randint(1, 8), Tokens(64), random.choice(("none", "full")))
+    return LayerTable(shape, degrees, setting, random_costs(random))
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_no_division_is_below_the_bound(seed: int) -> None:
+    layers = random_table(Random(seed))
+    slowest, _ = slowest_stage(layers, NO_LIMIT)
+    bound = lower_bound(layers, slowest)
+    quick = lower_bound(layers, layers.least_slowest_seconds())
+    every = [estimate_stages(layers, own) for own in divisions(layers.shape.blocks, layers.degrees.pipeline)]
+    least = min(estimate.step_seconds for estimate in every)
+    assert quick <= bound * (1 + 1e-9)
+    assert bound <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_the_slowest_stage_is_as_fast_as_can_be(seed: int) -> None:
+    """Also where the memory leaves few divisions, or none."""
+    random = Random(seed)
+    layers = random_table(random)
+    every = list(divisions(layers.shape.blocks, layers.degrees.pipeline))
+    peaks = sorted(estimate_stages(layers, own).peak_bytes for own in every)
+    limit = random.choice((NO_LIMIT, peaks[0], peaks[0] * 0.999, peaks[len(peaks) // 2]))
+    fitting = [own for own in every if estimate_stages(layers, own).peak_bytes <= limit]
+    seconds, found = slowest_stage(layers, limit)
+    assert (found is None) == (not fitting)
+    if found is None:
+        return
+    slowest = [
+        max(s.forward_seconds + s.backward_seconds for s in estimate_stages(layers, own).stages)
+        for own in fitting
+    ]
+    assert seconds <= min(slowest) * (1 + 1e-9)
+    own = estimate_stages(layers, found)
+    assert own.peak_bytes <= limit
+    assert max(s.forward_seconds + s.backward_seconds for s in own.stages) <= min(slowest) * (1 + 1e-5)
+    assert layers.least_bytes() <= limit
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_an_answer_against_all_there_is(seed: int) -> None:
+    random = Random(1000 + seed)
+    shape, costs, devices = random_shape(random), random_costs(random), random.choice((2, 4, 6, 8))
+    options = DegreeOptions(batch_size=random.choice((8, 24)), sequence=64, cp=random.choice((None, (1, 2))))
+    every = []
+    for one in list_combinations(shape, devices, options):
+        layers = LayerTable(shape, one.degrees, one.setting, costs)
+        every += [
+            (layers, estimate_stages(layers, own)) for own in divisions(shape.blocks, one.degrees.pipeline)
+        ]
+    peaks = sorted(estimate.peak_bytes for _, estimate in every)
+    limit = random.choice((NO_LIMIT, peaks[len(peaks) // 4], peaks[0] * 0.999))
+    fitting = [estimate.step_seconds for _, estimate in every if estimate.peak_bytes <= limit]
+    if not fitting:
+        with pytest.raises(InfeasibleError, match="GiB"):
+            search_degrees(shape, devices, costs, options, limit)
+        return
+    answer = search_degrees(shape, devices, costs, options, limit)
+    best = answer.plans[0].estimate
+    assert answer.bound_seconds <= min(fitting) * (1 + 1e-9)
+    assert min(fitting) <= best.step_seconds * (1 + 1e-9)
+    assert best.peak_bytes <= limit
+    steps = [plan.estimate.step_seconds for plan in answer.plans]
+    assert steps == sorted(steps)
+    for plan in answer.plans:
+        assert plan.degrees.devices == devices
+        assert plan.micro_batches * plan.micro_batch_size * plan.degrees.data == options.batch_size
+
+
+def test_only_what_is_allowed() -> None:
+    random = Random(5)
+    shape, costs = random_shape(random), random_costs(random)
+    options = DegreeOptions(
+        batch_size=16, sequence=64, tp=(2,), pp=(2,), micro_batch_size=(1, 4), recompute="none"
+    )
+    answer = search_degrees(shape, 8, costs, options, NO_LIMIT)
+    for plan in answer.plans:
+        assert (plan.degrees.tensor, plan.degrees.pipeline, plan.recompute) == (2, 2, "none")
+        assert plan.micro_batch_size in (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "says"),
+    [
+        (DegreeOptions(sequence=64, tp=(3,)), 8, "tp=3"),
+        (DegreeOptions(sequence=64, batch_size=7), 9, "no degrees divide 9"),
+    ],
+)
+def test_nothing_possible(options: DegreeOptions, devices: int, says: str) -> None:
+    random = Random(3)
+    with pytest.raises(UsageError, match=says):
+        search_degrees(random_shape(random), devices, random_costs(random), options, NO_LIMIT)
