@@ -197,12 +197,12 @@ def _example_and_order(
     if device.type == "meta":
         # What depends on values (which expert a token goes to) has no meaning there.
         return first, registered_order(module), ()
-    given, error = next(iter(failures.items()))
+    given, failure = next(iter(failures.items()))
     raise ModelError(
         f"hf:{name}: {type(module).__name__} fails on {', '.join(given)}: "
-        f"{first_line(error)}{at_user_line(error)}",
+        f"{first_line(failure)}{at_user_line(failure)}",
         "Change the sizes, or build it with its own example input in a package.module:factory.",
-    ) from error
+    ) from failure
 
 
 def _order(module: nn.Module, example: ModelInput, device: torch.device) -> dict[str, int]:
