@@ -153,13 +153,13 @@ class Training:
         if not optimizer.has_temporaries(precision):
             return None
         if precision.kernels == "foreach":
-            made = optimizer.foreach * stage.trainable
+            amount = optimizer.foreach * stage.trainable
         else:
-            made = optimizer.for_loop * stage.largest
-        made = made * ((precision.master or precision.weight) / precision.weight)
+            amount = optimizer.for_loop * stage.largest
+        amount = amount * ((precision.master or precision.weight) / precision.weight)
         if precision.gradient < precision.master:
-            made = made + stage.trainable * (precision.master / precision.weight)
-        return self._spread(made, 1)
+            amount = amount + stage.trainable * (precision.master / precision.weight)
+        return self._spread(amount, 1)
 
     def versions(self, stage: StageBytes, number: float) -> Amount:
         """Bytes of the weight versions besides the newest; a fraction is an average over layers."""

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from itertools import count
 
 import torch
+from torch import nn
 
 from ..cost_models.errors import MachineError
+from ..cost_models.memory import FRAGMENTATION_RESERVE
 from .chain.layers import LayerChain
 from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
@@ -81,6 +83,7 @@ def build_profile(
         channels_last=modes.channels_last,
         amp=modes.amp,
         tf32=modes.tf32,
+        cudnn_benchmark=modes.cudnn_benchmark,
         layers=layers,
         edges=[(chain.layers[a].name, chain.layers[b].name) for a, b in chain.edges],
         whole=whole,
@@ -94,7 +97,8 @@ def build_profile(
             *_evaluation_note(subject),
             *(note for each in whole for note in closing_warning(each)),
             *_first_backward_note(whole, accumulation),
-            *_dominating_note(chain, layers),
+            *_reserved_note(whole),
+            *_dominating_note(loaded.module, chain, layers),
             *_checkpoint_note(chain),
             *_unused_note(chain),
             *(chain.comparison.notes if chain.comparison else ()),
@@ -181,6 +185,7 @@ def _whole(result: SizeResult) -> WholeMeasurement:
         spread=rounds.whole_spread(),
         rounds=len(rounds),
         peak_bytes=result.peak_bytes,
+        reserved_bytes=result.reserved_bytes,
         predicted_peak_bytes=result.predicted_peak_bytes,
     )
 
@@ -238,6 +243,20 @@ def _first_backward_note(
     ]
 
 
+def _reserved_note(whole: Sequence[WholeMeasurement]) -> list[str]:
+    """Where a caching allocator takes more of the device than the ledger's reserve says."""
+    shares = [
+        each.reserved_bytes / each.peak_bytes - 1 for each in whole if each.reserved_bytes and each.peak_bytes
+    ]
+    if not shares or shares[-1] <= FRAGMENTATION_RESERVE:
+        return []
+    return [
+        f"micro-batch size {whole[-1].micro_batch_size}: the caching allocator took {shares[-1]:.0%} more "
+        f"of the device than was in use, the ledger's reserve is {FRAGMENTATION_RESERVE:.0%}; "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True takes less"
+    ]
+
+
 def _checkpoint_note(chain: LayerChain) -> list[str]:
     note = (
         "the model recomputes parts of itself (torch.utils.checkpoint), which its layers do not: "
@@ -254,7 +273,7 @@ def _unused_note(chain: LayerChain) -> list[str]:
     return [f"forward does not use {names}: no layer has them, nor the state dict of pplan.sequential"]
 
 
-def _dominating_note(chain: LayerChain, layers: Sequence[ProfiledLayer]) -> list[str]:
+def _dominating_note(model: nn.Module, chain: LayerChain, layers: Sequence[ProfiledLayer]) -> list[str]:
     """A layer that holds much of the model limits every plan; finer cuts may part it."""
     seconds = [layer.costs[-1].forward_seconds + layer.costs[-1].backward_seconds for layer in layers]
     heaviest = max(range(len(layers)), key=lambda index: seconds[index])
@@ -267,10 +286,20 @@ def _dominating_note(chain: LayerChain, layers: Sequence[ProfiledLayer]) -> list
         if any(seconds)
         else "is the whole model"
     )
-    return [
-        f"layer {layers[heaviest].name} {takes}; "
-        "granularity='fine' cuts inside it, where several tensors cross"
-    ]
+    return [f"layer {layers[heaviest].name} {takes}; {_remedy(chain.layers[heaviest].module, model)}"]
+
+
+def _remedy(layer: nn.Module, model: nn.Module) -> str:
+    """Where the model's own modules stand in a list there, they are the better cuts."""
+    own = {id(parameter) for parameter in layer.parameters()}
+    for name, module in model.named_modules():
+        entries = list(module.children()) if isinstance(module, nn.ModuleList | nn.Sequential) else []
+        if name and sum(any(id(p) in own for p in entry.parameters()) for entry in entries) > 1:
+            return f"granularity='module:{name}.*' makes the modules in there layers; {_FINE}"
+    return _FINE
+
+
+_FINE = "granularity='fine' cuts inside it, where several tensors cross"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

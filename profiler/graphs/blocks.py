@@ -15,6 +15,7 @@ from itertools import pairwise
 from torch import fx, nn
 
 from .flow import Flow, Position
+from .graph import module_around
 
 _HOLDERS = (nn.ModuleList, nn.ModuleDict)
 _LISTS = (*_HOLDERS, nn.Sequential)
@@ -36,8 +37,8 @@ def calls_of(flow: Flow, outermost: Callable[[str], str | None]) -> Iterator[Cal
     open_key: tuple[str, str] | None = None
     first = end = 0
     for index, node in enumerate(flow.order):
-        path, _, _ = flow.traced.paths.get(node, "").partition("@")
-        module = outermost(path) if path else None
+        paths = (module_around(flow.traced, node), flow.traced.paths.get(node, "").partition("@")[0])
+        module = next(filter(None, map(outermost, filter(None, paths))), None)
         if module is None:
             continue
         key = (module, _call_key(node, module) or (open_key[1] if open_key else ""))
@@ -185,8 +186,8 @@ class BlockCalls:
 
     def _modules_inside(self, first: int, end: int, paths: frozenset[str]) -> frozenset[str]:
         """The outermost modules in there with parts; of a block its own blocks alone."""
-        nodes = [node for node in self._flow.order[first:end] if self._flow.traced.paths.get(node)]
-        own = [self._flow.traced.paths[node].partition("@")[0] for node in nodes]
+        around = (module_around(self._flow.traced, node) for node in self._flow.order[first:end])
+        own = [path for path in around if path]
         whole = _common([path.split(".") for path in own])
         block = _outermost(".".join(whole), paths) if whole else None
         if block is not None:

@@ -39,7 +39,14 @@ from .export_cleaning import ask_devices, drop_checks, drop_unused_sizes, value_
 from .graph import AROUND, TracedGraph
 from .opaque_calls import OpaqueCalls
 from .regions import as_calls, bodies
-from .remodule import attribute, drop_aliases, leaf_calls_made_whole, path_of, tell_inputs_apart
+from .remodule import (
+    attribute,
+    drop_aliases,
+    leaf_calls_made_whole,
+    modules_around,
+    path_of,
+    tell_inputs_apart,
+)
 from .tracing_patches import masks_as_in_training, refuse_custom_functions
 
 _INSTEAD = (
@@ -336,7 +343,7 @@ def _rebuilt(model: nn.Module, export: _Export) -> TracedGraph:
             name = target.replace(".", "_")
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), copied_over)
         copy = copies[node] = graph.create_node(node.op, target, args, kwargs, name, node.type)
-        copy.meta = {"value_kind": node.meta["value_kind"]}
+        copy.meta = {"value_kind": node.meta["value_kind"], "modules_around": modules_around(node)}
         paths[copy] = path_of(node)
         return copy
 

@@ -38,6 +38,22 @@ class TracedGraph:
     """What drew it, in words."""
 
 
+def module_around(traced: TracedGraph, node: fx.Node) -> str:
+    """The innermost module that the operation ran in by the way that the model called it: what several blocks
+    share goes by one name, and ran in each of them."""
+    found = ""
+    for path in node.meta.get("modules_around") or _stack(node):
+        if found and not f"{path}.".startswith(f"{found}."):
+            break
+        found = path or found
+    return found or traced.paths.get(node, "").partition("@")[0]
+
+
+def _stack(node: fx.Node) -> list[str]:
+    """As torch.fx writes it down."""
+    return [key.partition("@")[0] for key in node.meta.get("nn_module_stack", {})]
+
+
 def graph_module(graph: fx.Graph, *sources: nn.Module, name: str = "GraphModule") -> fx.GraphModule:
     """Runs `graph` with what it names, each taken from the first of `sources` that has it.
 

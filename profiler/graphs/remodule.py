@@ -71,6 +71,12 @@ def path_of(node: fx.Node) -> str:
     return path + ("@" + key.rpartition("@")[2] if "@" in key else "")
 
 
+def modules_around(node: fx.Node) -> list[str]:
+    """From the outermost on, those whose forward the node ran in."""
+    known: list[str] | None = node.meta.get("modules_around")
+    return known or [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+
+
 def attribute(module: nn.Module, path: str) -> Any:
     """What a dotted name leads to; None where it leads nowhere."""
     value: Any = module
@@ -150,7 +156,8 @@ class _ModuleCall:
         with self._graph.inserting_after(self._last):
             call = self._graph.create_node("call_module", path, (self._inputs[0],))
         self._places[call] = self._places[self._last]
-        call.meta = {**output.meta, "nn_module_stack": {key: (path, "")}}
+        around = modules_around(output)
+        call.meta = {**output.meta, "nn_module_stack": {key: (path, "")}, "modules_around": around}
         output.replace_all_uses_with(call)
         for node in reversed(self._nodes):
             self._graph.erase_node(node)
