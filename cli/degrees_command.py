@@ -71,7 +71,7 @@ def as_dictionary(answer: DegreeAnswer) -> dict[str, Any]:
 
 
 def _plan_dictionary(answer: DegreeAnswer, plan: DegreePlan) -> Mapping[str, Any]:
-    from ..api.degree_arguments import megatron_arguments
+    from ..api.degrees import megatron_arguments
 
     estimate = plan.estimate
     return {
@@ -100,7 +100,7 @@ def _plan_dictionary(answer: DegreeAnswer, plan: DegreePlan) -> Mapping[str, Any
 def _print_answer(answer: DegreeAnswer, console: Console, *, measured: bool) -> None:
     import shlex
 
-    from ..api.degree_arguments import megatron_arguments
+    from ..api.degrees import megatron_arguments
     from ..cost_models.quantities import format_bytes, format_seconds
     from .number_format import percent, three_digits
     from .table import Column, line, number, print_head, print_notes, print_table, text, word

@@ -153,13 +153,13 @@ class Training:
         if not optimizer.has_temporaries(precision):
             return None
         if precision.kernels == "foreach":
-            made = optimizer.foreach * stage.trainable
+            amount = optimizer.foreach * stage.trainable
         else:
-            made = optimizer.for_loop * stage.largest
-        made = made * ((precision.master or precision.weight) / precision.weight)
+            amount = optimizer.for_loop * stage.largest
+        amount = amount * ((precision.master or precision.weight) / precision.weight)
         if precision.gradient < precision.master:
-            made = made + stage.trainable * (precision.master / precision.weight)
-        return self._spread(made, 1)
+            amount = amount + stage.trainable * (precision.master / precision.weight)
+        return self._spread(amount, 1)
 
     def versions(self, stage: StageBytes, number: float) -> Amount:
         """Bytes of the weight versions besides the newest; a fraction is an average over layers."""
@@ -169,7 +169,7 @@ class Training:
             )
         return self._spread(stage.parameters, 3) * (number - 1)
 
-    def exchanged(self, stage: StageBytes) -> Amount:
+    def exchange_bytes(self, stage: StageBytes) -> Amount:
         """Bytes of what the replicas exchange, on one of them.
 
         DistributedDataParallel's buckets hold the gradients once more, but for those of copies of tied
@@ -276,7 +276,7 @@ def ledger(
         **training.states(stage),
         "weight_versions": training.versions(stage, weight_versions),
         **_activations(stage, in_flight, recompute),
-        "communication": stage.received + stage.sent + training.exchanged(stage),
+        "communication": stage.received + stage.sent + training.exchange_bytes(stage),
         "workspace": stage.workspace,
     }
     temporaries = training.step_temporaries(stage)

@@ -94,8 +94,8 @@ def training_precision(
         gradient = "fp32" if adds_up else own
     _check_gradients(gradient, name, own, autocast)
     master = 4 if name == "mixed" and not autocast else 0
-    made = Precision(_BYTES[own], _BYTES[gradient], master, step_kernels(device, runtime))
-    return TrainingPrecision(name, gradient, made, autocast)
+    bytes_of_training = Precision(_BYTES[own], _BYTES[gradient], master, step_kernels(device, runtime))
+    return TrainingPrecision(name, gradient, bytes_of_training, autocast)
 
 
 def step_kernels(device: str, runtime: str | None = None) -> StepKernels:

@@ -20,6 +20,10 @@ LEAST_SPEED, MOST_SPEED = 1e-6, 1e6
 """Of a device, relative to the profiled one."""
 MOST_RATIO = 1e100
 """Of two predictions."""
+LEAST_PRICE, MOST_PRICE = 1e-9, 1e9
+"""Dollars of a device hour."""
+MOST_SHARE = 1e9
+"""Per cent that a step may be longer."""
 MOST_SAMPLES = 2**24
 """Of a measured micro-batch."""
 MOST_MINI_BATCH = 2**40

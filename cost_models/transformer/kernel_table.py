@@ -169,10 +169,10 @@ def _row_key(row: Mapping[str | None, str | None], where: str) -> _Key:
 _ATTENTION = ("seq_len", "head_num", "kv_head_num", "qk_head_dim", "v_head_dim")
 
 
-def _word(words: Mapping[str, str], name: str, known: tuple[str, ...], where: str) -> str:
+def _word(words: Mapping[str, str], name: str, allowed: tuple[str, ...], where: str) -> str:
     value = words.get(name, "")
-    if value not in known:
-        raise FileError(f"{where}: {name}={value[:40]!r}", f"Use one of: {', '.join(known)}.")
+    if value not in allowed:
+        raise FileError(f"{where}: {name}={value[:40]!r}", f"Use one of: {', '.join(allowed)}.")
     return value
 
 

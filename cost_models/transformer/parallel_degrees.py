@@ -56,9 +56,9 @@ class ParallelDegrees:
 
     def describe(self) -> str:
         """As `TP 4 x PP 2 x DP 4, EP 8`."""
-        named = (("TP", self.tensor), ("CP", self.context), ("PP", self.pipeline), ("DP", self.data))
-        shown = " x ".join(f"{name} {degree}" for name, degree in named if degree > 1) or "one device"
-        return f"{shown}, EP {self.expert}" if self.expert > 1 else shown
+        degrees = (("TP", self.tensor), ("CP", self.context), ("PP", self.pipeline), ("DP", self.data))
+        text = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one device"
+        return f"{text}, EP {self.expert}" if self.expert > 1 else text
 
     def problem_with(self, shape: TransformerShape, sequence: int) -> str:
         """Why the model cannot be shared so, in words; empty where it can."""

@@ -40,7 +40,7 @@ from ...cost_models.transformer.training_step import (
 from ...cost_models.transformer.transformer_shape import TransformerShape
 from .degree_options import DegreeOptions
 
-SHOWN = 10
+MOST_PLANS = 10
 """Combinations that an answer lists."""
 _HALVINGS = 24
 
@@ -113,7 +113,7 @@ def search_degrees(
     bound = least = float("inf")
     for number in sorted(range(len(tables)), key=quick.__getitem__):
         layers, one = tables[number]
-        if len(best) == SHOWN and quick[number] >= -best[0][0]:
+        if len(best) == MOST_PLANS and quick[number] >= -best[0][0]:
             break
         if layers.least_bytes() > memory_bytes:
             least = min(least, layers.least_bytes())
@@ -124,11 +124,11 @@ def search_degrees(
             continue
         lower = lower_bound(layers, slowest)
         bound = min(bound, lower)
-        if len(best) == SHOWN and lower >= -best[0][0]:
+        if len(best) == MOST_PLANS and lower >= -best[0][0]:
             continue
         plan = _best_division(layers, divided, one, memory_bytes)
         entry = (-plan.estimate.step_seconds, -number, plan)
-        (heapq.heappush if len(best) < SHOWN else heapq.heappushpop)(best, entry)
+        (heapq.heappush if len(best) < MOST_PLANS else heapq.heappushpop)(best, entry)
     if not best:
         raise _nothing_fits(shape, devices, len(combinations), least, memory_bytes)
     plans = tuple(plan for _, _, plan in sorted(best, reverse=True))
@@ -152,7 +152,7 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
     divisors = [number for number in range(1, devices + 1) if devices % number == 0]
     tensors, contexts = options.tp or divisors, options.cp or (1,)
     recomputes: tuple[Recomputation, ...] = ("none", "full")
-    chosen = [each for each in recomputes if options.recompute in ("auto", each)]
+    modes = [each for each in recomputes if options.recompute in ("auto", each)]
     for tensor, context, stages in product(tensors, contexts, options.pp or divisors):
         if devices % (tensor * context * stages):
             continue
@@ -165,7 +165,7 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
                 continue
             for size in _micro_batch_sizes(options, options.batch_size // data):
                 tokens = Tokens(options.sequence, size)
-                for recompute in chosen:
+                for recompute in modes:
                     count = options.batch_size // data // size
                     yield Combination(degrees, TrainingSetting(count, tokens, recompute))
 
@@ -195,16 +195,16 @@ def slowest_stage(layers: LayerTable, memory_bytes: float) -> tuple[float, list[
     if ranges is None:
         return float("inf"), None
     high = max(layers.seconds(own, stage).both for stage, own in enumerate(ranges))
-    low, found = min(layers.least_slowest_seconds(), high), ranges
+    low, best = min(layers.least_slowest_seconds(), high), ranges
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        tried = _longest(layers, middle, memory_bytes)
-        if tried is None:
+        trial = _longest(layers, middle, memory_bytes)
+        if trial is None:
             low = middle
         else:
-            found = tried
-            high = max(layers.seconds(own, stage).both for stage, own in enumerate(tried))
-    return low, [len(own) for own in found]
+            best = trial
+            high = max(layers.seconds(own, stage).both for stage, own in enumerate(trial))
+    return low, [len(own) for own in best]
 
 
 def _longest(layers: LayerTable, seconds: float, memory_bytes: float) -> list[range] | None:
@@ -267,8 +267,8 @@ def _best_division(
     """The fastest of three that fits: even blocks, even seconds, and the least slowest stage, which does."""
     even = even_blocks(layers.shape.blocks, one.degrees.pipeline)
     choices = dict.fromkeys((tuple(even), tuple(divided), tuple(_by_seconds(layers))))
-    tried = [(counts, estimate_stages(layers, counts)) for counts in choices]
-    fitting = [each for each in tried if each[1].peak_bytes <= memory_bytes]
+    trials = [(counts, estimate_stages(layers, counts)) for counts in choices]
+    fitting = [each for each in trials if each[1].peak_bytes <= memory_bytes]
     counts, estimate = min(fitting, key=lambda each: each[1].step_seconds)
     return DegreePlan(
         one.degrees, counts, one.micro_batch_size, one.setting.micro_batches, one.setting.recompute, estimate
@@ -313,10 +313,10 @@ def _nothing_possible(shape: TransformerShape, devices: int, options: DegreeOpti
 
 
 def _nothing_fits(
-    shape: TransformerShape, devices: int, tried: int, least: float, memory_bytes: float
+    shape: TransformerShape, devices: int, combinations: int, least: float, memory_bytes: float
 ) -> InfeasibleError:
     return InfeasibleError(
-        f"{shape.name}: none of {tried} combinations fits: the least needs {least / 2**30:.1f} GiB on a "
-        f"device, which has {memory_bytes / 2**30:.1f} GiB",
+        f"{shape.name}: none of {combinations} combinations fits: the least needs {least / 2**30:.1f} GiB "
+        f"on a device, which has {memory_bytes / 2**30:.1f} GiB",
         f"Use more than {devices} devices, a shorter sequence, or allow more degrees.",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from ...cost_models import arguments
 from ...cost_models.errors import UsageError
 from ...cost_models.option_fields import Options, option
+from ...cost_models.ranges import LEAST_PRICE, MOST_PRICE, MOST_SHARE
 
 if TYPE_CHECKING:
     from ...cost_models.topology import Topology
@@ -45,10 +45,10 @@ class Objective:
                 "Give objective='cost', or omit `price`.",
             )
         for kind, dollars in self.prices.items():
-            if not (math.isfinite(dollars) and dollars > 0):
+            if not LEAST_PRICE <= dollars <= MOST_PRICE:
                 text = f"'{kind}={dollars:g}'" if kind else f"{dollars:g}"
                 raise UsageError(
-                    f"price={text}: must be above 0",
+                    f"price={text}: must be above 0, from {LEAST_PRICE:g} to {MOST_PRICE:g}",
                     "Give dollars per device hour; of what costs nothing, objective='step-time'.",
                 )
 
@@ -72,6 +72,11 @@ def _share(text: str, share: str) -> float:
     if not match:
         raise UsageError(
             f"objective={text!r}: is not how much longer than the fastest a step may be",
+            "Give it in percent: objective='memory:10%'.",
+        )
+    if float(match[1]) > MOST_SHARE:
+        raise UsageError(
+            f"objective={text!r}: must be at most {MOST_SHARE:g} %",
             "Give it in percent: objective='memory:10%'.",
         )
     return float(match[1]) / 100

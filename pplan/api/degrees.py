@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -22,7 +23,8 @@ from ..cost_models.transformer.transformer_shape import (
     transformer_shape,
 )
 from ..planner.degrees.degree_options import DegreeOptions
-from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
+from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_degrees
+from ..runtimes.formats.megatron_export import write_layout
 from .options import DegreesKeywords, options_from
 
 
@@ -43,24 +45,26 @@ def degrees(
 
     Raises UsageError, FileError, and InfeasibleError where nothing fits.
     """
-    wanted, machine = options_from({**options, "gpus": gpus}, DegreeOptions, MachineOptions, of="degrees")
+    degree_options, machine = options_from(
+        {**options, "gpus": gpus}, DegreeOptions, MachineOptions, of="degrees"
+    )
     shape = (
         transformer_shape(config)
         if isinstance(config, Mapping)
         else load_transformer_shape(arguments.path("config", config))
     )
-    return find_degrees(shape, machine, wanted, arguments.optional_path("kernels", kernels))
+    return find_degrees(shape, machine, degree_options, arguments.optional_path("kernels", kernels))
 
 
 def find_degrees(
-    shape: TransformerShape, machine: MachineOptions, wanted: DegreeOptions, kernels: Path | None
+    shape: TransformerShape, machine: MachineOptions, options: DegreeOptions, kernels: Path | None
 ) -> DegreeAnswer:
     """The same, of what is read."""
-    if wanted.layers is not None:
-        shape = shape.with_blocks(wanted.layers)
+    if options.layers is not None:
+        shape = shape.with_blocks(options.layers)
     topology = build_machine(machine)
     costs = rank_costs(topology, None if kernels is None else load_kernel_table(kernels))
-    return search_degrees(shape, topology.gpus, costs, wanted, usable_bytes(topology))
+    return search_degrees(shape, topology.gpus, costs, options, usable_bytes(topology))
 
 
 def usable_bytes(topology: Topology) -> float:
@@ -99,3 +103,34 @@ def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
     roofline = ROOFLINES[preset.name]
     peak = roofline.peak("bfloat16") if table is None else table.peak
     return RankCosts(DeviceLimits(peak, roofline.bandwidth.value), TopologyLinks(topology), table)
+
+
+def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
+    """What `pretrain_gpt.py` takes besides the model and the data."""
+    degrees = plan.degrees
+    flags: dict[str, object] = {
+        "--num-layers": sum(plan.blocks),
+        "--seq-length": answer.options.sequence,
+        "--micro-batch-size": plan.micro_batch_size,
+        "--global-batch-size": answer.options.batch_size,
+        "--tensor-model-parallel-size": degrees.tensor,
+        "--pipeline-model-parallel-size": degrees.pipeline,
+    }
+    if len(set(plan.blocks)) > 1:
+        flags["--pipeline-model-parallel-layout"] = write_layout(plan.blocks)
+    if degrees.context > 1:
+        flags["--context-parallel-size"] = degrees.context
+        flags["--cp-comm-type"] = "a2a"
+    if degrees.expert > 1:
+        flags["--expert-model-parallel-size"] = degrees.expert
+        flags["--expert-tensor-parallel-size"] = 1
+    if plan.recompute == "full":
+        flags["--recompute-granularity"] = "full"
+        flags["--recompute-method"] = "uniform"
+        flags["--recompute-num-layers"] = gcd(*plan.blocks)
+    words = ["--bf16"]
+    if degrees.tensor > 1:
+        words.append("--sequence-parallel")
+    if degrees.zero:
+        words.append("--use-distributed-optimizer")
+    return [str(part) for flag in flags.items() for part in flag] + words

@@ -266,3 +266,76 @@ def test_an_edited_export_is_kept(run: Run, files: Path, runtime: str) -> None:
     before = path.read_bytes()
     assert run("export", runtime, "toy.plan.json").status == 2
     assert path.read_bytes() == before
+
+
+COSTS = "name,forward_ms,backward_ms,activation_bytes,parameter_bytes\na,1,2,8,8\nb,1,2,8,8\n"
+SCHEDULE = ("simulate", "--stages", "2", "--micro-batches", "4", "--forward-ms", "1", "--backward-ms", "2")
+
+
+@pytest.mark.parametrize(
+    ("command", "over", "kinds"),
+    [
+        ((*SCHEDULE, "--trace", "toy.profile.json"), "toy.profile.json", ("profile", "trace")),
+        ((*SCHEDULE, "--svg", "toy.plan.json"), "toy.plan.json", ("plan", "SVG drawing")),
+        (("import", "toy.csv", "-o", "toy.plan.json"), "toy.plan.json", ("plan", "profile")),
+        (("import", "toy.csv", "-o", "drawing.svg"), "drawing.svg", ("SVG drawing", "profile")),
+        (
+            ("export", "torchgpipe", "toy.plan.json", "-o", "toy.profile.json"),
+            "toy.profile.json",
+            ("profile", "file"),
+        ),
+        (
+            ("export", "torchgpipe", "toy.plan.json", "--script", "toy.profile.json"),
+            "toy.profile.json",
+            ("profile", "text"),
+        ),
+        (
+            ("solve", "toy.profile.json", "--gpus", "2", "-o", "toy.csv"),
+            "toy.csv",
+            ("table or graph of costs", "plan"),
+        ),
+        (
+            ("solve", "toy.profile.json", "--gpus", "2", "-o", "photo.png"),
+            "photo.png",
+            ("binary file", "plan"),
+        ),
+        (
+            ("solve", "toy.profile.json", "--sweep", "gpus=1,2", "--csv", "toy.csv"),
+            "toy.csv",
+            ("table or graph of costs", "text"),
+        ),
+    ],
+)
+def test_no_file_of_another_kind_is_written_over(
+    run: Run, files: Path, command: tuple[str, ...], over: str, kinds: tuple[str, str]
+) -> None:
+    (files / "toy.csv").write_text(COSTS)
+    (files / "drawing.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"></svg>')
+    (files / "photo.png").write_bytes(b"\x89PNG\r\n\x1a\n\xff")
+    before = {path.name: path.read_bytes() for path in files.iterdir()}
+    ran = run(*command, "--force")
+    assert ran.status == 2
+    assert ran.lines[-2].startswith(f"pplan: {over}: is a {kinds[0]}, and a {kinds[1]}")
+    assert ran.lines[-1] == "  Name another file, or delete that one first."
+    assert {path.name: path.read_bytes() for path in files.iterdir()} == before
+
+
+def test_an_import_takes_no_measured_profiles_place(run: Run, files: Path) -> None:
+    (files / "toy.csv").write_text(COSTS)
+    before = (files / "toy.profile.json").read_bytes()
+    ran = run("import", "toy.csv", "--json")
+    assert (ran.status, (files / "toy.profile.json").read_bytes()) == (2, before)
+    assert "toy.profile.json exists already, for another model, profile or device" in ran.err
+    assert run("import", "toy.csv", "-o", "imported.profile.json").status == 0
+    assert run("import", "toy.csv", "-o", "imported.profile.json", "--force").status == 0
+
+
+def test_an_empty_file_is_of_any_kind(run: Run, files: Path) -> None:
+    (files / "made.json").write_text("\n")
+    assert run("export", "torchgpipe", "toy.plan.json", "-o", "made.json", "--force").status == 0
+
+
+def test_an_api_save_writes_over_no_other_kind(files: Path, profile: Profile) -> None:
+    with pytest.raises(pplan.PplanError, match="is a plan, and a profile is written only over a profile"):
+        profile.save(files / "toy.plan.json", force=True)
+    profile.save(files / "toy.profile.json", force=True)
