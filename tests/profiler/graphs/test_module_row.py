@@ -22,7 +22,7 @@ class Block(nn.Module):
 
     def forward(self, given: Tensor, scale: Tensor, *, power: int = 1) -> Tensor:
         value = self.drop(self.linear(given)) * scale**power
-        return given + (value if float(value.detach().sum()) > 0 else -value)
+        return given + (value if float(value.detach().sum()) > 0 else -value)  # type: ignore[no-any-return]
 
 
 class Untraceable(nn.Module):
