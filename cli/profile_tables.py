@@ -77,6 +77,7 @@ def _modes(profile: Profile) -> list[str]:
         "channels last": profile.channels_last,
         f"autocast to {profile.amp}": profile.amp is not None,
         "TF32": profile.tf32,
+        "cudnn.benchmark": profile.cudnn_benchmark,
     }
     return [name for name, on in words.items() if on]
 

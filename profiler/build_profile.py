@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..cost_models.errors import MachineError
+from ..cost_models.memory import FRAGMENTATION_RESERVE
 from .chain.layers import LayerChain
 from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
@@ -82,6 +83,7 @@ def build_profile(
         channels_last=modes.channels_last,
         amp=modes.amp,
         tf32=modes.tf32,
+        cudnn_benchmark=modes.cudnn_benchmark,
         layers=layers,
         edges=[(chain.layers[a].name, chain.layers[b].name) for a, b in chain.edges],
         whole=whole,
@@ -95,6 +97,7 @@ def build_profile(
             *_evaluation_note(subject),
             *(note for each in whole for note in closing_warning(each)),
             *_first_backward_note(whole, accumulation),
+            *_reserved_note(whole),
             *_dominating_note(loaded.module, chain, layers),
             *_checkpoint_note(chain),
             *_unused_note(chain),
@@ -182,6 +185,7 @@ def _whole(result: SizeResult) -> WholeMeasurement:
         spread=rounds.whole_spread(),
         rounds=len(rounds),
         peak_bytes=result.peak_bytes,
+        reserved_bytes=result.reserved_bytes,
         predicted_peak_bytes=result.predicted_peak_bytes,
     )
 
@@ -236,6 +240,20 @@ def _first_backward_note(
     return [
         "the first backward of a step, which adds to no gradients, takes another time than predicted from "
         f"the others: {told} of a backward"
+    ]
+
+
+def _reserved_note(whole: Sequence[WholeMeasurement]) -> list[str]:
+    """Where a caching allocator takes more of the device than the ledger's reserve says."""
+    shares = [
+        each.reserved_bytes / each.peak_bytes - 1 for each in whole if each.reserved_bytes and each.peak_bytes
+    ]
+    if not shares or shares[-1] <= FRAGMENTATION_RESERVE:
+        return []
+    return [
+        f"micro-batch size {whole[-1].micro_batch_size}: the caching allocator took {shares[-1]:.0%} more "
+        f"of the device than was in use, the ledger's reserve is {FRAGMENTATION_RESERVE:.0%}; "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True takes less"
     ]
 
 

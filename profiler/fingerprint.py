@@ -152,7 +152,7 @@ def _conditions(subject: MeasurementTarget) -> dict[str, Any]:
         "training": subject.loaded.module.training,
         "device": [device.type, device_name(device), device_memory_bytes(device)],
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "modes": [modes.compile, modes.channels_last, modes.amp, modes.tf32],
+        "modes": [modes.compile, modes.channels_last, modes.amp, modes.tf32, modes.cudnn_benchmark],
         "environment": _environment(),
         "process": _kernel_choices(),
         "loss": None if loss is None else [loss.name, _source(loss.function)],

@@ -80,6 +80,11 @@ def free_host_bytes() -> int | None:
     return min(free, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else free
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Memory of the device that nobody has taken; None where it is unknown."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+
+
 def versions() -> MadeBy:
     """Versions of pplan, Python, torch, CUDA and the driver, and the time; the caller adds the command."""
     driver = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]*)", _text("/proc/driver/nvidia/version"))

@@ -18,7 +18,7 @@ from ..cost_models.quantities import format_bytes
 from .analytic import AnalyticTarget, estimate
 from .build_profile import build_profile
 from .journal import Journal
-from .local_machine import device_named
+from .local_machine import device_named, free_bytes
 from .measurement_target import MeasurementTarget, Setup, build_target
 from .micro_batch_sizes import check_micro_batch_sizes
 from .models import from_module
@@ -99,8 +99,15 @@ def profile_model(
     check_limits(rounds, memory_bytes)
     sizes = check_micro_batch_sizes(asked.micro_batch_sizes)
     place = device_named(asked.device if estimate_for is None else "meta")
-    modes = Modes(compile=asked.compile, channels_last=asked.channels_last, amp=asked.amp, tf32=asked.tf32)
-    (modes if estimate_for is None else dataclasses.replace(modes, tf32=False)).check(place)
+    modes = Modes(
+        compile=asked.compile,
+        channels_last=asked.channels_last,
+        amp=asked.amp,
+        tf32=asked.tf32,
+        cudnn_benchmark=asked.cudnn_benchmark,
+    )
+    passing = modes if estimate_for is None else dataclasses.replace(modes, tf32=False, cudnn_benchmark=False)
+    passing.check(place)
     setup = Setup(
         device=place,
         dtype=asked.dtype,
@@ -160,7 +167,7 @@ def _in_one(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Pro
 def _in_segments(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """With only a part of the weights on the device at a time. There is no journal of it."""
     subject = build_target(loaded, setup, limits.smallest, host=True)
-    free = partial(_free_bytes, setup.device, limits.memory_bytes)
+    free = partial(_usable_bytes, setup.device, limits.memory_bytes)
     return _sweep_profile(subject, limits, partial(SegmentedSweep, free_bytes=free), way="-segments")
 
 
@@ -173,10 +180,12 @@ def _sweep_profile(
         sweep_limits = (limits.sizes, limits.budget_seconds, limits.rounds, limits.progress)
         sweep = kind(subject, *sweep_limits, journal)
         sweep.measure()
-        results = sweep.results
+        results, gpu = sweep.results, sweep.gpu_record()
         host = [note for note in map(host_note, results) if note]
-        notes = [*sweep.notes, *host, *_left_notes(sweep), *_continued(journal)]
+        warnings = gpu.notes() if gpu else []
+        notes = [*sweep.notes, *warnings, *host, *_left_notes(sweep), *_continued(journal)]
         profile = build_profile(subject, results, sweep.unmeasured, notes, sweep.accumulation())
+        profile = profile if gpu is None else profile.model_copy(update={"gpu": gpu})
         if sweep.interrupted:
             raise Interrupted(profile)
         return profile
@@ -200,12 +209,10 @@ def _check_fits(subject: MeasurementTarget, size: int, memory_bytes: int | None)
         )
 
 
-def _free_bytes(device: torch.device, memory_bytes: int | None) -> int:
-    """Of the device; no more than `memory_bytes`."""
-    known = [] if memory_bytes is None else [memory_bytes]
-    if device.type == "cuda":
-        known.append(torch.cuda.mem_get_info(device)[0])
-    return min(known)
+def _usable_bytes(device: torch.device, memory_bytes: int | None) -> int:
+    """Of the device; no more than `memory_bytes`, which a CPU has."""
+    limits = [memory_bytes, free_bytes(device) if device.type == "cuda" else None]
+    return min(limit for limit in limits if limit is not None)
 
 
 def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:

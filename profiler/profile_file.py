@@ -15,6 +15,7 @@ from ..cost_models.memory import workspace_before_loss
 from ..cost_models.ranges import MOST_LAYERS
 from ..cost_models.text_files import sha256
 from ..cost_models.tied_weights import SharedBuffer, TiedWeight
+from .gpu_state import GpuRecord
 
 Spread = Annotated[float, Field(ge=0, le=1e9)]
 ClosingRatio = Annotated[float, Field(gt=0, le=1e9)]
@@ -105,6 +106,8 @@ class WholeMeasurement(Record):
     rounds: int | None = None
     peak_bytes: Bytes | None = None
     """Most bytes allocated in a step of the untouched model, gradients existing, without an optimizer."""
+    reserved_bytes: Bytes | None = None
+    """Most that CUDA's caching allocator had taken of the device meanwhile; None for other devices."""
     predicted_peak_bytes: Bytes | None = None
     """The same from the layers' parts."""
 
@@ -189,6 +192,9 @@ class Profile(Document):
     channels_last: bool = False
     amp: Literal["bf16", "fp16"] | None = None
     tf32: bool = False
+    cudnn_benchmark: bool = False
+    gpu: GpuRecord | None = None
+    """What the GPU said of itself; None for other devices, and where the driver does not tell."""
     layers: Annotated[list[ProfiledLayer], Field(min_length=1, max_length=MOST_LAYERS)]
     edges: list[tuple[str, str]] = []
     whole: list[WholeMeasurement] = []

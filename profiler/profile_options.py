@@ -41,6 +41,7 @@ class ProfileKeywords(TypedDict, total=False):
     channels_last: bool
     amp: Literal["bf16", "fp16"] | None
     tf32: bool
+    cudnn_benchmark: bool
     budget_seconds: float
     seed: int
     resume: bool
@@ -102,7 +103,8 @@ class ProfileOptions(Options):
     one tensor crosses), "fine" (any number), or "module:PATTERN[,PATTERN]"; no cut is allowed between layers
     that match a pattern of `keep_together`. `settings` are the factory's keyword arguments, or keys of the
     transformers configuration. `loss`: "cross-entropy", "mse", "none" or "package.module:function" of the
-    model's output. `compile`, `channels_last`, `amp` and `tf32`: as the training will run.
+    model's output. `compile`, `channels_last`, `amp`, `tf32` and
+    `cudnn_benchmark`: as the training will run.
     `micro_batch_sizes`: those, else 1, 2, 4, ..., the smallest first and as far as `budget_seconds`, over all
     sizes together, and memory reach. `cache`: the profile of an earlier run of the same is taken, and this
     one is kept; `resume`: so are the passes of a run that was interrupted; implies `cache`.
@@ -160,6 +162,7 @@ class ProfileOptions(Options):
         None, arguments.optional_word, "Measure under autocast.", "bf16|fp16", words=AMP
     )
     tf32: bool = _flag("Allow TensorFloat-32 for float32 products on an NVIDIA GPU.")
+    cudnn_benchmark: bool = _flag("Let cuDNN look for its fastest kernels (torch.backends.cudnn.benchmark).")
     budget_seconds: float = option(
         60.0,
         arguments.number,

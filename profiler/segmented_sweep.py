@@ -11,6 +11,7 @@ import torch
 from ..cost_models.errors import MachineError
 from .chain.layer_sequential import LayerSequential
 from .chain.layers import LayerChain, build_chain
+from .memory.meta_kernels import kernels_on
 from .offload.fitting import count_needs, plan_segments
 from .offload.segmented import Mover, SegmentedMeasurement
 from .size_result import SizeResult
@@ -47,7 +48,9 @@ class SegmentedSweep(SizeSweep[SizeResult]):
         model, chain = self._counted
         example = self._example(size)
         given, amp = example.to("meta").handed, self.subject.modes.amp is not None
-        needs = count_needs(model, chain.layers, given, self.subject.loss, amp=amp)
+        needs = count_needs(
+            model, chain.layers, given, self.subject.loss, amp=amp, kernels=kernels_on(self.subject.device)
+        )
         entering = sum(tensor.nbytes for tensor in example.tensors)
         try:
             return plan_segments(needs, entering, int(share * self.free_bytes()), str(self.subject.device))

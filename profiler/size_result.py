@@ -27,6 +27,7 @@ class SizeResult:
     loss_workspace: LossWorkspace | None = None
     """None without a loss, and where it is not known."""
     peak_bytes: int | None = None
+    reserved_bytes: int | None = None
     predicted_peak_bytes: int | None = None
 
     @classmethod
@@ -45,6 +46,7 @@ class SizeResult:
             loss_output_bytes=run.saved.loss_output_bytes,
             loss_workspace=run.loss_workspace,
             peak_bytes=run.peak_bytes,
+            reserved_bytes=run.reserved_bytes,
             predicted_peak_bytes=memory.predicted_peak if memory else None,
         )
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 PARTS_ROUNDS = 3
 FIRST_PASSES = 3
+_STABLE, _UNCHANGED = 10, 0.01
+"""So many passes, and their median, by which share it may change, tell that a device has its steady clock."""
 HasTime = Callable[[float], bool]
 """Whether so many seconds are left."""
 LATER_PASSES = 4
@@ -67,6 +69,7 @@ class SizeRun:
         self.memory: StepMemory | None = None
         self.loss_workspace: LossWorkspace | None = None
         self.peak_bytes: int | None = None
+        self.reserved_bytes: int | None = None
         self.rounds = TimedPasses()
         self.parts_left_out = ""
         self.counts_less = False
@@ -87,6 +90,10 @@ class SizeRun:
         a_pass = self._subject.clock.now() - begun
         if self._subject.modes.compile and not sees_kernels(self._subject.device):
             return
+        if self._subject.device.type == "cuda":
+            # What the libraries allocate once and keep (cuBLAS' workspaces, cuDNN's plans) is no layer's.
+            self._layers_pass(LayerStamps(self._subject.clock, len(self._layers)), self._subject.loss)
+            self._whole_pass()
         self.memory = self._memory()
         if not has_time(LATER_PASSES * a_pass):
             self.counts_less = True
@@ -96,7 +103,10 @@ class SizeRun:
             return
         meter = build_meter(self._subject.device, self._subject.loaded.module)
         self._gradients.forget()
+        release(self._subject.device)
         self.peak_bytes = peak_of_step(self._whole_pass, meter)
+        if self._subject.device.type == "cuda":
+            self.reserved_bytes = torch.cuda.max_memory_reserved(self._subject.device)
 
     def warm_up(self, visit: Callable[[Layer], None], has_time: HasTime = lambda _: True) -> None:
         """Untimed passes of the layers and of the whole, which also count the bytes; `has_time` for so many
@@ -108,6 +118,17 @@ class SizeRun:
             self._find_leads()
         if self._journal is not None:
             self._journal.counted(self.size, self._counted())
+
+    def warm_until_stable(self, seconds: float) -> None:
+        """Passes of the whole until the last few take as long as those before them; so long at the most."""
+        clock, passes = self._subject.clock, list[float]()
+        begun = clock.now()
+        while clock.now() - begun < seconds:
+            times = self._whole_pass()
+            passes.append(times.forward + times.backward)
+            before, after = passes[-2 * _STABLE : -_STABLE], passes[-_STABLE:]
+            if len(before) == _STABLE and abs(median(after) / median(before) - 1) < _UNCHANGED:
+                return
 
     def go_on(self, kept: KeptSize) -> None:
         """Takes over what a journal holds of this size; it is warmed up when its next round comes."""

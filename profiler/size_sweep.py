@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..cost_models.errors import ModelError
+from .gpu_state import GpuRecord, GpuState, read_gpu_state
 from .measurement_target import MeasurementTarget
 from .micro_batch_sizes import beyond_budget, in_words, left_out_note, left_unmeasured, sizes_to_try
 from .passes.timed_passes import link_sizes
@@ -56,6 +57,7 @@ class SizeSweep(ABC, Generic[Run]):
     notes: list[str] = field(default_factory=list, init=False)
     interrupted: bool = field(default=False, init=False)
     """By Ctrl-C, after a size was measured."""
+    gpu_begin: GpuState | None = field(default=None, init=False)
     _last_seconds: float = field(default=0.0, init=False)
 
     def measure(self) -> None:
@@ -91,6 +93,13 @@ class SizeSweep(ABC, Generic[Run]):
     @abstractmethod
     def measure_size(self, size: int) -> Run:
         """The first timed passes of a size. Raises DoesNotFit, ModelError."""
+
+    def gpu_record(self) -> GpuRecord | None:
+        """What the GPU said after the first warm-up, and says now."""
+        end = read_gpu_state(self.subject.device)
+        if end is None or self.gpu_begin is None:
+            return None
+        return GpuRecord(begin=self.gpu_begin, end=end)
 
     @property
     def interruption_note(self) -> str:

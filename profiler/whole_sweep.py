@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from ..cost_models.quantities import format_bytes
+from .gpu_state import read_gpu_state
 from .local_machine import free_host_bytes
 from .micro_batch_sizes import in_words
 from .passes.gradient_adding import time_gradient_adding
@@ -23,6 +24,8 @@ _MARGIN = 1.2
 """Memory of a pass above what is saved for backward: gradients and temporaries."""
 _PARTS_MARGIN = 2.4
 """The same for a pass in two parts, which holds the gradients of all layers' outputs at once."""
+_WARM_SECONDS, _WARM_SHARE = 3.0, 0.1
+"""A GPU is warmed up for so long at the most; and so much of the budget."""
 _NO_PEAK = (
     "compiled for the CPU: this PyTorch does not tell what its kernels allocate while they run, so workspace "
     "is 0 and there is no peak"
@@ -161,6 +164,7 @@ class WholeSweep(SizeSweep[SizeRun]):
                     "the peak of a step and what the loss allocates; plans take the latter for nothing"
                 )
             if not self.runs:
+                self._warm_device(run)
                 self._leave_parts_to_the_budget(run)
             # Besides what is saved, a CPU would hold about as much in gradients.
             beyond = self._beyond_host(_PARTS_MARGIN * sum(run.saved.saved_bytes), "need about {}")
@@ -183,6 +187,14 @@ class WholeSweep(SizeSweep[SizeRun]):
         if run.memory is None and _NO_PEAK not in self.notes:
             self.notes.append(_NO_PEAK)
         return run
+
+    def _warm_device(self, run: SizeRun) -> None:
+        """A GPU at rest runs at low clocks, then in a burst at the highest, then where power and heat let it:
+        so it computes until its passes take as long as before, for some seconds at the most."""
+        if self.subject.device.type != "cuda":
+            return
+        run.warm_until_stable(min(_WARM_SECONDS, _WARM_SHARE * self.budget_seconds))
+        self.gpu_begin = read_gpu_state(self.subject.device)
 
     def _ends_budget(self, seconds: float) -> bool:
         """Whether so many more would be past it; not of what is compiled, which cannot be run again later."""

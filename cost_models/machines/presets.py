@@ -45,6 +45,14 @@ _CONTEXT = Figure(
 )
 
 
+_HOPPER_CONTEXT = Figure(
+    _CONTEXT.value + 2 * 32 * MIB,
+    f"{_CONTEXT.source}; and workspaces of cuBLAS for forward and for backward, 32 MiB each on Hopper "
+    "(aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize)",
+)
+"""On other GPUs PyTorch's workspaces of cuBLAS are 8 MiB each, within what is not known of a context."""
+
+
 @dataclass(frozen=True)
 class Preset:
     """A GPU as `gpu` names it, with the links `inside` a usual server of it and `between` such servers.
@@ -242,6 +250,7 @@ _ALL = (
         gpus_per_node=Figure(8, f"{_HGX_H100}: eight GPUs"),
         inside=NVLINK_4,
         between=NDR,
+        context_bytes=_HOPPER_CONTEXT,
     ),
     Preset(
         name="h200",
@@ -254,6 +263,7 @@ _ALL = (
         gpus_per_node=Figure(8, f"{DGX_H100}: eight GPUs"),
         inside=_nvlink_4(_H200),
         between=NDR,
+        context_bytes=_HOPPER_CONTEXT,
     ),
     Preset(
         name="b200",

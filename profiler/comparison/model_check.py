@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from ...cost_models.errors import ModelError
 from ...cost_models.quantities import format_bytes
 from ..graphs.trial import NotTheModel
-from ..local_machine import free_host_bytes
+from ..local_machine import free_bytes
 from ..user_model.failures import is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import fixed_seed
@@ -179,11 +178,7 @@ def _why_not(model: nn.Module, given: ModelInput) -> str:
     if any(tensor.is_meta for tensor in tensors):
         return "tensors on the meta device have no values"
     needed = _COPIES * sum(tensor.nbytes for tensor in tensors)
-    free = _free_bytes(tensors[0].device)
+    free = free_bytes(tensors[0].device)
     if free is not None and needed > _SHARE_OF_MEMORY * free:
         return f"it would need {format_bytes(needed)} for weights, {format_bytes(free)} are free"
     return ""
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()

@@ -50,6 +50,12 @@ _INNER_WIDTHS = (
 )  # fmt: skip
 _SAME_WIDTHS = ("word_embed_proj_dim", "pooler_output_size", "lru_width")
 """Widths that follow the hidden size where they equal it."""
+_NO_CHANCE = {
+    "apply_spec_augment": False, "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+}  # fmt: skip
+"""Parts of the input, and whole layers, that are left out by chance."""
+_PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+"""Words that stand for a picture, a clip or a sound in a text."""
 _OF_A_CHECKPOINT = ("dtype", "torch_dtype", "quantization_config", "auto_map", "_name_or_path", "model_type")
 """Of the file that weights were saved with. The weights made here are random, and float32."""
 
@@ -80,6 +86,7 @@ def configure_model(
     changes = _Changes(plain, name)
     changes.take(settings)
     changes.follow()
+    changes.leave_out_chance()
     changes.stretch_lists(values)
     config = _built(family, values | changes.tree() | _no_cache(plain), name)
     if "tie_word_embeddings" in changes.values:
@@ -133,11 +140,12 @@ class _Changes:
             self._let_follow(followed, " and ".join(causes))
         if "layers" in self._words:
             self._let_follow(lists_of_layers(self._sizes({}), self._words["layers"]), "`layers`")
-        if "vocab_size" in self.values:
-            self._special_tokens(self.values["vocab_size"])
         for part in self._parts.values():
             part.follow()
             self.notes += part.notes
+        vocabularies = [each.values.get("vocab_size") for each in (self, *self._all_parts())]
+        if any(vocabularies):
+            self._special_tokens(min(filter(None, vocabularies)))
 
     def _let_follow(self, sizes: Mapping[str, Any], causes: str) -> None:
         """Those that are not set, and are others than before."""
@@ -150,6 +158,18 @@ class _Changes:
         if followed:
             shown = ", ".join(f"{self._path}{key}={value}" for key, value in followed.items())
             self.notes.append(f"{shown}: in proportion to {causes}")
+
+    def leave_out_chance(self) -> None:
+        """What is drawn in Python at each call would be a constant of the layers."""
+        for key, value in _NO_CHANCE.items():
+            before = _value(self._config, key)
+            if key not in self.values and before and key in _names(self._config):
+                self.values[key] = value
+                self.notes.append(f"{self._path}{key}={value} instead of {before}: it is drawn in Python")
+        for part in self._parts.values():
+            known = len(part.notes)
+            part.leave_out_chance()
+            self.notes += part.notes[known:]
 
     def stretch_lists(self, values: Mapping[str, Any]) -> None:
         """Lists in the file that have one entry a layer are cut, or repeated, to the new number."""
@@ -295,10 +315,17 @@ class _Changes:
 
     def _special_tokens(self, vocabulary: Any) -> None:
         """Those beyond a smaller vocabulary become its last words: an embedding refuses to pad beyond it."""
-        for key in _names(self._config):
+        places = 0
+        for key in sorted(_names(self._config)):
             token = _value(self._config, key)
             beyond = _is_size(token) and _is_size(vocabulary) and token >= vocabulary
-            if key.endswith("_token_id") and beyond and key not in self.values:
+            if not beyond or key in self.values:
+                continue
+            if key.endswith(_PLACES):
+                # None of these may be another.
+                places += 1
+                self.values[key] = max(0, vocabulary - 1 - places)
+            elif key.endswith("_token_id"):
                 self.values[key] = vocabulary - 1
 
     def _own_keys(self) -> set[str]:
@@ -323,6 +350,9 @@ def _keys_of(config: Any, word: str) -> list[str]:
     if word == "classes":
         return ["num_labels"]
     names = _names(config)
+    if word in ("layers", "hidden") and "patch_embeds_hidden_size" in names:
+        # The number of stages, and the width of the last.
+        return []
     mapped = (config.attribute_map.get(key, key) for key in _KEYS[word])
     settable = (int, type(None)) if word == "intermediate" else int
     return [

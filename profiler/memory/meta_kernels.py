@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,13 @@ def kernels_as_on_a_gpu(*, flash: bool) -> AbstractContextManager[str | None]:
     elsewhere saves a mask of one byte an element, where the CPU saves one number of its dtype.
     """
     return _kernels(_with_flash if flash else _without_flash, fused_dropout=True)
+
+
+def kernels_on(device: torch.device) -> Callable[[], AbstractContextManager[str | None]]:
+    """Enters attention, and on a GPU dropout, as that device computes them."""
+    if device.type != "cuda":
+        return attention_as_on_the_cpu
+    return partial(kernels_as_on_a_gpu, flash=torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 @contextmanager

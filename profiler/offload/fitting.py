@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,18 +58,24 @@ def needs_of(
 
 
 def count_needs(
-    model: nn.Module, layers: Sequence[Layer], given: Any, loss: Loss | None = None, *, amp: bool = False
+    model: nn.Module,
+    layers: Sequence[Layer],
+    given: Any,
+    loss: Loss | None = None,
+    *,
+    amp: bool = False,
+    kernels: Callable[[], AbstractContextManager[Any]] = attention_as_on_the_cpu,
 ) -> tuple[LayerNeeds, ...]:
     """Of each layer, from passes through them: on the meta device, where they cost no memory.
 
     `given`: the first layer's input, a tensor or several, where the model is. What an operation needs inside
-    itself (a convolution's workspace) is not seen there. Attention is counted as what runs on a real device
-    does it, without its matrix. The last layer's are with `loss`, unless that does not run there. `amp`:
-    autocast is not possible there, so activations count in their full size, and converted weights are added.
+    itself (a convolution's workspace) is not seen there. `kernels`: entered, attention on meta is as on the
+    device that will run it. The last layer's are with `loss`, unless that does not run there. `amp`: autocast
+    is not possible there, so activations count in their full size, and converted weights are added.
     """
     gradients = OutputGradients(0)
     device = tensors_in(given)[0].device
-    attention = attention_as_on_the_cpu() if device.type == "meta" else nullcontext()
+    attention = kernels() if device.type == "meta" else nullcontext()
     with attention, LiveBytes(device, lasting(model)) as meter:
         # The first makes the gradients.
         count_pass(model, layers, given, gradients, meter)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -10,6 +12,7 @@ import torch
 
 from ..torch_internals import sleep_on_gpu
 
+_EVENTS = 21
 _CYCLES = 10_000_000
 """Some milliseconds, to find out how many."""
 
@@ -95,6 +98,8 @@ class CudaClock:
         self._used = 0
         self._settled = False
         self._cycles_per_second = 0.0
+        self._event_seconds = 0.0
+        """Between two events with nothing between them."""
 
     def stamp(self) -> CudaStamp:
         if self._settled:
@@ -108,6 +113,7 @@ class CudaClock:
 
     def calibrate(self) -> None:
         self._cycles_per_second = self._calibrated()
+        self._event_seconds = self._empty_seconds()
 
     def hold_back(self, seconds: float) -> None:
         if seconds > 0:
@@ -120,13 +126,24 @@ class CudaClock:
         self._settled = True
 
     def seconds(self, start: CudaStamp, end: CudaStamp) -> float:
-        return float(start.event.elapsed_time(end.event)) / 1e3
+        """Without what the events take themselves: for a tiny layer that is much."""
+        elapsed = float(start.event.elapsed_time(end.event)) / 1e3
+        return max(elapsed - self._event_seconds, 0.0)
 
     def host_seconds(self, start: CudaStamp, end: CudaStamp) -> float:
         return end.host - start.host
 
     def now(self) -> float:
         return perf_counter()
+
+    def _empty_seconds(self) -> float:
+        """The median between events in a row, launched while the device is busy."""
+        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(_EVENTS)]  # type: ignore[no-untyped-call]
+        sleep_on_gpu(_CYCLES)
+        for event in events:
+            event.record()
+        torch.cuda.synchronize(self._device)
+        return median(float(a.elapsed_time(b)) / 1e3 for a, b in pairwise(events))
 
     def _calibrated(self) -> float:
         """Cycles a second of the clock that a waiting kernel counts."""

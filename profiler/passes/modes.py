@@ -40,6 +40,8 @@ class Modes:
     channels_last: bool = False
     amp: Literal["bf16", "fp16"] | None = None
     tf32: bool = False
+    cudnn_benchmark: bool = False
+    """torch.backends.cudnn.benchmark: the fastest of cuDNN's kernels is looked for at every new shape."""
 
     def check(self, device: torch.device) -> None:
         """Raises UsageError for what cannot be on `device`."""
@@ -49,6 +51,11 @@ class Modes:
             raise UsageError(
                 "`compile` on meta: nothing is computed there",
                 "Omit `compile`, or measure with device='cpu' or 'cuda'.",
+            )
+        if self.cudnn_benchmark and device.type != "cuda":
+            raise UsageError(
+                f"`cudnn_benchmark` on {device.type}: only CUDA devices compute with cuDNN",
+                "Omit `cudnn_benchmark`, or measure with device='cuda'.",
             )
         if self.tf32 and device.type != "cuda":
             raise UsageError(
@@ -90,7 +97,8 @@ class Modes:
     @contextmanager
     def process(self) -> Iterator[None]:
         """Sets the process' flags, and puts them back as they were."""
-        with _tf32() if self.tf32 else nullcontext(), warnings.catch_warnings():
+        cudnn = torch.backends.cudnn.flags(benchmark=True) if self.cudnn_benchmark else nullcontext()
+        with _tf32() if self.tf32 else nullcontext(), cudnn, warnings.catch_warnings():
             if self.compile:
                 # Of the compiler's own look at what crosses from layer to layer.
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pplan.cost_models.errors import MachineError
 from pplan.profiler.chain.layers import Layer, build_chain
+from pplan.profiler.memory.meta_kernels import kernels_as_on_a_gpu
 from pplan.profiler.offload.fitting import LayerNeeds, count_needs, needs_of, plan_segments
 from pplan.profiler.user_model.copies import copy_to_meta
 from pplan.profiler.user_model.losses import Loss, loss_named
@@ -118,6 +120,29 @@ def test_needs_counted_on_meta_are_those_of_the_model_itself() -> None:
         assert (mine.name, mine.saved, mine.output) == (theirs.name, theirs.saved, theirs.output)
         assert mine.workspace == theirs.workspace > 0
     assert all(parameter.device.type == "meta" for parameter in meta.parameters())
+
+
+class Attention(nn.Module):
+    """With dropout, which the CPU's fused attention does not do: it keeps the matrix of 64 x 64 there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, given: Tensor) -> Tensor:
+        heads = self.project(given).unsqueeze(1)
+        attended: Tensor = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
+        return attended.squeeze(1)
+
+
+def test_attention_is_counted_as_the_device_computes_it() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Attention())
+        given = torch.empty(2, 64, 16)
+    layers, matrix = build_chain(model, given).layers, 2 * 64 * 64 * 4
+    (on_cpu,) = count_needs(model, layers, given)
+    (on_gpu,) = count_needs(model, layers, given, kernels=partial(kernels_as_on_a_gpu, flash=True))
+    assert on_cpu.saved > matrix > on_gpu.saved
 
 
 def test_the_loss_and_what_autocast_converts_are_counted() -> None:

@@ -359,6 +359,18 @@ def test_cuda_clock_reads_milliseconds_and_uses_events_again(monkeypatch: pytest
     assert waited == [torch.device("cuda", 1)] * 3
 
 
+def test_what_events_take_themselves_is_no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: cycles)
+    clock = CudaClock(torch.device("cuda", 0))
+    clock.calibrate()
+    start, end, later = clock.stamp(), clock.stamp(), clock.stamp()
+    clock.settle()
+    # 250 ms lie between any two of these events in a row.
+    assert (clock.seconds(start, end), clock.seconds(start, later)) == (0.0, 0.25)
+
+
 def test_a_cuda_device_is_held_back_for_so_many_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[int] = []
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
@@ -373,7 +385,7 @@ def test_a_cuda_device_is_held_back_for_so_many_cycles(monkeypatch: pytest.Monke
     # At twice the speed.
     monkeypatch.setattr(FakeEvent, "elapsed_time", lambda *_: 125.0)
     clock.hold_back(0.5)
-    assert slept[3:] == [2 * slept[0]]
+    assert slept[4:] == [2 * slept[0]]
     clock.calibrate()
     clock.hold_back(0.5)
     assert slept[-1] == 4 * slept[0]
