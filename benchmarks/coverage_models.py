@@ -45,7 +45,12 @@ OTHERS = """
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 8, "vocabulary": 64}
 """Of transformers' models; those that a configuration has no key for are left out."""
 OWN_SIZES: dict[str, dict[str, Any]] = {
+    "bridgetower": {"hidden": 128},
+    "canine": {"max_position_embeddings": 128},
     "lilt": {"hidden": 48},
+    "perceiver": {"num_latents": 16, "d_latents": 64, "d_model": 64, "max_position_embeddings": 64},
+    "qwen2_vl": {"hidden": 512},
+    "qwen2_5_vl": {"hidden": 512},
     "reformer": {"hidden": 64, "axial_pos_shape": [8, 8], "sequence": 64},
 }
 """Where the family's own rules ask for others."""
@@ -97,7 +102,7 @@ def _picture(name: str) -> tuple[int, ...] | None:
 
 
 def _transformers(name: str) -> LoadedModel:
-    settings = SMALL | OWN_SIZES.get(name.removeprefix("hf:"), {})
+    settings: dict[str, Any] = SMALL | OWN_SIZES.get(name.removeprefix("hf:"), {})
     while True:
         try:
             return load_model(name, settings=settings)

@@ -22,7 +22,7 @@ def show_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the file's JSON.")] = False,
 ) -> None:
     """Show a profile or a plan in tables."""
-    from ..cost_models.text_files import escaped, read_text
+    from ..cost_models.text_files import escape_text, read_text
     from ..profiler.profile_file import Profile
     from .output import named_or_newest
     from .streams import console, result
@@ -31,7 +31,7 @@ def show_command(
     text = read_text(path, "profile or plan")
     document = _parse_either(text, path)
     if as_json:
-        result(escaped(text))
+        result(escape_text(text))
     elif isinstance(document, Profile):
         from .profile_tables import print_profile
 

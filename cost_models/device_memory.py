@@ -107,7 +107,7 @@ def device_ledger(
         "weight_versions": _versions(program, chunk_bytes, training, weight_versions, copies),
         "activations": float(usage.activations[peak]),
         "stage_inputs": float(usage.stage_inputs[peak]),
-        "communication": _transfers(program, device, chunk_bytes) + training.exchanged(whole),
+        "communication": _transfers(program, device, chunk_bytes) + training.exchange_bytes(whole),
         "workspace": float(usage.workspace[peak]),
     }
     alive = tuple(_alive(program, device, chunk_bytes, recompute, peak))

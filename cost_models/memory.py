@@ -169,7 +169,7 @@ class Training:
             )
         return self._spread(stage.parameters, 3) * (number - 1)
 
-    def exchanged(self, stage: StageBytes) -> Amount:
+    def exchange_bytes(self, stage: StageBytes) -> Amount:
         """Bytes of what the replicas exchange, on one of them.
 
         DistributedDataParallel's buckets hold the gradients once more, but for those of copies of tied
@@ -276,7 +276,7 @@ def ledger(
         **training.states(stage),
         "weight_versions": training.versions(stage, weight_versions),
         **_activations(stage, in_flight, recompute),
-        "communication": stage.received + stage.sent + training.exchanged(stage),
+        "communication": stage.received + stage.sent + training.exchange_bytes(stage),
         "workspace": stage.workspace,
     }
     temporaries = training.step_temporaries(stage)

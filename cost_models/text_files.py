@@ -31,14 +31,14 @@ def sealed(text: str) -> str:
 
     Characters that a terminal would obey are escaped.
     """
-    text = escaped(text)
+    text = escape_text(text)
     if _MADE_BY not in text:
         return text
     digest = _hash(json.loads(text))
     return text.replace(_MADE_BY, f'{_MADE_BY}  "{KEY}": "{digest}",\n', 1)
 
 
-def escaped(text: str) -> str:
+def escape_text(text: str) -> str:
     """A JSON text in which no character stands as it is that a terminal would obey."""
     text = text.replace("\r", "")
     return text if text.isascii() and text.replace("\n", "").isprintable() else "".join(map(_escape, text))

@@ -266,8 +266,8 @@ def _experts(shape: TransformerShape, experts: ExpertShape, degrees: ParallelDeg
     rows = math.ceil(own * experts.per_token / experts.number) * degrees.expert
     ups = 2 if shape.gated else 1
     up, down = (
-        _grouped(local, rows, ups * experts.width, hidden),
-        _grouped(local, rows, hidden, experts.width),
+        _grouped_products(local, rows, ups * experts.width, hidden),
+        _grouped_products(local, rows, hidden, experts.width),
     )
     sent = NUMBER * own * experts.per_token * hidden
     small = NUMBER * own * experts.per_token * experts.width
@@ -331,7 +331,7 @@ def _exchange(bytes: float, degrees: ParallelDegrees) -> Iterator[Kernel]:
         yield Collective("all_to_all", bytes, "expert")
 
 
-def _grouped(
+def _grouped_products(
     groups: int, rows: int, outputs: int, inputs: int
 ) -> tuple[GroupedMatmul, GroupedMatmul, GroupedMatmul]:
     return (

@@ -106,6 +106,8 @@ class OpaqueCalls:
         if [call.path for call in runs[0]] != [call.path for call in runs[1]]:
             raise CannotBeOpaque("the modules are called in another order at another batch size")
         for first, second in zip(*runs, strict=True):
+            if any(a != b for a, b in zip(first.leaves, second.leaves, strict=True) if isinstance(a, _PLAIN)):
+                raise CannotBeOpaque(f"{first.path} returns other numbers at another batch size")
             first.arguments += second.arguments
             first.results += second.results
             self._calls.append(first)

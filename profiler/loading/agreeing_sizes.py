@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _OPEN: dict[str, dict[str, Any]] = {
+    "blip-2": {"image_token_index": 50265},
+    "instructblip": {"image_token_index": 50265},
     "dbrx": {"attn_config": {"clip_qkv": 8, "rope_theta": 500000}},
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 from collections.abc import Iterator, Mapping
@@ -13,12 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ...cost_models.errors import MachineError, ModelError
+from ...cost_models.quantities import format_bytes
+from ..local_machine import free_host_bytes
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import fixed_seed
+from .configuration_keys import size_of
 from .made_up_inputs import InputMaker
 from .repeated_blocks import block_patterns, record_call_order, registered_order
-from .transformers_config import configure_model, size_of
+from .transformers_config import configure_model
 from .transformers_session import transformers_session
 
 _SEQUENCE = 512
@@ -67,7 +71,7 @@ def load_transformers(
         asked = configure_model(transformers, name, settings, known_only=known_only)
         module = _built(_class_of(transformers, asked.config, name), asked.config, name, torch.device(device))
         sequence = _sequence(module, asked.config, asked.sequence, name)
-        example, order = _example_and_order(module, asked.config, sequence, seed, name)
+        example, order, lacking = _example_and_order(module, asked.config, sequence, seed, name)
     patterns = block_patterns(module, order)
     return TransformersModel(
         module=module,
@@ -75,7 +79,7 @@ def load_transformers(
         example=example,
         loss="cross-entropy",
         granularity=f"module:{','.join(patterns)}" if patterns else "block",
-        notes=(*asked.notes, *_ties(module, patterns, asked.config)),
+        notes=(*asked.notes, *lacking, *_ties(module, patterns, asked.config)),
     )
 
 
@@ -111,7 +115,25 @@ def _class_named(transformers: Any, wanted: str, name: str) -> Any:
     )
 
 
+def _refuse_too_large(family: Any, config: Any, name: str) -> None:
+    """Counted on the meta device: Linux promises more memory than it has, and ends the process later."""
+    try:
+        with torch.device("meta"), fixed_seed(0):
+            needed = sum(4 * parameter.numel() for parameter in family(copy.deepcopy(config)).parameters())
+    except Exception:
+        # Some compute sizes with tensors while they are built, which have no values there.
+        return
+    free = free_host_bytes()
+    if free is not None and needed > free:
+        raise MachineError(
+            f"hf:{name}: its weights take {format_bytes(needed)}, and {format_bytes(free)} are free",
+            "Make it smaller (`layers`, `hidden`), or look at its structure alone: device='meta'.",
+        )
+
+
 def _built(family: Any, config: Any, name: str, device: torch.device) -> nn.Module:
+    if device.type != "meta":
+        _refuse_too_large(family, config, name)
     try:
         with device:
             module: nn.Module = family(config)
@@ -125,7 +147,8 @@ def _built(family: Any, config: Any, name: str, device: torch.device) -> nn.Modu
             f"hf:{name}: transformers could not build it: {first_line(error)}",
             "Change the sizes (`layers`, `hidden`, `heads`, `vocabulary`), or a key with `settings`.",
         ) from error
-    return module.float().train()
+    # torch.Tensor(...) makes a tensor on the CPU, whatever the default device is.
+    return module.to(device).float().train()
 
 
 def _sequence(module: nn.Module, config: Any, asked: int | None, name: str) -> int:
@@ -147,45 +170,51 @@ def _sequence(module: nn.Module, config: Any, asked: int | None, name: str) -> i
 
 def _example_and_order(
     module: nn.Module, config: Any, sequence: int, seed: int, name: str
-) -> tuple[ModelInput, dict[str, int]]:
-    """The first of the inputs made up that the model runs on, and the order of its modules then."""
+) -> tuple[ModelInput, dict[str, int], tuple[str, ...]]:
+    """The first of the inputs made up that the model runs on, the order of its modules then, and a note where
+    it is not the whole of what it takes."""
     maker = InputMaker(module, config, sequence, seed)
-    failure: ModelError | None = None
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    failures: dict[tuple[str, ...], Exception] = {}
+    first: ModelInput | None = None
     for inputs in maker.proposals():
         example = ModelInput.of(inputs)
+        first = first or example
         try:
-            return example, _order(module, example, name)
-        except ModelError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
+            order = _order(module, example, device)
+        except Exception as error:
+            failures[tuple(inputs)] = error
+            continue
+        lost = [key for key in first.kwargs if key not in inputs]
+        why = next(map(first_line, failures.values()), "")
+        note = f"the example has no {', '.join(lost)}: {type(module).__name__} fails on one made up: {why}"
+        return example, order, (note,) if lost else ()
+    if first is None:
+        lacking = ", ".join(maker.lacking)
+        raise ModelError(
+            f"hf:{name}: {type(module).__name__} takes {lacking}, which pplan cannot make up",
+            "Build it in a package.module:factory that returns (module, {keyword: tensor, ...}).",
+        )
+    if device.type == "meta":
+        # What depends on values (which expert a token goes to) has no meaning there.
+        return first, registered_order(module), ()
+    given, failure = next(iter(failures.items()))
     raise ModelError(
-        f"hf:{name}: {type(module).__name__} takes {', '.join(maker.lacking)}, which pplan cannot make up",
-        "Build it in a package.module:factory that returns (module, {keyword: tensor, ...}).",
-    )
+        f"hf:{name}: {type(module).__name__} fails on {', '.join(given)}: "
+        f"{first_line(failure)}{at_user_line(failure)}",
+        "Change the sizes, or build it with its own example input in a package.module:factory.",
+    ) from failure
 
 
-def _order(module: nn.Module, example: ModelInput, name: str) -> dict[str, int]:
+def _order(module: nn.Module, example: ModelInput, device: torch.device) -> dict[str, int]:
     """The order in which the modules run, told by one sample with few tokens, or else with all."""
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     whole = example.repeated(1).to(device)
     short = ModelInput((), {key: _cut(tensor) for key, tensor in whole.kwargs.items()})
     try:
         return record_call_order(module, lambda: short.call(module))
     except Exception:
         # Some families need a sequence of at least one of their windows.
-        pass
-    try:
         return record_call_order(module, lambda: whole.call(module))
-    except Exception as error:
-        if device.type == "meta":
-            # What depends on values (which expert a token goes to) has no meaning there.
-            return registered_order(module)
-        raise ModelError(
-            f"hf:{name}: {type(module).__name__} fails on {', '.join(example.kwargs)}: "
-            f"{first_line(error)}{at_user_line(error)}",
-            "Change the sizes, or build it with its own example input in a package.module:factory.",
-        ) from error
 
 
 def _cut(tensor: Tensor) -> Tensor:

@@ -108,8 +108,8 @@ def test_buffers_are_never_spread() -> None:
 )
 def test_what_replicas_exchange(zero: int, exchanged: float) -> None:
     stage = model(1000, 2, gathered=300.0)
-    assert Training("adam", MIXED, 8, zero).exchanged(stage) == exchanged
-    assert Training("adam", MIXED, 1, zero).exchanged(stage) == 0
+    assert Training("adam", MIXED, 8, zero).exchange_bytes(stage) == exchanged
+    assert Training("adam", MIXED, 1, zero).exchange_bytes(stage) == 0
     terms = ledger(
         stage, in_flight=1, recompute="never", optimizer="adam", replicas=8, zero=zero, precision=MIXED
     )
@@ -117,11 +117,11 @@ def test_what_replicas_exchange(zero: int, exchanged: float) -> None:
 
 
 def test_layers_that_nobody_counted_are_gathered_together() -> None:
-    assert Training("adam", FLOAT32, 8, 3).exchanged(model(1000, 4)) == 8000
+    assert Training("adam", FLOAT32, 8, 3).exchange_bytes(model(1000, 4)) == 8000
 
 
 def test_gradients_in_float32_are_exchanged_so() -> None:
-    assert Training("adam", MIXED_FLOAT32_GRADIENTS, 2).exchanged(model(1000, 2)) == 4000
+    assert Training("adam", MIXED_FLOAT32_GRADIENTS, 2).exchange_bytes(model(1000, 2)) == 4000
 
 
 def test_zero_spreads_older_versions_too() -> None:

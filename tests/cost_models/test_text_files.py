@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from pplan.cost_models.document import Document, MadeBy
-from pplan.cost_models.text_files import escaped, is_about, is_unchanged, sealed, sealed_lines
+from pplan.cost_models.text_files import escape_text, is_about, is_unchanged, sealed, sealed_lines
 
 
 class Note(Document):
@@ -66,7 +66,7 @@ def test_what_a_document_is_about() -> None:
 
 def test_no_character_that_a_terminal_obeys_is_left() -> None:
     steering = "\x7f\x9b\u202e\u2028\u200b\ud800"
-    text = escaped(f'{{"a": "{steering}\u00e9\U0001f600"}}\r\n\t')
+    text = escape_text(f'{{"a": "{steering}\u00e9\U0001f600"}}\r\n\t')
     assert text.endswith('\u00e9\U0001f600"}\n\t')
     assert not any(character in text for character in steering)
     assert json.loads(text)["a"].startswith(steering)

@@ -76,7 +76,7 @@ def test_a_copy_has_gradients_and_states_but_no_place_in_the_replicas_buckets() 
     training = Training("adam", FLOAT32, replicas=2)
     states = training.states(stage)
     assert (states["weights"], states["gradients"], states["optimizer"]) == (1010, 1010, 2020)
-    assert training.exchanged(stage) == 10
+    assert training.exchange_bytes(stage) == 10
     assert Training("adam", FLOAT32, replicas=2, zero=1).states(stage)["optimizer"] == 1010
 
 

@@ -174,6 +174,13 @@ def test_another_copy_is_traced_around_the_same_modules() -> None:
     assert len(chain) == len(build_chain(model, X, verify=True))
 
 
+class Rows(Decides):
+    """Returns the batch size, as a number."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        return super().forward(x, scale), {"twice": x * 2, "count": x.shape[0]}
+
+
 class Without(Blocks):
     """Gradients are off around a block: a region of the graph holds the call."""
 
@@ -193,7 +200,11 @@ class Itself(Blocks):
 
 @pytest.mark.parametrize(
     ("model", "why"),
-    [(Without(Decides()), "without gradients, or under autocast"), (Itself(), "torch.export: GuardOnData")],
+    [
+        (Blocks(Rows()), "returns other numbers at another batch size"),
+        (Without(Decides()), "without gradients, or under autocast"),
+        (Itself(), "torch.export: GuardOnData"),
+    ],
 )
 def test_what_cannot_be_helped_is_refused(model: nn.Module, why: str) -> None:
     with pytest.raises(ModelError, match=why):

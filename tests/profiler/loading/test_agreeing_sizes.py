@@ -60,6 +60,15 @@ def test_reformers_tables_have_the_hidden_size_together() -> None:
     assert (list(config.axial_pos_embds_dim), config.attention_head_size) == ([16, 48], 16)
 
 
+def test_words_for_pictures_fit_into_a_smaller_vocabulary_each_apart() -> None:
+    made = loaded("llava", image_size=28, patch_size=14)
+    config: Any = made.module.config
+    assert config.image_token_index < 64
+    tokens, pictures = made.example.kwargs["input_ids"], made.example.kwargs["pixel_values"]
+    assert (tokens.shape, pictures.shape) == ((2, 4 + 8), (2, 3, 28, 28))
+    assert ((tokens == config.image_token_index).sum(1) == 4).all()
+
+
 def test_sizes_reach_the_configurations_inside() -> None:
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 64, "sequence": 8, "image_size": 32}
     made = load_transformers("blip", {**sizes, "patch_size": 16}, seed=0)

@@ -61,6 +61,17 @@ def test_a_family_trains_on_what_is_made_up(
     assert any(parameter.grad is not None for parameter in made.module.parameters())
 
 
+def test_what_is_drawn_in_python_is_off_and_said() -> None:
+    made = load_transformers("wav2vec2", {**SIZES, "conv_dim": [32] * 7}, seed=0, device="meta")
+    config: Any = made.module.config
+    assert (config.apply_spec_augment, config.layerdrop) == (False, 0.0)
+    assert "apply_spec_augment=False instead of True: it is drawn in Python" in made.notes
+    assert "layerdrop=0.0 instead of 0.1: it is drawn in Python" in made.notes
+    asked = load_transformers("m2m_100", {**TEXT, "encoder_layerdrop": 0.2}, seed=0, device="meta")
+    kept: Any = asked.module.config
+    assert (kept.encoder_layerdrop, kept.decoder_layerdrop) == (0.2, 0.0)
+
+
 def test_what_cannot_be_made_up_is_named() -> None:
     with pytest.raises(ModelError, match="takes freq, which pplan cannot make up"):
         load_transformers("timesfm", SIZES, seed=0, device="meta")

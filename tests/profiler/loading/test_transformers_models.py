@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pplan.cost_models.errors import FileError, MachineError, ModelError, PplanError, UsageError
+from pplan.profiler.loading import transformers_models
 from pplan.profiler.loading.transformers_models import TransformersModel, load_transformers
 
 transformers: Any = pytest.importorskip("transformers")
@@ -113,6 +114,13 @@ def test_a_70b_llama_takes_no_memory_on_meta() -> None:
     # The published number of parameters of Llama 3 70B.
     assert sum(p.numel() for p in made.module.parameters()) == 70_553_706_496
     assert {p.device.type for p in made.module.parameters()} == {"meta"}
+
+
+def test_weights_beyond_the_memory_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_models, "free_host_bytes", lambda: 10**6)
+    with pytest.raises(MachineError, match=r"its weights take \d+\.\d+ MiB, and 976\.56 KiB are free"):
+        _load("gpt2", {**_TEXT, "hidden": 256})
+    assert _load("gpt2").example
 
 
 def test_settings_of_torch_and_transformers_are_as_before() -> None:
