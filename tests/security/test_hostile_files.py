@@ -180,6 +180,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "compare": [["compare", PLAN], ["compare", PLAN, PLAN, "--json"]],
     "simulate": [["simulate", PLAN], ["simulate", PLAN, "--schedule", "gpipe", "--json"]],
     "verify": [["verify", PLAN], ["verify", PLAN, PROFILE, "--json"], ["verify", PROFILE, PLAN]],
+    "degrees": [["degrees", PLAN, "--gpus", "8", "--gpu", "h100"], ["degrees", PROFILE, "--json"]],
     "schedules": [],
     "topology": [["topology", "hostile.toml"], ["topology", "hostile.toml", "--toml"]],
 }
