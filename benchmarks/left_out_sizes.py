@@ -93,7 +93,10 @@ def main() -> None:
             for size, own in errors(profile, f"{way}_seconds").items():
                 rows.append(list(own.values()))
                 print(f"{model:<14}{way:>10}{size:>6}" + "".join(f"{off:>+9.1%}" for off in own.values()))
-    for said, figures in (("mean", np.mean(rows, axis=0)), ("mean of sizes", np.abs(rows).mean(axis=0))):
+    for said, figures in (
+        ("mean", np.mean(rows, axis=0)),
+        ("mean, without signs", np.abs(rows).mean(axis=0)),
+    ):
         print(f"{said:<30}" + "".join(f"{off:>+9.1%}" for off in figures))
 
 

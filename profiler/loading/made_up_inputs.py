@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .transformers_config import size_of
+from .configuration_keys import size_of
 
 SAMPLES = 2
 _SIDE = 224

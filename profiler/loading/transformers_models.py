@@ -19,9 +19,10 @@ from ..local_machine import free_host_bytes
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import fixed_seed
+from .configuration_keys import size_of
 from .made_up_inputs import InputMaker
 from .repeated_blocks import block_patterns, record_call_order, registered_order
-from .transformers_config import configure_model, size_of
+from .transformers_config import configure_model
 from .transformers_session import transformers_session
 
 _SEQUENCE = 512

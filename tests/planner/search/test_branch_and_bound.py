@@ -106,6 +106,7 @@ def a_space(
         int(rng.integers(1, layers + 1)),
         traffic=float(rng.choice([0, 0.1, 1, 10])),
         cuts=float(rng.choice([0.5, 0.9, 1.1])),
+        adding=float(rng.spawn(1)[0].choice([0, 0.3, 1])),
     )
     topology = make_topology(
         int(rng.integers(1, gpus + 1)),

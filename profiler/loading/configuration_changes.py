@@ -1,0 +1,276 @@
+"""Sizes in words, and keys of its own, become changes of a configuration of transformers.
+
+A user says `layers`, `hidden`, `heads`; sizes that follow from these (the width of a head) change with them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...cost_models.errors import UsageError
+from .agreeing_sizes import agreeing_sizes, in_proportion, lists_of_layers
+from .configuration_keys import KEYS, is_size, keys_of, names_of, size_of, value_of
+
+_WORDS = ("layers", "hidden", "heads", "intermediate", "vocabulary", "sequence", "classes")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
+_HEAD_WIDTHS = ("head_dim", "d_kv", "kv_channels", "attention_head_size", "d_head")
+_INNER_WIDTHS = (
+    *KEYS["intermediate"],
+    "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+    "feed_forward_size", "intra_bottleneck_size", "embedding_size", "mamba_d_ssm",
+)  # fmt: skip
+_SAME_WIDTHS = ("word_embed_proj_dim", "pooler_output_size", "lru_width")
+"""Widths that follow the hidden size where they equal it."""
+_NO_CHANCE = {
+    "apply_spec_augment": False, "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+}  # fmt: skip
+"""Parts of the input, and whole layers, that are left out by chance."""
+_PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+"""Words that stand for a picture, a clip or a sound in a text."""
+
+
+class ConfigurationChanges:
+    """Keys of a configuration, and of those inside it (of text, of pictures), that get other values."""
+
+    def __init__(self, config: Any, name: str, path: str = "") -> None:
+        self._config, self._name, self._path = config, name, path
+        self._words: dict[str, int] = {}
+        self.values: dict[str, Any] = {}
+        self.sequence: int | None = None
+        self.notes: list[str] = []
+        subs = {key: value_of(config, key) for key in getattr(config, "sub_configs", {})}
+        self._parts = {
+            key: ConfigurationChanges(sub, name, f"{path}{key}.")
+            for key, sub in subs.items()
+            if hasattr(sub, "to_dict")
+        }
+
+    def take(self, settings: Mapping[str, object]) -> None:
+        """Keys of the configuration's own first: they are the more exact."""
+        for key, value in settings.items():
+            if key not in _WORDS:
+                self._take_key(key, value)
+        for word in _WORDS:
+            if word in settings and settings[word] is not None:
+                self._take_word(word, settings[word])
+
+    def follow(self) -> None:
+        """Sizes that follow from those that were set."""
+        followed: dict[str, Any] = {}
+        if "hidden" in self._words:
+            followed |= self._widths()
+        if "hidden" in self._words or "heads" in self._words:
+            followed |= self._head_widths()
+        if "heads" in self._words:
+            followed |= self._key_value_heads()
+        causes = [f"`{word}`" for word in ("hidden", "heads") if word in self._words]
+        if causes:
+            followed |= agreeing_sizes(self._sizes(followed))
+            self._let_follow(followed, " and ".join(causes))
+        if "layers" in self._words:
+            self._let_follow(lists_of_layers(self._sizes({}), self._words["layers"]), "`layers`")
+        for part in self._parts.values():
+            part.follow()
+            self.notes += part.notes
+        vocabularies = [each.values.get("vocab_size") for each in (self, *self._all_parts())]
+        if any(vocabularies):
+            self._special_tokens(min(filter(None, vocabularies)))
+
+    def _let_follow(self, sizes: Mapping[str, Any], causes: str) -> None:
+        """Those that are not set, and are others than before."""
+        followed = {
+            key: value
+            for key, value in sizes.items()
+            if key not in self.values and value != value_of(self._config, key)
+        }
+        self.values |= followed
+        if followed:
+            shown = ", ".join(f"{self._path}{key}={value}" for key, value in followed.items())
+            self.notes.append(f"{shown}: in proportion to {causes}")
+
+    def leave_out_chance(self) -> None:
+        """What is drawn in Python at each call would be a constant of the layers."""
+        for key, value in _NO_CHANCE.items():
+            before = value_of(self._config, key)
+            if key not in self.values and before and key in names_of(self._config):
+                self.values[key] = value
+                self.notes.append(f"{self._path}{key}={value} instead of {before}: it is drawn in Python")
+        for part in self._parts.values():
+            known = len(part.notes)
+            part.leave_out_chance()
+            self.notes += part.notes[known:]
+
+    def stretch_lists(self, values: Mapping[str, Any]) -> None:
+        """Lists in the file that have one entry a layer are cut, or repeated, to the new number."""
+        layers = self._words.get("layers")
+        for key, value in values.items():
+            each = isinstance(value, list) and value and len(value) == size_of(self._config, "layers")
+            if layers and each and key not in self.values:
+                self.values[key] = [value[index % len(value)] for index in range(layers)]
+
+    def tree(self) -> dict[str, Any]:
+        """All values that change; of a configuration inside that has such, all values."""
+        found = dict(self.values)
+        for key, part in self._parts.items():
+            whole = part._config.to_dict()
+            part.stretch_lists(whole)
+            changed = part.tree()
+            if changed:
+                found.setdefault(key, whole | changed)
+        return found
+
+    def _sizes(self, followed: Mapping[str, Any]) -> dict[str, Any]:
+        """All keys of the configuration, with the values that they will have."""
+        before = {key: value_of(self._config, key) for key in names_of(self._config)}
+        return before | dict(followed) | self.values
+
+    def _take_key(self, key: str, value: object) -> None:
+        """Where the configuration has no such key, those inside it that have."""
+        having = [part for part in self._all_parts() if key in part._own_keys()]
+        if key in self._own_keys() or not having:
+            self.values[self._known(key)] = value
+        else:
+            for part in having:
+                part.values[part._known(key)] = value
+
+    def _all_parts(self) -> Iterator[ConfigurationChanges]:
+        """The configurations in it, and those in them."""
+        for part in self._parts.values():
+            yield part
+            yield from part._all_parts()
+
+    def _takers(self, word: str) -> list[ConfigurationChanges]:
+        """The configuration and those inside it that have keys for a size."""
+        every = (self, *self._all_parts())
+        return [each for each in every if keys_of(each._config, word) and each._takes(word)]
+
+    def _takes(self, word: str) -> bool:
+        return word != "classes" or (not self._path and self._classifies())
+
+    def _take_word(self, word: str, value: object) -> None:
+        if not is_size(value):
+            raise UsageError(f"{word}={value!r}: a whole number of at least 1 is needed", f"As in {word}=8.")
+        if word == "sequence":
+            self._take_sequence(value)
+            return
+        takers = self._takers(word)
+        if not takers:
+            raise UsageError(
+                f"{word}={value}: the configuration {self._name} has no key for it",
+                f"Set a key of its own with `settings`: {', '.join(sorted(names_of(self._config)))}.",
+            )
+        for taker in takers:
+            taker._set_word(word, value)
+
+    def _set_word(self, word: str, value: int) -> None:
+        keys = keys_of(self._config, word)
+        for key in keys:
+            if key in self.values:
+                raise UsageError(
+                    f"{word}={value} and settings={{{key!r}: {self.values[key]!r}}} set the same",
+                    "Give one of them.",
+                )
+        self.values |= dict.fromkeys(keys, value)
+        if word == "classes":
+            # A file's table of names would overrule the number.
+            self.values |= {"id2label": None, "label2id": None}
+        self._words[word] = value
+
+    def _classifies(self) -> bool:
+        """Models of text do where their class is one for it; all others are taken to."""
+        classes = self.values.get("architectures", self._config.architectures) or ()
+        return size_of(self._config, "vocabulary") is None or "Classification" in "".join(classes)
+
+    def _take_sequence(self, sequence: int) -> None:
+        """A table of positions that is too short for it is made longer."""
+        readers = self._takers("vocabulary")
+        if not readers:
+            raise UsageError(
+                f"sequence={sequence}: {self._name} takes no tokens",
+                "Omit it; the size of an image is set with settings={'image_size': 224}.",
+            )
+        self.sequence = sequence
+        for reader in readers:
+            reader._make_room(sequence)
+
+    def _make_room(self, sequence: int) -> None:
+        for key in keys_of(self._config, "positions"):
+            room = value_of(self._config, key)
+            if key not in self.values and is_size(room) and room < sequence:
+                self.values[key] = sequence
+                self.notes.append(f"{self._path}{key}={sequence} instead of {room}: `sequence` needs as many")
+
+    def _widths(self) -> dict[str, Any]:
+        hidden = self._words["hidden"]
+        before = size_of(self._config, "hidden") or hidden
+        names = names_of(self._config)
+        inner = [key for key in (*keys_of(self._config, "intermediate"), *_INNER_WIDTHS) if key in names]
+        widths = {
+            key: in_proportion(value_of(self._config, key), hidden, before)
+            for key in inner
+            if is_size(value_of(self._config, key)) and "intermediate" not in self._words
+        }
+        same = [key for key in _SAME_WIDTHS if key in names and value_of(self._config, key) == before]
+        return widths | dict.fromkeys(same, hidden)
+
+    def _head_widths(self) -> dict[str, Any]:
+        hidden = self._words.get("hidden") or size_of(self._config, "hidden")
+        heads = self._words.get("heads") or size_of(self._config, "heads")
+        if not hidden or not heads:
+            return {}
+        # Where it does not divide: None, so that the family itself refuses (or pads) the pair.
+        width = hidden // heads if hidden % heads == 0 else None
+        names = names_of(self._config)
+        return {
+            key: width if width or key == "head_dim" else max(1, hidden // heads)
+            for key in _HEAD_WIDTHS
+            if key in names and is_size(value_of(self._config, key))
+        }
+
+    def _key_value_heads(self) -> dict[str, Any]:
+        """As many query heads share one as before, or the nearest number that divides the heads."""
+        heads, before = self._words["heads"], size_of(self._config, "heads")
+        names = names_of(self._config)
+        shared = {key: value_of(self._config, key) for key in _KEY_VALUE_HEADS if key in names}
+        return {
+            key: max(
+                part
+                for part in range(1, heads + 1)
+                if heads % part == 0 and part <= max(1, heads * own // (before or own))
+            )
+            for key, own in shared.items()
+            if is_size(own)
+        }
+
+    def _special_tokens(self, vocabulary: Any) -> None:
+        """Those beyond a smaller vocabulary become its last words: an embedding refuses to pad beyond it."""
+        places = 0
+        for key in sorted(names_of(self._config)):
+            token = value_of(self._config, key)
+            beyond = is_size(token) and is_size(vocabulary) and token >= vocabulary
+            if not beyond or key in self.values:
+                continue
+            if key.endswith(_PLACES):
+                # None of these may be another.
+                places += 1
+                self.values[key] = max(0, vocabulary - 1 - places)
+            elif key.endswith("_token_id"):
+                self.values[key] = vocabulary - 1
+
+    def _own_keys(self) -> set[str]:
+        more = () if self._path else ("num_labels", "tie_word_embeddings", "attn_implementation")
+        return {*names_of(self._config), *self._config.attribute_map, *more}
+
+    def _known(self, key: str) -> str:
+        """The key as the family names it. Raises UsageError where it has none."""
+        names, known = names_of(self._config), self._own_keys()
+        if key in known:
+            mapped = self._config.attribute_map.get(key, key)
+            return mapped if mapped in names else key
+        near = difflib.get_close_matches(key, sorted({*known, *_WORDS}), n=4, cutoff=0.5)
+        raise UsageError(
+            f"settings[{key!r}]: the configuration {self._name} has no key of this name",
+            f"Nearest: {', '.join(near)}." if near else f"It has {', '.join(sorted(names))}.",
+        )
