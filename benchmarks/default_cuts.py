@@ -71,6 +71,8 @@ TRANSFORMERS = [
         "hf:jamba",
     ),
 ]
+OF_PICTURES = ("hf:vit", "hf:dinov2", "hf:cvt", "hf:swin")
+"""Those of transformers that have no such settings."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class Cuts:
     def cells(self) -> str:
         """Of the table."""
         share = f"{self.largest:.0%} {self.heaviest}"
-        functions = ", ".join(self.functions)
+        more = f" and {len(self.functions) - 2} more" if len(self.functions) > 2 else ""
+        functions = ", ".join(self.functions[:2]) + more
         return f"{self.layers} | {self.cuts} | {self.blocks} | {self.crossing} | {share} | {functions}"
 
 
@@ -138,7 +141,7 @@ def chain_of(name: str) -> tuple[nn.Module, LayerChain, Any]:
         given = torch.empty(2, *model.default_cfg["input_size"], device="meta")
         model.to("meta")
         return model, build_chain(model, given, name=name), given
-    settings = SMALL if name.startswith("hf:") else None
+    settings = SMALL if name.startswith("hf:") and name not in OF_PICTURES else None
     loaded = load_model(name, settings=settings, on_meta=True)
     example = loaded.example_input_for(2).to("meta")
     chain = build_chain(loaded.module.to("meta"), example, name=name, granularity=loaded.granularity)

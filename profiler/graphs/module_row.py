@@ -38,7 +38,7 @@ class _Reached(Exception):
         self.tensors = tensors
 
 
-class _Stop(nn.Module):
+class _StopHere(nn.Module):
     """Stands for the modules of the row before they run."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class BeforeModules(nn.Module):
     ) -> None:
         super().__init__()
         instead = {path: nn.Identity() for path in unused}
-        self.model = _twin(model, {**instead, **{path: _Stop() for path in row}})
+        self.model = _twin(model, {**instead, **{path: _StopHere() for path in row}})
         self._form = _form_of(form)
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:

@@ -138,14 +138,15 @@ def test_default_output_is_replaced_but_not_a_named_one(run: Run, here: Path, as
     assert run("solve", "--gpus", "8").status == 0
     assert (here / "toy.plan.json").stat().st_ino != before
     asked.clear()
-    (here / "my.json").write_text("old")
+    old = (here / "toy.plan.json").read_text().replace("toy", "old")
+    (here / "my.json").write_text(old)
     ran = run("solve", "--gpus", "8", "-o", "my.json")
     assert ran.status == 2
     assert ran.lines[-2] == "pplan: my.json exists already"
     assert "--force" in ran.lines[-1]
     assert not asked, "the search ran although its result could not be kept"
     assert run("solve", "--gpus", "8", "-o", "my.json", "--force").status == 0
-    assert (here / "my.json").read_text() != "old"
+    assert (here / "my.json").read_text() != old
 
 
 @pytest.mark.parametrize(
