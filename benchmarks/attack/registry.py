@@ -88,6 +88,12 @@ BOUNDS: dict[str, str] = {
 }
 """By name, the checks that hold it against all plans."""
 
+ATTACKED_BY_TESTS: dict[str, str] = {
+    "degrees/degree_search.py:lower_bound": "tests/planner/degrees/test_degree_search.py",
+    "degrees/degree_search.py:search_degrees": "tests/planner/degrees/test_degree_search.py",
+}
+"""Bounds on plans of transformers by degrees, which no problem of the attack has."""
+
 NOT_BOUNDS: dict[str, str] = {
     "candidate.py:Proposal.bounds": "first and last layers of stages",
     "explanation/compare.py:_bound": "a bound that a plan's file says",

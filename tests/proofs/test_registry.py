@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attack.registry import BOUNDS, NOT_BOUNDS, functions_about_bounds
+from attack.registry import ATTACKED_BY_TESTS, BOUNDS, NOT_BOUNDS, functions_about_bounds
 
 PLANNER = Path(__file__).parents[2] / "planner"
 
 
 def test_every_function_about_bounds_is_registered() -> None:
     found = set(functions_about_bounds(PLANNER))
-    assert found <= set(BOUNDS) | set(NOT_BOUNDS), "register it with the check that attacks it"
+    known = set(BOUNDS) | set(ATTACKED_BY_TESTS) | set(NOT_BOUNDS)
+    assert found <= known, "register it with the check that attacks it"
+    assert all((PLANNER.parent / test).is_file() for test in ATTACKED_BY_TESTS.values())
 
 
 def test_a_new_bound_is_noticed(tmp_path: Path) -> None:
