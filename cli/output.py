@@ -26,7 +26,7 @@ _OTHERWISE = "Give --force to replace it, or another name with -o."
 class Target:
     """A file to be written.
 
-    `replace`: an existing one may go, whatever it is. `own`: it has the tool's own name, and one goes that
+    `replace`: an existing one may go. `own`: it has the tool's own name, and one goes that
     pplan wrote, that nobody changed since, and that says the same as `about` of what it was made for. `kind`:
     of the file, in the words of `file_kind`; one of another kind stays whatever was asked.
     """
@@ -131,7 +131,7 @@ Output = Annotated[
         help="Where to write; default: named after the model, as MODEL.plan.json.",
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing file, whatever it is.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file of the same kind.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the file's JSON instead of tables.")]
 
 MAKES = {"profile": "pplan profile vgg19", "plan": "pplan solve --gpus 8"}

@@ -13,7 +13,7 @@ from pplan.cost_models.text_files import sha256
 from .commands import Command, after, random_command, readers
 from .mutation import Edit, edited, random_edits
 from .running import Finding, judge
-from .seeds import EXPORTS, PARTITIONS, PLAIN, PLANS, PROFILES, TIED
+from .seeds import CONFIGS, EXPORTS, PARTITIONS, PLAIN, PLANS, PROFILES, TIED
 
 TABLES = ("table.csv", "table.json", "graph.txt")
 
@@ -127,6 +127,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "plan": tuple(PLANS),
     "costs": TABLES,
     "topology": ("machine.toml", "short.toml"),
+    "configuration": tuple(CONFIGS),
     "export": EXPORTS,
     "partition": tuple(PARTITIONS),
 }

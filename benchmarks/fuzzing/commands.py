@@ -12,7 +12,7 @@ from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.schedules import SCHEDULES
 
 from .mutation import WORDS
-from .seeds import EXPORTS, MACHINE, PARTITIONS, PLAIN, PLANS, PROFILES
+from .seeds import CONFIGS, EXPORTS, MACHINE, PARTITIONS, PLAIN, PLANS, PROFILES
 
 Command = list[str]
 QUICK = ["--time-limit", "1s"]
@@ -55,6 +55,13 @@ def readers(file: str) -> list[Command]:
             ["simulate", OTHER, "--topology", file, "--json"],
             ["import-plan", "4,3", "--profile", PLAIN, "--topology", file, "-o", "made.plan.json"],
         ]
+    if file in CONFIGS:
+        own = ["degrees", file, "--gpu", "h100"]
+        return [
+            [*own, "--gpus", "8"],
+            [*own, "--gpus", "8", "--json", "--batch-size", "64", "--sequence", "1024"],
+            [*own, "--gpus", "4", "--ep", "1,2", "--tp", "1,2"],
+        ]
     return [
         ["import", file, "-o", "made.profile.json"],
         ["import", file, "--json", "-o", "made.profile.json"],
@@ -75,7 +82,7 @@ def after(file: str) -> list[Command]:
     """What reads the file that its reader made."""
     if file in (*EXPORTS, *PARTITIONS):
         return _of_plan("made.plan.json")
-    return [] if file.endswith(".toml") else _of_profile("made.profile.json")
+    return [] if file.endswith(".toml") or file in CONFIGS else _of_profile("made.profile.json")
 
 
 def _of_profile(file: str) -> list[Command]:
@@ -139,6 +146,7 @@ def _of_plan(file: str) -> list[Command]:
 
 GOOD: dict[str, tuple[str, ...]] = {
     "FILE": (*FILES, "missing.json", ".", "made.json"),
+    "CONFIG": (*CONFIGS, "missing.json"),
     "PLAN": (*PLANS, "missing.json"),
     "PROFILE": (*PROFILES, "missing.json"),
     "N": ("1", "2", "4", "8", "64", "1000000"),

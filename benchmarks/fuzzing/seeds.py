@@ -63,6 +63,21 @@ gpus_per_node = 8
 bandwidth = ["300GB/s", "25GB/s"]
 latency = ["5us", "20us"]
 """
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+MIXTURE = CONFIG | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+CONFIGS = {"config.json": CONFIG, "mixture.json": MIXTURE}
 PARTITIONS = {
     "balance.txt": "balance = [3, 4]\n",
     "parts.txt": "0,3,7\n",
@@ -97,6 +112,8 @@ def _write(folder: Path) -> None:
     (folder / "table.json").write_text(json.dumps({"layers": numbers}, indent=1))
     (folder / "machine.toml").write_text(TOPOLOGY)
     (folder / "short.toml").write_text(SHORT_TOPOLOGY)
+    for name, config in CONFIGS.items():
+        (folder / name).write_text(json.dumps(config, indent=1))
     for name, text in PARTITIONS.items():
         (folder / name).write_text(text)
     for name, of in SOLVED.items():

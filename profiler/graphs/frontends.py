@@ -15,6 +15,7 @@ from ..user_model.failures import OTHER_INPUT, OTHER_SHAPE, first_line, is_out_o
 from ..user_model.loaded_model import ModelInput
 from .granularity import Granularity, refuse_unmatched
 from .graph import AROUND, TracedGraph
+from .module_row import IN_A_ROW, call_in_a_row
 from .sequential_graph import ELEMENTS, is_plain_sequential, sequential_graph
 from .smallest_picture import larger_pictures
 from .tracing import INSTEAD, called_with, container_paths, trace_symbolically
@@ -146,6 +147,8 @@ def _all_frontends(
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         yield "torch.export on its device", partial(export_graph, for_real=True)
         yield AROUND, partial(export_around, whole=suspects)
+    if matched:
+        yield IN_A_ROW, lambda model, given, name: call_in_a_row(model, given, name, matched)
     containers = container_paths(model)
     if containers:
         yield "torch.fx around modules of torch.nn", _with_leaves([*matched, *containers])

@@ -36,6 +36,12 @@ class TracedGraph:
     """Whether the model recomputes parts of itself (torch.utils.checkpoint), which the graph does not."""
     tool: str = "torch.fx"
     """What drew it, in words."""
+    parts: Callable[[nn.Module], nn.Module] | None = None
+    """Makes `constants` of the modules of a model, where they run some."""
+
+    def constants_of(self, model: nn.Module) -> nn.Module:
+        """`constants` for a copy of the model."""
+        return self.constants if self.parts is None else self.parts(model)
 
 
 def module_around(traced: TracedGraph, node: fx.Node) -> str:

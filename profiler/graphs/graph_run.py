@@ -83,7 +83,7 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 class _Runner:
     def __init__(self, traced: TracedGraph, model: nn.Module, given: ModelInput) -> None:
-        self._traced, self._model = traced, model
+        self._traced, self._model, self._constants = traced, model, traced.constants_of(model)
         self._given = dict(zip(traced.inputs, given.tensors, strict=True))
         self._device = given.tensors[0].device
         self._now: dict[fx.Node, Any] = {}
@@ -111,7 +111,7 @@ class _Runner:
         if node.op == "placeholder":
             return self._given.get(node), frozenset()
         if node.op == "get_attr":
-            value = named(str(node.target), self._model, self._traced.constants)
+            value = named(str(node.target), self._model, self._constants)
             # A tensor that is neither parameter nor buffer stays behind when a model is moved to meta.
             on_meta = self._device.type == "meta" and isinstance(value, Tensor)
             return value.to("meta") if on_meta else value, frozenset()
@@ -152,7 +152,7 @@ class _Runner:
 
     def _callable(self, node: fx.Node) -> Any:
         if node.op == "call_module":
-            return named(str(node.target), self._model, self._traced.constants)
+            return named(str(node.target), self._model, self._constants)
         return node.target
 
     def _note(self, node: fx.Node, value: Any, overwritten: frozenset[int]) -> None:

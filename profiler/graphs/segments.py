@@ -79,7 +79,7 @@ class GraphSegment:
 
     def bind(self, model: nn.Module) -> nn.Module:
         """A module that runs the segment with the modules and parameters of `model` itself."""
-        constants = self.flow.traced.constants
+        constants = self.flow.traced.constants_of(model)
         if self.path is not None:
             module: nn.Module = named(self.path, model, constants)
             return module

@@ -72,6 +72,10 @@ class Trial:
         return {node: tuple(run.values[node] for run in runs) for node in self.first.values}
 
     @cached_property
+    def _constants(self) -> nn.Module:
+        return self._traced.constants_of(self._copy)
+
+    @cached_property
     def flops(self) -> dict[fx.Node, int]:
         """Of each node; empty where the run does not bear counting."""
         try:
@@ -83,7 +87,7 @@ class Trial:
 
     def module(self, path: str) -> nn.Module:
         """A module of the model, or one that the graph calls."""
-        found: nn.Module = named(path, self._copy, self._traced.constants)
+        found: nn.Module = named(path, self._copy, self._constants)
         return found
 
     @cached_property
@@ -92,7 +96,7 @@ class Trial:
         found = dict[fx.Node, int]()
         for node in self._traced.graph.nodes:
             used = [
-                named(str(source.target), self._copy, self._traced.constants)
+                named(str(source.target), self._copy, self._constants)
                 for source in (node, *node.all_input_nodes)
                 if source.op == "get_attr" or (source is node and node.op == "call_module")
             ]
@@ -104,7 +108,7 @@ class Trial:
         """Whether it reads an attribute of the model that is a parameter, or needs a gradient."""
         if node.op != "get_attr":
             return False
-        value = named(str(node.target), self._copy, self._traced.constants)
+        value = named(str(node.target), self._copy, self._constants)
         return isinstance(value, nn.Parameter) or bool(getattr(value, "requires_grad", False))
 
     @property
