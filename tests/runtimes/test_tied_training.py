@@ -22,9 +22,7 @@ SETTINGS = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("balance", "schedule"), [([3, 3], "1f1b"), ([2, 2, 2], "1f1b"), ([1, 3, 2], "zb-h1")]
-)
+@pytest.mark.parametrize(("balance", "schedule"), [([3, 3], "1f1b"), ([1, 3, 2], "zb-h1")])
 def test_losses_gradients_and_weights_are_the_plain_models(
     balance: list[int], schedule: str, make_plan: MakePlan, run_processes: RunProcesses, tmp_path: Path
 ) -> None:
