@@ -311,6 +311,10 @@ def _program(stages: int, micro_batches: int) -> Program:
     return program(stages, micro_batches)
 
 
+_SIMULATED = 64
+"""Micro-batches that are simulated, at least 16 a stage: more follow as the last of these did."""
+
+
 def _pipeline_seconds(stages: Sequence[StageEstimate], transfer: float, micro_batches: int) -> float:
     """Of all micro-batches."""
     forward = np.array([stage.forward_seconds for stage in stages])
@@ -327,4 +331,12 @@ def _pipeline_seconds(stages: Sequence[StageEstimate], transfer: float, micro_ba
         backward_latency=nothing,
         transfers="rendezvous",
     )
-    return float(simulate(_program(len(stages), micro_batches), costs).step_seconds)
+
+    def seconds(count: int) -> float:
+        return float(simulate(_program(len(stages), count), costs).step_seconds)
+
+    many = max(_SIMULATED, 16 * len(stages))
+    if micro_batches <= 2 * many:
+        return seconds(micro_batches)
+    first = seconds(many)
+    return first + (seconds(2 * many) - first) * (micro_batches - many) / many

@@ -207,3 +207,14 @@ def test_even_blocks(blocks: int, stages: int) -> None:
 def test_blocks_that_are_no_division(counts: list[int]) -> None:
     with pytest.raises(UsageError, match="blocks="):
         estimate_step(LLAMA, ParallelDegrees(pipeline=2), TrainingSetting(4, Tokens(4096)), COSTS, counts)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_many_micro_batches_follow_as_the_last_did(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of all of them simulated, against that of fewer of which the rest is told."""
+    module = "pplan.cost_models.transformer.training_step._SIMULATED"
+    setting, degrees = TrainingSetting(400, Tokens(4096)), ParallelDegrees(pipeline=stages)
+    whole = estimate_step(LLAMA, degrees, setting, COSTS)
+    monkeypatch.setattr(module, 32)
+    few = estimate_step(LLAMA, degrees, setting, COSTS)
+    assert few.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
