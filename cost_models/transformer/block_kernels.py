@@ -153,10 +153,11 @@ def _kernel_of_attention(
             attention.head_width,
             attention.value_width,
             backward,
+            tokens.samples,
         )
         for backward in (False, True)
     ]
-    forward, backward = ([*exchange, *[kernel] * tokens.samples] for kernel in kernels)
+    forward, backward = ([*exchange, kernel] for kernel in kernels)
     return forward, backward
 
 

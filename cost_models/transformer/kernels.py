@@ -44,7 +44,7 @@ class GroupedMatmul:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """Causal attention (flash attention) of one sequence."""
+    """Causal attention (flash attention) of `samples` sequences."""
 
     sequence: int
     heads: int
@@ -52,12 +52,13 @@ class AttentionKernel:
     head_width: int
     value_width: int
     backward: bool
+    samples: int = 1
 
     @property
     def flops(self) -> float:
         """Of the half below the diagonal: two products forward, five backward (Dao, "FlashAttention-2",
         ICLR 2024, section 3.1)."""
-        half = float(self.sequence) ** 2 * self.heads * (self.head_width + self.value_width)
+        half = self.samples * float(self.sequence) ** 2 * self.heads * (self.head_width + self.value_width)
         return 2.5 * half if self.backward else half
 
 
