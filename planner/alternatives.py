@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..cost_models.errors import UsageError
+from ..cost_models.precision import step_kernels
 from ..cost_models.runtime import RUNTIMES, Runtime
 from .candidate import ScoredPlan
 from .joint_search import JointSearchResult, is_small, run_search
@@ -48,7 +49,9 @@ def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str])
     if not own.families:
         return
     # Of an answer for another runtime it is proven that it is the best that one runs, as that one runs it.
-    answers = problem.options.runtime in (None, names[0]) and _answers(own, answer)
+    # Fused steps need less memory: then further plans may fit.
+    same_runtime = problem.options.runtime in (None, names[0]) and own.precision == problem.precision
+    answers = same_runtime and _answers(own, answer)
     result = answer.result if answers else run_search(own, work=WORK, whole=is_small(problem))
     plan = None if result.best is None else _in_rank_order(own, result.best)
     if plan is not None:
@@ -134,7 +137,7 @@ def _in_order(best: ScoredPlan) -> tuple[tuple[int, ...], ...]:
 def _kinds(problem: Problem) -> list[list[str]]:
     """Names of the runtimes that train with the problem's weights and states, those of which the same plans
     are searched together."""
-    kinds: dict[Runtime, list[str]] = {}
+    kinds: dict[tuple[Runtime, str], list[str]] = {}
     for name, runtime in RUNTIMES.items():
         run_search = runtime.schedules & set(SEARCHED)
         key = replace(
@@ -149,7 +152,7 @@ def _kinds(problem: Problem) -> list[list[str]]:
         )
         trains = runtime.trains(problem.precision.name, problem.options.zero)
         if trains and run_search:
-            kinds.setdefault(key, []).append(name)
+            kinds.setdefault((key, step_kernels(problem.device, name)), []).append(name)
     return list(kinds.values())
 
 

@@ -83,7 +83,7 @@ BOUNDS: dict[str, str] = {
     "universal_bound.py:universal_bound": STEP,
     "universal_bound.py:work_bound": AIM,
     "universal_bound.py:_Case._reaches": STEP,
-    "universal_bound.py:_Case.shared": STEP,
+    "universal_bound.py:_Case.ideal_seconds": STEP,
     "universal_bound.py:_Case.simple": STEP,
 }
 """By name, the checks that hold it against all plans."""

@@ -11,6 +11,7 @@ from .orders import SYNCHRONOUS, order_of
 from .pipeline import Figures
 from .report import EXACT, ROUNDING, TOLERANCE, LineCheck, Sheet
 from .runtime_rules import check_runtime, one_process
+from .stated_training import kernels_of
 from .verification_inputs import VerificationInputs
 
 _ONE_STAGE = re.compile(
@@ -131,6 +132,8 @@ def _alternative(check: LineCheck, inputs: VerificationInputs, names: list[str],
         inputs,
         table,
         _Shape(schedule, balance, replicas, count, size, parts, modes, one_process(names[0])),
+        # An interleaved one is scored as the plan is, for whichever runtime.
+        kernels_of(plan, plan.runtime if parts > 1 else names[0]),
     )
 
 
@@ -167,13 +170,15 @@ class _Shape:
         )
 
 
-def _alternative_figures(check: LineCheck, inputs: VerificationInputs, table: Table, shape: _Shape) -> None:
+def _alternative_figures(
+    check: LineCheck, inputs: VerificationInputs, table: Table, shape: _Shape, kernels: str
+) -> None:
     base, machine = inputs.figures(check), inputs.machine
     assert machine is not None
     check.at_most("its devices", shape.order.devices * shape.replicas, machine.gpus)
     for end in shape.ends[:-1]:
         check.holds(f"the profile allows no cut after layer {end - 1}", base.layers.cut_after[end - 1])
-    made = shape.figures(base)
+    made = shape.figures(replace(base, training=replace(base.training, kernels=kernels)))
     requested, said = inputs.plan.options.optional_number("memory_limit"), table.counts("memory_bytes")
     check.holds(
         "memory_bytes, by stage", not said or len(said) == len(shape.ends), len(said), len(shape.ends)

@@ -89,8 +89,7 @@ def training_of(plan: StatedPlan) -> StatedTraining:
     weight = BYTES_BY_DTYPE[dtype]
     zero = plan.whole.count("zero", 0, most=3)
     precision = plan.whole.optional_text("precision")
-    device = plan.profile.text("device", "")
-    kernels = "fused" if plan.runtime in FUSED else KERNELS.get(device, "fused")
+    kernels = kernels_of(plan, plan.runtime)
     if precision is None:
         return StatedTraining(plan.optimizer, weight, weight, zero=zero, kernels=kernels)
     autocast = amp is not None and dtype == "float32"
@@ -105,6 +104,11 @@ def training_of(plan: StatedPlan) -> StatedTraining:
     return StatedTraining(
         plan.optimizer, weight, weight if gradient is None else GRADIENTS[gradient], master, zero, kernels
     )
+
+
+def kernels_of(plan: StatedPlan, runtime: str | None) -> str:
+    """How the optimizer of a runtime steps (None: PyTorch's own) on the plan's devices."""
+    return "fused" if runtime in FUSED else KERNELS.get(plan.profile.text("device", ""), "fused")
 
 
 @dataclass(frozen=True, eq=False)
