@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 from ...cost_models.layer import Chain, Vector
+from ...cost_models.ranges import LEAST_RATE, MOST_RATE
 from ...cost_models.topology import Topology
 from ..candidate import Proposal, ScoredPlan
 from ..joint_search import joint_search
@@ -22,6 +24,8 @@ SECONDS = 1.0
 """Of the search for each answer, as of `PlanOptions.time_limit`."""
 MANY = 12
 """Devices beyond which solving again a score of times would take too long."""
+ROUNDING = 1e-12
+"""By which a varied bandwidth stays inside its range."""
 
 
 def resolve(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECONDS) -> SearchResult:
@@ -85,15 +89,36 @@ def with_topology(problem: Problem, topology: Topology) -> Problem:
 
 def with_bandwidth(topology: Topology, factor: float, *, between_nodes: bool = False) -> Topology:
     """The same devices with links of `factor` times the bandwidth: all, or those between nodes alone."""
-    levels, inside = [], 1
-    for level in topology.levels:
-        inside = inside * level.size if level.size is not None else topology.gpus
-        if between_nodes and inside <= topology.gpus_per_node:
-            levels.append(level)
-            continue
-        bandwidth = level.link.bandwidth_bytes_per_second * factor
-        levels.append(replace(level, link=replace(level.link, bandwidth_bytes_per_second=bandwidth)))
+    varied = _varied_levels(topology, between_nodes)
+    levels = list(topology.levels)
+    for index in varied:
+        link = levels[index].link
+        faster = replace(link, bandwidth_bytes_per_second=link.bandwidth_bytes_per_second * factor)
+        levels[index] = replace(levels[index], link=faster)
     return replace(topology, levels=tuple(levels))
+
+
+def bandwidth_range(topology: Topology, widest: float, *, between_nodes: bool = False) -> tuple[float, float]:
+    """The least and the largest factor, up to `widest` and down to one over it, with which `with_bandwidth`
+    makes links that a topology may have."""
+    varied = _varied_levels(topology, between_nodes)
+    rates = [topology.levels[index].link.bandwidth_bytes_per_second for index in varied]
+    finite = [rate for rate in rates if rate != inf]
+    least, most = 1 / widest, widest
+    for rate in finite:
+        least = max(least, LEAST_RATE / rate * (1 + ROUNDING))
+        most = min(most, MOST_RATE / rate * (1 - ROUNDING))
+    return min(least, 1.0), max(most, 1.0)
+
+
+def _varied_levels(topology: Topology, between_nodes: bool) -> list[int]:
+    """Those with other links: all, or those that join nodes."""
+    varied, inside = [], 1
+    for index, level in enumerate(topology.levels):
+        inside = inside * level.size if level.size is not None else topology.gpus
+        if not between_nodes or inside > topology.gpus_per_node:
+            varied.append(index)
+    return varied
 
 
 def with_memory(problem: Problem, factor: float | None) -> Problem:

@@ -17,13 +17,22 @@ from ..plan_stages import PlanSummary, summarize
 from ..problem import Problem
 from ..scoring import fastest
 from .explain_context import ExplainContext
-from .resolve import MANY, SECONDS, resolve, with_bandwidth, with_slower_layers, with_topology
+from .resolve import (
+    MANY,
+    SECONDS,
+    bandwidth_range,
+    resolve,
+    with_bandwidth,
+    with_slower_layers,
+    with_topology,
+)
 
 WORTH = 1e-3
 """Share of the step by which another plan must be faster to count as better."""
 WIDEST_BANDWIDTH = 16.0
 WIDEST_SECONDS = 4.0
-"""Factors up to which, and down to one over which, bandwidth and seconds are varied."""
+"""Factors up to which, and down to one over which, bandwidth and seconds are varied; bandwidth no further
+than that of a link may be."""
 STEPS = 8
 HALVINGS = 4
 """Steps outwards in equal ratios, and bisections of one: 2 % of a factor of 16."""
@@ -59,10 +68,10 @@ Varied = Callable[[float], Problem]
 
 @dataclass(frozen=True)
 class _Variation:
-    """What is varied, how far, and whether all plans become faster with a larger factor."""
+    """What is varied, from which factor to which, and whether all plans become faster with a larger one."""
 
     what: str
-    widest: float
+    ends: tuple[float, float]
     faster_above: bool
     varied: Varied
 
@@ -73,7 +82,10 @@ def sensitivities(question: ExplainContext, seeds: Sequence[ScoredPlan], busiest
     first, end = _heaviest(question, busiest)
     name = f"seconds of the layers of stage {busiest}"
     layers = _Variation(
-        name, WIDEST_SECONDS, False, lambda f: with_slower_layers(question.problem, first, end, f)
+        name,
+        (1 / WIDEST_SECONDS, WIDEST_SECONDS),
+        False,
+        lambda f: with_slower_layers(question.problem, first, end, f),
     )
     own = _reach(question, seeds, layers)
     return [
@@ -83,18 +95,18 @@ def sensitivities(question: ExplainContext, seeds: Sequence[ScoredPlan], busiest
 
 
 def _links(problem: Problem) -> Iterator[_Variation]:
-    topology, widest = problem.topology, WIDEST_BANDWIDTH
+    topology = problem.topology
     if problem.gpus > 1:
         yield _Variation(
             "bandwidth of all links",
-            widest,
+            bandwidth_range(topology, WIDEST_BANDWIDTH),
             True,
             lambda f: with_topology(problem, with_bandwidth(topology, f)),
         )
     if problem.gpus > topology.gpus_per_node > 1:
         yield _Variation(
             "bandwidth between nodes",
-            widest,
+            bandwidth_range(topology, WIDEST_BANDWIDTH, between_nodes=True),
             True,
             lambda f: with_topology(problem, with_bandwidth(topology, f, between_nodes=True)),
         )
@@ -109,13 +121,13 @@ def _heaviest(question: ExplainContext, stage: int) -> tuple[int, int]:
 
 def _reach(question: ExplainContext, seeds: Sequence[ScoredPlan], range: _Variation) -> Sensitivity:
     contest = _Rivalry(question.present, range.varied, range.faster_above, list(seeds))
-    widest = range.widest
+    least, most = range.ends
     return Sensitivity(
         what=range.what,
-        least=1 / widest,
-        most=widest,
-        below=contest.turn(1 / widest),
-        above=contest.turn(widest),
+        least=least,
+        most=most,
+        below=contest.turn(least) if least < 1 else None,
+        above=contest.turn(most) if most > 1 else None,
     )
 
 

@@ -55,7 +55,10 @@ class TestMonotone:
 
     @pytest.mark.parametrize("seed", range(6))
     def test_bandwidth(self, seed: int, make_chain: MakeChain, make_topology: MakeTopology) -> None:
+        """A thousand times the bytes over a thousand times the bandwidth, which may not be below 1 B/s."""
         chain, own = make_chain(seed, 7), make_topology(4, per_node=[2, 8][seed % 2], latency=0.02)
+        names = ("parameter_bytes", "trainable_bytes", "buffer_bytes", "output_bytes")
+        chain = replace(chain, **{name: 1000 * getattr(chain, name) for name in names})
         steps = []
         for factor in (0.01, 0.1, 0.3, 1, 3, 10, 100):
             levels = [
@@ -63,7 +66,7 @@ class TestMonotone:
                     level,
                     link=replace(
                         level.link,
-                        bandwidth_bytes_per_second=factor * level.link.bandwidth_bytes_per_second,
+                        bandwidth_bytes_per_second=1000 * factor * level.link.bandwidth_bytes_per_second,
                     ),
                 )
                 for level in own.levels
