@@ -270,7 +270,9 @@ _ALL = (
         title="B200",
         device_names="NVIDIA B200",
         memory_bytes=Figure(
-            int(178.35 * 2**30), "total capacity of an NVIDIA B200 in PyTorch's messages: 178.35 GiB"
+            int(178.35 * 2**30),
+            "total capacity of an NVIDIA B200 in messages of PyTorch, 178.35 GiB; nvidia-smi says 179 "
+            "(https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview)",
         ),
         gpus_per_node=Figure(8, f"{_DGX_B200}: eight GPUs"),
         inside=_NVLINK_5,

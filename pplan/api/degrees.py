@@ -45,6 +45,7 @@ def degrees(
 
     Raises UsageError, FileError, and InfeasibleError where nothing fits.
     """
+    table = arguments.optional_path("kernels", kernels)
     degree_options, machine = options_from(
         {**options, "gpus": gpus}, DegreeOptions, MachineOptions, of="degrees"
     )
@@ -53,7 +54,7 @@ def degrees(
         if isinstance(config, Mapping)
         else load_transformer_shape(arguments.path("config", config))
     )
-    return find_degrees(shape, machine, degree_options, arguments.optional_path("kernels", kernels))
+    return find_degrees(shape, machine, degree_options, table)
 
 
 def find_degrees(

@@ -11,7 +11,7 @@ from .orders import SYNCHRONOUS, order_of
 from .pipeline import Figures
 from .report import EXACT, ROUNDING, TOLERANCE, LineCheck, Sheet
 from .runtime_rules import check_runtime, one_process
-from .stated_training import kernels_of
+from .stated_training import kernels_of_a_step
 from .verification_inputs import VerificationInputs
 
 _ONE_STAGE = re.compile(
@@ -127,13 +127,12 @@ def _alternative(check: LineCheck, inputs: VerificationInputs, names: list[str],
         table.number("samples_per_second", plan.mini_batch / step),
         plan.mini_batch / step,
     )
+    kernels = kernels_of_a_step(plan.profile.text("device", ""), names[0])
     _alternative_figures(
         check,
         inputs,
         table,
-        _Shape(schedule, balance, replicas, count, size, parts, modes, one_process(names[0])),
-        # An interleaved one is scored as the plan is, for whichever runtime.
-        kernels_of(plan, plan.runtime if parts > 1 else names[0]),
+        _Shape(schedule, balance, replicas, count, size, parts, modes, one_process(names[0]), kernels),
     )
 
 
@@ -150,9 +149,10 @@ class _Shape:
         parts: int,
         modes: tuple[str, ...],
         launches: bool,
+        kernels: str,
     ) -> None:
         self.schedule, self.replicas, self.size, self.modes = schedule, replicas, size, modes
-        self.ends, self.launches = tuple(accumulate(balance)), launches
+        self.ends, self.launches, self.kernels = tuple(accumulate(balance)), launches, kernels
         self.order = order_of(schedule, len(balance) // parts, count, parts)
 
     def figures(self, base: Figures) -> Figures:
@@ -167,18 +167,17 @@ class _Shape:
             devices=tuple(tuple(range(own * self.replicas, (own + 1) * self.replicas)) for own in places),
             modes=self.modes,
             one_process=self.launches,
+            training=replace(base.training, kernels=self.kernels),
         )
 
 
-def _alternative_figures(
-    check: LineCheck, inputs: VerificationInputs, table: Table, shape: _Shape, kernels: str
-) -> None:
+def _alternative_figures(check: LineCheck, inputs: VerificationInputs, table: Table, shape: _Shape) -> None:
     base, machine = inputs.figures(check), inputs.machine
     assert machine is not None
     check.at_most("its devices", shape.order.devices * shape.replicas, machine.gpus)
     for end in shape.ends[:-1]:
         check.holds(f"the profile allows no cut after layer {end - 1}", base.layers.cut_after[end - 1])
-    made = shape.figures(replace(base, training=replace(base.training, kernels=kernels)))
+    made = shape.figures(base)
     requested, said = inputs.plan.options.optional_number("memory_limit"), table.counts("memory_bytes")
     check.holds(
         "memory_bytes, by stage", not said or len(said) == len(shape.ends), len(said), len(shape.ends)

@@ -22,13 +22,15 @@ _PER_SECOND = {"NS": 1e9, "US": 1e6, "µS": 1e6, "MS": 1e3, "S": 1.0}
 
 CONTEXTS = (
     (426 * MIB, r"(NVIDIA )?L4|RTX 4090|(NVIDIA )?GeForce RTX 4090"),
+    (576 * MIB, r"H100|NVIDIA H100 80GB HBM3|H200|NVIDIA H200"),
     (
         512 * MIB,
         r"V100-(16|32)GB|(NVIDIA )?(Tesla )?V100-SXM2-16GB|(NVIDIA )?(Tesla )?V100-SXM[23]-32GB"
-        r"|A100-(40|80)GB|(NVIDIA )?A100-SXM4-(40|80)GB|H100|NVIDIA H100 80GB HBM3|H200|NVIDIA H200"
+        r"|A100-(40|80)GB|(NVIDIA )?A100-SXM4-(40|80)GB|B200|NVIDIA B200"
         r"|A10G|NVIDIA A10G|T4|(NVIDIA )?(Tesla )?T4|RTX 3090|(NVIDIA )?GeForce RTX 3090"
         r"|MI300X|AMD Instinct MI300X( VF| OAM)?",
     ),
+    (576 * MIB, r"H100|NVIDIA H100 80GB HBM3|H200|NVIDIA H200"),
 )
 """Bytes that a process's context takes of a device, by a pattern for its name; none of any other device."""
 

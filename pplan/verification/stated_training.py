@@ -81,6 +81,11 @@ class StatedTraining:
         return amount / replicas if self.zero >= from_stage else amount
 
 
+def kernels_of_a_step(device: str, runtime: str | None) -> str:
+    """How the optimizer of a runtime (None: PyTorch's own) steps with a profile of such a device."""
+    return "fused" if runtime in FUSED else KERNELS.get(device, "fused")
+
+
 def training_of(plan: StatedPlan) -> StatedTraining:
     """As the plan says. Raises UsageError for words that are not known, or are not of the profile's dtype."""
     dtype, amp = plan.profile.text("dtype", "float32"), plan.profile.optional_text("amp")
@@ -89,7 +94,8 @@ def training_of(plan: StatedPlan) -> StatedTraining:
     weight = BYTES_BY_DTYPE[dtype]
     zero = plan.whole.count("zero", 0, most=3)
     precision = plan.whole.optional_text("precision")
-    kernels = kernels_of(plan, plan.runtime)
+    device = plan.profile.text("device", "")
+    kernels = kernels_of_a_step(device, plan.runtime)
     if precision is None:
         return StatedTraining(plan.optimizer, weight, weight, zero=zero, kernels=kernels)
     autocast = amp is not None and dtype == "float32"
@@ -104,11 +110,6 @@ def training_of(plan: StatedPlan) -> StatedTraining:
     return StatedTraining(
         plan.optimizer, weight, weight if gradient is None else GRADIENTS[gradient], master, zero, kernels
     )
-
-
-def kernels_of(plan: StatedPlan, runtime: str | None) -> str:
-    """How the optimizer of a runtime steps (None: PyTorch's own) on the plan's devices."""
-    return "fused" if runtime in FUSED else KERNELS.get(plan.profile.text("device", ""), "fused")
 
 
 @dataclass(frozen=True, eq=False)

@@ -177,11 +177,14 @@ class BlockCalls:
         inside = {place for call in calls for place in range(call.first + 1, call.end)}
         places = {place for place in self._single if place not in inside}
         places |= {place for call in calls for place in (call.first, call.end)}
-        spans = list(pairwise(sorted({0, *places, len(self._flow.order)})))
+        spans = pairwise(sorted({0, *places, len(self._flow.order)}))
+        divisible = [(first, end) for first, end in spans if end - first > 1]
+        if not divisible:
+            return  # counting the work takes a pass
         for weigh in (self._flow.trial.flops, self._flow.trial.parameter_bytes):
             weights = [weigh.get(node, 0) for node in self._flow.order]
-            for first, end in spans:
-                if sum(weights[first:end]) > DOMINATES * sum(weights) and end - first > 1:
+            for first, end in divisible:
+                if sum(weights[first:end]) > DOMINATES * sum(weights):
                     yield first, end
 
     def _modules_inside(self, first: int, end: int, paths: frozenset[str]) -> frozenset[str]:

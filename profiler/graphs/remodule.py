@@ -74,7 +74,7 @@ def path_of(node: fx.Node) -> str:
 def modules_around(node: fx.Node) -> list[str]:
     """From the outermost on, those whose forward the node ran in."""
     known: list[str] | None = node.meta.get("modules_around")
-    return known or [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return known or [path for _, path in _stack(node)]
 
 
 def attribute(module: nn.Module, path: str) -> Any:
@@ -87,10 +87,13 @@ def attribute(module: nn.Module, path: str) -> Any:
 
 def _innermost(node: fx.Node) -> tuple[str, str]:
     """torch.export's key of the call and the module's path."""
-    stack = node.meta.get("nn_module_stack") or {"": ("", "")}
-    key, (path, _) = list(stack.items())[-1]
-    # Passes of torch.export that add nodes leave a placeholder instead of a path.
-    return ("", "") if path.startswith(EXPORT_NO_MODULE) else (key, path)
+    return (_stack(node) or [("", "")])[-1]
+
+
+def _stack(node: fx.Node) -> list[tuple[str, str]]:
+    """As torch.export writes it down: passes that add nodes leave a placeholder instead of a path."""
+    found = [(key, path) for key, (path, _) in node.meta.get("nn_module_stack", {}).items()]
+    return [("", "") if path.startswith(EXPORT_NO_MODULE) else (key, path) for key, path in found]
 
 
 def _by_call(graph: fx.Graph) -> dict[str, list[fx.Node]]:

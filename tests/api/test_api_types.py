@@ -162,6 +162,7 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         "check": {"plan": plan, "profile": profile},
         "verify": {"plan": plan, "profile": profile},
         "compare": {},
+        "degrees": {"config": {}, "gpus": 2},
         "profile": {"model": "vgg11"},
         "import_profile": {"path": "a.csv"},
         "import_plan": {"source": "6,6", "profile": profile, "mini_batch": 16},

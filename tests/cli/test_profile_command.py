@@ -48,6 +48,7 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any]) -> None:
         "channels_last": False,
         "amp": None,
         "tf32": False,
+        "cudnn_benchmark": False,
         "budget_seconds": 60.0,
         "seed": 0,
         "progress": None,
@@ -66,7 +67,7 @@ def test_every_option_arrives(run: Run, asked: dict[str, Any]) -> None:
         "--budget 1.5m --seed 7 --granularity module:blocks.*,head --keep-together stem.* "
         "--keep-together head "
         "--set depth=24 --set name=abc --layers 8 --loss mse --compile --channels-last --amp bf16 --tf32 "
-        "--resume --calibrate other.profile.json"
+        "--cudnn-benchmark --resume --calibrate other.profile.json"
     )
     ran = run("profile", "zoo.big:make", *options.split())
     assert ran.status == 0, ran.err
@@ -86,6 +87,7 @@ def test_every_option_arrives(run: Run, asked: dict[str, Any]) -> None:
         "channels_last": True,
         "amp": "bf16",
         "tf32": True,
+        "cudnn_benchmark": True,
         "budget_seconds": 90.0,
         "seed": 7,
         "progress": None,

@@ -30,6 +30,7 @@ def test_the_gpus_that_people_have() -> None:
         "a100-80gb",
         "h100",
         "h200",
+        "b200",
         "l4",
         "a10g",
         "t4",
@@ -77,7 +78,14 @@ def test_usable_memory_of_an_h200_is_139_8_gib() -> None:
 
 @pytest.mark.parametrize(
     ("name", "data_sheet_both_directions"),
-    [("a100-40gb", 600e9), ("a100-80gb", 600e9), ("h100", 900e9), ("h200", 900e9), ("mi300x", 128e9)],
+    [
+        ("a100-40gb", 600e9),
+        ("a100-80gb", 600e9),
+        ("h100", 900e9),
+        ("h200", 900e9),
+        ("b200", 1800e9),
+        ("mi300x", 128e9),
+    ],
 )
 def test_bandwidth_is_one_direction(name: str, data_sheet_both_directions: float) -> None:
     assert PRESETS[name].inside.bandwidth.value == data_sheet_both_directions / 2

@@ -120,10 +120,10 @@ def test_what_has_no_values_is_not_compared() -> None:
 def test_what_does_not_fit_in_memory_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Deep()
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    monkeypatch.setattr(model_check, "free_host_bytes", lambda: 8 * weights)
+    monkeypatch.setattr(model_check, "free_bytes", lambda _: 8 * weights)
     with pytest.warns(UserWarning, match="not compared by value: it would need .* for weights, .* are free"):
         sequential(model, GIVEN)
-    monkeypatch.setattr(model_check, "free_host_bytes", lambda: 9 * weights)
+    monkeypatch.setattr(model_check, "free_bytes", lambda _: 9 * weights)
     assert sequential(model, GIVEN) is not None
 
 

@@ -94,8 +94,11 @@ class Encodes(nn.Module):
 
 @pytest.mark.slow
 def test_the_layers_of_a_transformer_encoder_are_told_apart() -> None:
-    names = [layer.name for layer in build_chain(Encodes(), torch.randn(2, 3, 8)).layers]
-    assert {"encoder.layers.0.norm1", "encoder.layers.1.norm2", "head"} <= set(names)
+    chain = build_chain(Encodes(), torch.randn(2, 3, 8), granularity="fine")
+    names = {layer.name for layer in chain.layers}
+    assert {"encoder.layers.0.norm1", "encoder.layers.1.norm2", "head"} <= names
+    chain = build_chain(Encodes(), torch.randn(2, 3, 8))
+    assert [layer.name for layer in chain.layers] == ["encoder.layers.0", "encoder.layers.1", "head"]
     chain = build_chain(Encodes(), torch.randn(2, 3, 8), granularity="module:encoder.layers.*")
     assert [layer.name for layer in chain.layers] == ["encoder.layers.0", "encoder.layers.1", "head"]
 
