@@ -22,7 +22,6 @@ _PER_SECOND = {"NS": 1e9, "US": 1e6, "µS": 1e6, "MS": 1e3, "S": 1.0}
 
 CONTEXTS = (
     (426 * MIB, r"(NVIDIA )?L4|RTX 4090|(NVIDIA )?GeForce RTX 4090"),
-    (576 * MIB, r"H100|NVIDIA H100 80GB HBM3|H200|NVIDIA H200"),
     (
         512 * MIB,
         r"V100-(16|32)GB|(NVIDIA )?(Tesla )?V100-SXM2-16GB|(NVIDIA )?(Tesla )?V100-SXM[23]-32GB"

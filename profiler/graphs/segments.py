@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,12 +115,12 @@ class GraphSegment:
     @property
     def _common_path(self) -> str:
         calls = [str(node.target) for node in self.part.nodes if node.op == "call_module"]
-        same = itertools.takewhile(
-            lambda parts: len(set(parts)) == 1, zip(*(path.split(".") for path in calls), strict=False)
-        )
-        common = ".".join(parts[0] for parts in same)
+        common = _common(calls)
         if (self.granularity == "module" or self.part.elsewhere) and self._is_elsewhere(common):
-            return next(filter(self._has_parameters, calls), common)
+            # Not what only follows it, such as a pool.
+            weighty = list(filter(self._has_parameters, calls))
+            own = _common(weighty)
+            return (own if not self._is_elsewhere(own) else weighty[0]) if weighty else common
         return common
 
     def _is_elsewhere(self, path: str) -> bool:
@@ -233,3 +233,11 @@ def check_sizes(value: Any, expected: Sizes) -> None:
             f"a size of the input, or made of one, is {value}; these layers were made for {expected}",
             "Only the batch may change: make the layers anew, with an example of this size.",
         )
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The module that all of them are in, or are."""
+    same = itertools.takewhile(
+        lambda parts: len(set(parts)) == 1, zip(*(path.split(".") for path in paths), strict=False)
+    )
+    return ".".join(parts[0] for parts in same)
