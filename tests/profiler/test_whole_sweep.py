@@ -27,8 +27,8 @@ from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 from pplan.profiler.user_model.losses import Loss
 from pplan.profiler.whole_sweep import WholeSweep
 
-PROBE = 2
-"""Seconds of the runs that find the cuts."""
+PROBE = 1
+"""Seconds of the run that finds the cuts."""
 
 
 def subject_of(model: nn.Module, clock: Any, given: object = None, **options: Any) -> MeasurementTarget:
