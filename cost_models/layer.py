@@ -68,6 +68,11 @@ class LayerCosts:
         """(layers,): bytes of each layer's largest trainable parameter; where that is not known, of all."""
         return self.trainable_bytes if self.largest_parameters is None else self.largest_parameters
 
+    @property
+    def accumulation(self) -> Vector:
+        """(layers,): of the backward seconds those that the first micro-batch of a step does not take."""
+        return self.backward_seconds - self.mean_backward(1.0)
+
     def mean_backward(self, first_share: float) -> Vector:
         """(layers,): backward seconds, on average over micro-batches of which such a share is the first of a
         step; 1: of the first. It adds to no gradients."""

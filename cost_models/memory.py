@@ -17,10 +17,18 @@ import numpy.typing as npt
 
 from .errors import UsageError
 from .layer import LayerCosts
-from .optimizers import FLOAT32, OPTIMIZERS, Optimizer, Precision, optimizer_named
+from .optimizers import FLOAT32, Optimizer, Precision, optimizer_named
 from .precision import ZERO_STAGES
 
 Amount = float | npt.NDArray[np.float64]
+Recompute = Literal["never", "always", "except_last"]
+RECOMPUTES: tuple[Recompute, ...] = ("never", "always", "except_last")
+"""Of a stage; a plan whose stages differ is called selective."""
+Moment = Literal["any", "passes", "step"]
+"""When a device holds most: while micro-batches pass, or while the optimizer steps."""
+
+FRAGMENTATION_RESERVE = 0.05
+"""Share added to the sum of the other terms for what the caching allocator cannot use. Our choice."""
 
 
 @dataclass(frozen=True)
@@ -200,33 +208,6 @@ class Training:
 
     def _spread(self, amount: Amount, from_stage: int) -> Amount:
         return amount / self.replicas if self.zero >= from_stage else amount
-
-
-__all__ = [
-    "FRAGMENTATION_RESERVE",
-    "OPTIMIZER_STATES",
-    "RECOMPUTES",
-    "Amount",
-    "LedgerOptions",
-    "Recompute",
-    "StageBytes",
-    "ledger",
-    "stage_workspace",
-    "total",
-    "with_reserve",
-]
-
-Recompute = Literal["never", "always", "except_last"]
-Moment = Literal["any", "passes", "step"]
-"""When a device holds most: while micro-batches pass, or while the optimizer steps."""
-RECOMPUTES: tuple[Recompute, ...] = ("never", "always", "except_last")
-"""Of a stage; a plan whose stages differ is called selective."""
-
-OPTIMIZER_STATES = OPTIMIZERS
-"""The optimizers by name."""
-
-FRAGMENTATION_RESERVE = 0.05
-"""Share added to the sum of the other terms for what the caching allocator cannot use. Our choice."""
 
 
 class LedgerOptions(TypedDict, total=False):

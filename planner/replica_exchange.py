@@ -156,5 +156,5 @@ def _first_figure(table: StageTable, part: str, scale: float, exchange: ReplicaE
         return usual
     if part == "backward":
         return usual - table.accumulation * scale
-    accumulation = table.costs.backward_seconds - table.costs.mean_backward(1.0)
-    return usual - table.stage_sums(np.minimum(accumulation, part_seconds(table.costs, part))) * scale
+    adding = np.minimum(table.costs.accumulation, part_seconds(table.costs, part))
+    return usual - table.stage_sums(adding) * scale

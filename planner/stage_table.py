@@ -85,7 +85,7 @@ class StageTable:
     @cached_property
     def accumulation(self) -> Floats:
         """Of the backward seconds what the first micro-batch of a step does not take."""
-        return self.stage_sums(self.costs.backward_seconds - self.costs.mean_backward(1.0))
+        return self.stage_sums(self.costs.accumulation)
 
     @cached_property
     def forward_launch(self) -> Floats:

@@ -181,7 +181,7 @@ class _Case:
         backward = costs.mean_backward(self._first_share)
         if self.splits:
             weight = part_seconds(costs, "weight")
-            once = np.minimum(costs.backward_seconds - costs.mean_backward(1.0), weight)
+            once = np.minimum(costs.accumulation, weight)
             parts = part_seconds(costs, "input") + weight - self._first_share * once
             backward = np.minimum(backward, parts)
         return (1 + self.recompute) * costs.forward_seconds + backward

@@ -187,8 +187,9 @@ def layer_seconds(costs: LayerCosts, name: str) -> Floats:
     if name == "forward":
         return costs.forward_seconds
     if name.startswith("first_"):
-        accumulation = costs.backward_seconds - costs.mean_backward(1.0)
-        first: Floats = np.maximum(layer_seconds(costs, name.removeprefix("first_")) - accumulation, 0.0)
+        first: Floats = np.maximum(
+            layer_seconds(costs, name.removeprefix("first_")) - costs.accumulation, 0.0
+        )
         return first
     return costs.backward_seconds if name == "backward" else part_seconds(costs, name)
 

@@ -20,6 +20,7 @@ from ..graphs.graph import TracedGraph
 from ..graphs.remodule import attribute
 from ..graphs.segments import GraphSegment
 from ..graphs.sequential_graph import ELEMENTS
+from ..graphs.smallest_picture import naming_larger_pictures
 from ..graphs.trial import Trial
 from ..user_model.failures import layer_failure as layer_failure
 from ..user_model.loaded_model import ModelInput, refuse_lazy
@@ -215,7 +216,7 @@ def _segments(
 
         return segments, flow, check.compare(bound_to, _names(model, segments), traced.tool)
 
-    with fixed_seed(0):
+    with fixed_seed(0), naming_larger_pictures(model, given, name):
         return trace_model(model, given, name, granularity, compared, tool)
 
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from torch import fx, nn
 
 from .flow import Flow, Position
-from .graph import module_around
+from .graph import is_inside, module_around
 
 _HOLDERS = (nn.ModuleList, nn.ModuleDict)
 _LISTS = (*_HOLDERS, nn.Sequential)
@@ -90,8 +90,7 @@ class BlockCalls:
         """By list: its entries, where they run in a row. The outermost lists of a module ("": the model)."""
         found: dict[str, list[str]] = {}
         for name in self._flow.trial.module_names:
-            is_inside = not within or f"{name}.".startswith(f"{within}.")
-            if not is_inside or any(name.startswith(f"{other}.") for other in found):
+            if (within and not is_inside(name, [within])) or is_inside(name, found):
                 continue
             module = self._flow.trial.module(name)
             if isinstance(module, _LISTS):
@@ -110,7 +109,7 @@ class BlockCalls:
             yield from self._stages(own)
 
     def _blocks_inside(self, path: str) -> tuple[str, ...]:
-        """BlockCalls of which a stage is made, two of a kind at least; none in a block."""
+        """Blocks of which a stage is made, two of a kind at least; none in a block."""
         inner = [own for entries in self._lists(path).values() for own in entries]
         return tuple(inner) if len({self._kind(own) for own in inner}) < len(inner) else ()
 

@@ -36,7 +36,7 @@ from ..user_model.failures import first_line, is_out_of_memory, user_line
 from ..user_model.flat_output import FlatOutput
 from ..user_model.loaded_model import ModelInput
 from .export_cleaning import ask_devices, drop_checks, drop_unused_sizes, value_kind, write_early
-from .graph import AROUND, TracedGraph
+from .graph import AROUND, TracedGraph, is_inside
 from .opaque_calls import OpaqueCalls
 from .regions import as_calls, bodies
 from .remodule import (
@@ -72,7 +72,7 @@ def export_around(model: nn.Module, given: ModelInput, name: str, whole: Sequenc
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            failed = next((path for path in reversed(inside) if not _is_within(path, paths)), "")
+            failed = next((path for path in reversed(inside) if not is_inside(path, paths)), "")
             if not failed:
                 raise _as_model_error(error, name) from error
             paths = _with_its_class(model, failed, paths)
@@ -83,12 +83,8 @@ def _with_its_class(model: nn.Module, path: str, paths: Sequence[str]) -> list[s
     kind = type(model.get_submodule(path))
     every = [*paths, *(other for other, part in model.named_modules() if other and type(part) is kind)]
     return [
-        one for one in dict.fromkeys(every) if not _is_within(one, [each for each in every if each != one])
+        one for one in dict.fromkeys(every) if not is_inside(one, [each for each in every if each != one])
     ]
-
-
-def _is_within(path: str, paths: list[str]) -> bool:
-    return any(f"{path}.".startswith(f"{each}.") for each in paths)
 
 
 def _exported_around(

@@ -11,13 +11,12 @@ from torch import nn
 
 from ...cost_models.errors import ModelError
 from ..torch_internals import has_hooks
-from ..user_model.failures import OTHER_INPUT, OTHER_SHAPE, first_line, is_out_of_memory
+from ..user_model.failures import first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from .granularity import Granularity, refuse_unmatched
 from .graph import AROUND, TracedGraph
 from .module_row import IN_A_ROW, call_in_a_row
 from .sequential_graph import ELEMENTS, is_plain_sequential, sequential_graph
-from .smallest_picture import larger_pictures
 from .tracing import INSTEAD, called_with, container_paths, trace_symbolically
 from .tracing_patches import notice_checkpoints
 from .trial import NotTheModel, Trial, refuse_failing, runs_on_meta
@@ -43,23 +42,6 @@ def trace_model(
     input, a pattern matches no module, `given` does not fit forward, or the model has hooks; and what `make`
     raises.
     """
-    try:
-        return _trace_model(model, given, name, granularity, make, tool)
-    except ModelError as error:
-        larger = larger_pictures(model, given, name) if error.hint in (OTHER_SHAPE, OTHER_INPUT) else ""
-        if larger:
-            raise ModelError(error.what, larger) from error
-        raise
-
-
-def _trace_model(
-    model: nn.Module,
-    given: ModelInput,
-    name: str,
-    granularity: Granularity,
-    make: Callable[[TracedGraph, Trial], _Made],
-    tool: str | None = None,
-) -> _Made:
     if has_hooks(model):
         raise ModelError(
             f"{name} has hooks of its own, which running its layers one by one would leave out",

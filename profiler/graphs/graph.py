@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +44,17 @@ class TracedGraph:
         return self.constants if self.parts is None else self.parts(model)
 
 
+def is_inside(path: str, modules: Iterable[str]) -> bool:
+    """Whether a module is one of `modules`, or inside one of them; by their names."""
+    return any(f"{path}.".startswith(f"{module}.") for module in modules)
+
+
 def module_around(traced: TracedGraph, node: fx.Node) -> str:
     """The innermost module that the operation ran in by the way that the model called it: what several blocks
     share goes by one name, and ran in each of them."""
     found = ""
     for path in node.meta.get("modules_around") or _stack(node):
-        if found and not f"{path}.".startswith(f"{found}."):
+        if found and not is_inside(path, [found]):
             break
         found = path or found
     return found or traced.paths.get(node, "").partition("@")[0]

@@ -23,7 +23,7 @@ from ..user_model.copies import copy_model
 from ..user_model.failures import first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import fixed_seed
-from .graph import TracedGraph
+from .graph import TracedGraph, is_inside
 
 IN_A_ROW = "calling these modules in a row"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -219,17 +219,13 @@ def _record(
         if is_out_of_memory(error):
             raise
         raise ModelError(f"{name} cannot be cut by {IN_A_ROW}: {first_line(error)}", _HINT) from error
-    used = [path for path in early if path and not _is_inside(path, row)]
+    used = [path for path in early if path and not is_inside(path, row)]
     unused: list[str] = []
     for path, module in own.named_modules():
-        is_used = any(_is_inside(path, [other]) or _is_inside(other, [path]) for other in (*used, *row))
-        if path and not is_used and not _is_inside(path, unused) and any(True for _ in module.parameters()):
+        is_used = any(is_inside(path, [other]) or is_inside(other, [path]) for other in (*used, *row))
+        if path and not is_used and not is_inside(path, unused) and any(True for _ in module.parameters()):
             unused.append(path)
     return calls, unused
-
-
-def _is_inside(path: str, others: Sequence[str]) -> bool:
-    return any(f"{path}.".startswith(f"{other}.") for other in others)
 
 
 def _as_nodes(arguments: Any, known: dict[int, fx.Node], where: str) -> Any:

@@ -13,7 +13,7 @@ from torch import fx, nn
 from ...cost_models.errors import ModelError
 from .cutting import Part
 from .flow import Flow, Position
-from .graph import graph_module, named
+from .graph import graph_module, is_inside, named
 from .size_recovery import recover_sizes
 
 _FINISH = "finish"
@@ -125,7 +125,7 @@ class GraphSegment:
 
     def _is_elsewhere(self, path: str) -> bool:
         """Whether layers of their own are parts of this module, too."""
-        return not path or any(f"{module}.".startswith(f"{path}.") for module in self.part.elsewhere)
+        return not path or any(is_inside(module, [path]) for module in self.part.elsewhere)
 
     def _has_parameters(self, path: str) -> bool:
         return any(True for _ in self.flow.trial.module(path).parameters())

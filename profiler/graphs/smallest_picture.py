@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
+from ...cost_models.errors import ModelError
+from ..user_model.failures import OTHER_INPUT, OTHER_SHAPE
 from ..user_model.loaded_model import ModelInput
 from .trial import runs_on_meta
 
 _LARGEST_SIDE = 1024
 _LONGEST = 64
 """Frames of a clip."""
+
+
+@contextmanager
+def naming_larger_pictures(model: nn.Module, given: ModelInput, name: str) -> Iterator[None]:
+    """Where the model fails on its input, the error's hint names pictures that are large enough, if that is
+    it."""
+    try:
+        yield
+    except ModelError as error:
+        larger = larger_pictures(model, given, name) if error.hint in (OTHER_SHAPE, OTHER_INPUT) else ""
+        if larger:
+            raise ModelError(error.what, larger) from error
+        raise
 
 
 def larger_pictures(model: nn.Module, given: ModelInput, name: str) -> str:
