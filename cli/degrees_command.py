@@ -51,7 +51,7 @@ def degrees_command(
     if as_json:
         result(json.dumps(as_dictionary(answer), indent=2) + "\n")
         return
-    _print_answer(answer, console(), measured=kernels is not None)
+    _print_answer(answer, console())
 
 
 def as_dictionary(answer: DegreeAnswer) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def as_dictionary(answer: DegreeAnswer) -> dict[str, Any]:
         "bound_seconds": answer.bound_seconds,
         "gap": answer.gap,
         "limit_bytes": answer.limit_bytes if answer.limit_bytes < float("inf") else None,
-        "kernels": answer.kernels,
-        "assumed_kernels": answer.assumed_kernels,
+        "kernels": len(answer.kernels),
+        "assumed_kernels": len(answer.assumed_kernels),
         "plans": [_plan_dictionary(answer, plan) for plan in answer.plans],
     }
 
@@ -97,7 +97,7 @@ def _plan_dictionary(answer: DegreeAnswer, plan: DegreePlan) -> Mapping[str, Any
     }
 
 
-def _print_answer(answer: DegreeAnswer, console: Console, *, measured: bool) -> None:
+def _print_answer(answer: DegreeAnswer, console: Console) -> None:
     import shlex
 
     from ..api.degrees import megatron_arguments
@@ -122,8 +122,9 @@ def _print_answer(answer: DegreeAnswer, console: Console, *, measured: bool) -> 
             f"Pipeline {format_seconds(best.estimate.pipeline_seconds)}, gradients and update "
             f"{format_seconds(best.estimate.update_seconds)}; 1F1B, {best.micro_batches} micro-batches of "
             f"{best.micro_batch_size}; recompute {best.recompute}.",
-            f"Of {answer.combinations} combinations with 1F1B no division of the layers takes less than "
-            f"{format_seconds(answer.bound_seconds)}: this one is at most {percent(answer.gap)} above.",
+            f"Best found; at most {percent(answer.gap)} from the proven bound of "
+            f"{format_seconds(answer.bound_seconds)} (every division of the layers that fits, under 1F1B "
+            f"and any of {answer.combinations} combinations).",
         ],
     )
     plans: list[Column[DegreePlan]] = [
@@ -150,21 +151,34 @@ def _print_answer(answer: DegreeAnswer, console: Console, *, measured: bool) -> 
     )
     console.print()
     line(console, "Megatron-LM: " + shlex.join(megatron_arguments(answer, best)))
-    print_notes(console, list(_notes(answer, measured)))
+    print_notes(console, _notes(answer))
 
 
-def _notes(answer: DegreeAnswer, measured: bool) -> list[str]:
+def _notes(answer: DegreeAnswer) -> list[str]:
+    from ..cost_models.quantities import format_seconds
+    from .number_format import percent
+
+    limits, overheads = answer.costs.limits, answer.costs.overheads
+    shares = (
+        f"products {percent(limits.product_share)} of the GPU's FLOP/s, attention "
+        f"{percent(limits.attention_share)}, passes over memory {percent(limits.memory_share)} of its "
+        "bandwidth"
+    )
     notes = []
-    if not measured:
+    if answer.costs.table is None:
         notes.append(
-            "no kernels are measured: products are assumed to reach 60 % of the GPU's FLOP/s, attention "
-            "50 %, passes over memory 70 % of its bandwidth; give a table with `kernels`"
+            f"no kernels are measured: by assumption they reach {shares}; give a table with `kernels`"
         )
     elif answer.assumed_kernels:
         notes.append(
-            f"{answer.assumed_kernels} of {answer.kernels} kernels of the fastest are not in the table: "
-            "they lie between its nearest shapes"
+            f"{len(answer.assumed_kernels)} of {len(answer.kernels)} kernels of the fastest are not in the "
+            f"table: they lie between its nearest shapes, or, where it has none of their kind, reach {shares}"
         )
+    notes.append(
+        f"as fitted to a training loop on B200, products take {overheads.slowdown:g} times as long in it, "
+        f"{format_seconds(overheads.gap)} follow each pass over memory, and each pass of a layer with "
+        f"experts waits for {format_seconds(overheads.dispatch)}"
+    )
     notes.append(
         "not modelled: overlap of communication and computing, experts that get unequal numbers of tokens, "
         "virtual stages, expert-tensor parallelism"

@@ -8,7 +8,6 @@ experts. All bytes are of 2-byte numbers unless said.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .kernels import AttentionKernel, Collective, GroupedMatmul, Kernel, Matmul, MemoryPass
@@ -67,8 +66,7 @@ def embedding_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: To
     """The lookup; with tensor parallelism each device looks up its rows and the sum is scattered."""
     whole = NUMBER * tokens.on(degrees) * shape.hidden
     own = whole / degrees.tensor
-    scatter = _over_tensor("reduce_scatter", whole, degrees)
-    gather = _over_tensor("all_gather", whole, degrees)
+    gather, scatter = _gather_and_scatter(whole, degrees)
     return Work(
         (MemoryPass(2 * own), *scatter), (*gather, MemoryPass(2 * whole), MemoryPass(2 * whole)), 0.0, 0.0
     )
@@ -81,11 +79,12 @@ def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens)
     whole, logits = NUMBER * count * shape.hidden, NUMBER * count * rows
     own = whole / degrees.tensor
     product = _linear(count, shape.hidden, rows)
+    gather, scatter = _gather_and_scatter(whole, degrees)
     sums = [Collective("all_reduce", 4.0 * count, "tensor")] * 3 if degrees.tensor > 1 else []
     return Work(
         (
             MemoryPass(2 * own),
-            *_over_tensor("all_gather", whole, degrees),
+            *gather,
             product[0],
             *sums,
             MemoryPass(logits, "ce_fusion"),
@@ -93,7 +92,7 @@ def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens)
         (
             MemoryPass(2 * logits, "ce_fusion"),
             *product[1:],
-            *_over_tensor("reduce_scatter", whole, degrees),
+            *scatter,
             MemoryPass(3 * own),
         ),
         2 * own + 3 * logits,
@@ -110,9 +109,12 @@ def _linear(tokens: int, inputs: int, outputs: int) -> tuple[Matmul, Matmul, Mat
     )
 
 
-def _over_tensor(name: str, bytes: float, degrees: ParallelDegrees) -> Iterator[Kernel]:
-    if degrees.tensor > 1:
-        yield Collective("all_gather" if name == "all_gather" else "reduce_scatter", bytes, "tensor")
+def _gather_and_scatter(bytes: float, degrees: ParallelDegrees) -> tuple[list[Kernel], list[Kernel]]:
+    """Of a whole tensor: the all-gather before a column-parallel product, and the reduce-scatter behind a
+    row-parallel one."""
+    if degrees.tensor == 1:
+        return [], []
+    return [Collective("all_gather", bytes, "tensor")], [Collective("reduce_scatter", bytes, "tensor")]
 
 
 def _attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> Work:
@@ -173,7 +175,7 @@ def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens
     fused = NUMBER * count * attention.fused_size / tensor
     result = NUMBER * count * attention.heads * attention.value_width / tensor
     statistics = 4.0 * count * attention.heads / tensor
-    gather, scatter = (list(_over_tensor(name, whole, degrees)) for name in ("all_gather", "reduce_scatter"))
+    gather, scatter = _gather_and_scatter(whole, degrees)
     return Work(
         (*gather, project[0], rotary, *forward, output[0], *scatter),
         (*gather, *output[1:], *backward, rotary, *gather, *project[1:], *scatter),
@@ -190,10 +192,7 @@ def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens:
     query_size = attention.query_size // tensor
     products = [_linear(own, hidden, size) for size in down_sizes if size]
     gathered = [NUMBER * count * size for size in down_sizes if size]
-    if attention.latent_queries:
-        products.append(_linear(count, attention.latent_queries, query_size))
-    else:
-        products.append(_linear(count, hidden, query_size))
+    products.append(_linear(count, attention.latent_queries or hidden, query_size))
     products.append(_linear(count, attention.latent_keys, attention.key_value_up_size // tensor))
     output = _linear(count, attention.heads * attention.value_width // tensor, hidden)
     forward, backward = _kernel_of_attention(shape, degrees, tokens)
@@ -204,10 +203,11 @@ def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens:
     latent = sum(gathered) / tensor
     # Queries are turned, keys put together of both parts, values copied.
     shuffle = (MemoryPass(2 * latent), MemoryPass(2 * queries), MemoryPass(up + queries + 2 * values))
-    spread = [kernel for bytes in gathered for kernel in _over_tensor("all_gather", bytes, degrees)]
-    gather = [kernel for bytes in gathered for kernel in _over_tensor("reduce_scatter", bytes, degrees)]
+    latents = [_gather_and_scatter(bytes, degrees) for bytes in gathered]
+    spread = [kernel for gather, _ in latents for kernel in gather]
+    gather = [kernel for _, scatter in latents for kernel in scatter]
     whole = NUMBER * count * hidden
-    scatter, back = (list(_over_tensor(name, whole, degrees)) for name in ("reduce_scatter", "all_gather"))
+    back, scatter = _gather_and_scatter(whole, degrees)
     return Work(
         (*(product[0] for product in products), *spread, *shuffle, *forward, output[0], *scatter),
         (
@@ -227,7 +227,7 @@ def _feed_forward(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tok
     count, tensor = tokens.on(degrees), degrees.tensor
     inner = _matrices(shape, shape.feed_forward // tensor, count)
     whole = NUMBER * count * shape.hidden
-    gather, scatter = (list(_over_tensor(name, whole, degrees)) for name in ("all_gather", "reduce_scatter"))
+    gather, scatter = _gather_and_scatter(whole, degrees)
     residual = whole / tensor
     return Work(
         (MemoryPass(2 * residual), *gather, *inner.forward, *scatter, MemoryPass(3 * residual)),
@@ -273,14 +273,11 @@ def _experts(shape: TransformerShape, experts: ExpertShape, degrees: ParallelDeg
     sent = NUMBER * own * experts.per_token * hidden
     small = NUMBER * own * experts.per_token * experts.width
     residual = NUMBER * own * hidden
-    exchange = list(_exchange(sent, degrees))
+    exchange: list[Kernel] = [Collective("all_to_all", sent, "expert")] if degrees.expert > 1 else []
     sort = [MemoryPass(2 * sent, "permute_fwd")] if degrees.expert > 1 else []
     sort_back = [MemoryPass(2 * sent, "permute_bwd")] if degrees.expert > 1 else []
     whole = NUMBER * count * hidden
-    gather, scatter = (
-        list(_over_tensor(name, whole, degrees)) if experts.shared_width else []
-        for name in ("all_gather", "reduce_scatter")
-    )
+    gather, scatter = _gather_and_scatter(whole, degrees) if experts.shared_width else ([], [])
     forward: tuple[Kernel, ...] = (
         MemoryPass(2 * residual),
         router[0],
@@ -325,11 +322,6 @@ def _experts(shape: TransformerShape, experts: ExpertShape, degrees: ParallelDeg
         3 * sent + ups * small,
         exchanges_tokens=True,
     )
-
-
-def _exchange(bytes: float, degrees: ParallelDegrees) -> Iterator[Kernel]:
-    if degrees.expert > 1:
-        yield Collective("all_to_all", bytes, "expert")
 
 
 def _grouped_products(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -146,24 +146,18 @@ def _row_key(row: Mapping[str | None, str | None], where: str) -> _Key:
     def sizes(*names: str) -> tuple[float, ...]:
         return tuple(_number(words.get(name), f"{where}: {name}", 2**31) for name in names)
 
-    readers: dict[str, Callable[[], _Key]] = {
-        "matmul": lambda: (
-            f"matmul {_word(words, 'layout', ('TN', 'NN', 'NT'), where)}",
-            sizes("m", "k", "n"),
-        ),
-        "group_matmul": lambda: (
-            f"group_matmul {_STAGES[_word(words, 'stage', tuple(_STAGES), where)]}",
-            sizes("ng", "M", "N", "K"),
-        ),
-        "sdp_fwd": lambda: ("attention forward", sizes(*_ATTENTION)),
-        "sdp_bwd": lambda: ("attention backward", sizes(*_ATTENTION)),
-    }
-    if operation not in readers:
-        raise FileError(
-            f"{where}: operation {operation[:40]!r} is not known",
-            f"Use one of: {', '.join(readers)}. {_HINT}",
-        )
-    return readers[operation]()
+    match operation:
+        case "matmul":
+            return f"matmul {_word(words, 'layout', ('TN', 'NN', 'NT'), where)}", sizes("m", "k", "n")
+        case "group_matmul":
+            part = _STAGES[_word(words, "stage", tuple(_STAGES), where)]
+            return f"group_matmul {part}", sizes("ng", "M", "N", "K")
+        case "sdp_fwd" | "sdp_bwd":
+            return f"attention {'forward' if operation == 'sdp_fwd' else 'backward'}", sizes(*_ATTENTION)
+    raise FileError(
+        f"{where}: operation {operation[:40]!r} is not known",
+        f"Use one of: matmul, group_matmul, sdp_fwd, sdp_bwd. {_HINT}",
+    )
 
 
 _ATTENTION = ("seq_len", "head_num", "kv_head_num", "qk_head_dim", "v_head_dim")

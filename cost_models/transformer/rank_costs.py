@@ -136,10 +136,6 @@ class RankCosts:
         """Of a pass over memory of so many bytes."""
         return self.limits.pass_seconds(MemoryPass(bytes)) + self.overheads.gap
 
-    def assumed(self, works: Iterable[Work]) -> list[Product]:
-        """The products for which the table has no row of their shape."""
-        return [kernel for kernel in products(works) if self.table is None or not self.table.has(kernel)]
-
     def _sum(self, kernels: Iterable[Kernel], degrees: ParallelDegrees) -> float:
         return sum(self._kernel(kernel, degrees) for kernel in kernels)
 

@@ -7,7 +7,7 @@ gradients in float32, the optimizer's update, and the gathering of the updated w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import UsageError
 from ..schedules.action import Program
 from ..schedules.one_f_one_b import in_flight, program
-from ..simulator.costs import Costs
+from ..simulator.pipeline_costs import PipelineCosts
 from ..timeline import simulate
 from .block_kernels import NUMBER, Tokens, Work, block_work, embedding_work, head_work
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
@@ -321,14 +321,9 @@ def _pipeline_seconds(stages: Sequence[StageEstimate], transfer: float, micro_ba
     backward = np.array([stage.backward_seconds for stage in stages])
     if len(stages) == 1:
         return float(micro_batches * (forward[0] + backward[0]))
-    nothing = np.zeros((1, len(stages) - 1))
-    costs = Costs(
-        forward=forward[:, None, None],
-        backward=backward[:, None, None],
-        forward_occupancy=nothing + transfer,
-        forward_latency=nothing,
-        backward_occupancy=nothing + transfer,
-        backward_latency=nothing,
+    cuts = np.zeros(len(stages) - 1)
+    costs = replace(
+        PipelineCosts(forward[:, None], backward[:, None], cuts + transfer, cuts).general(),
         transfers="rendezvous",
     )
 

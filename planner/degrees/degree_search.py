@@ -23,10 +23,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, product
 
 from ...cost_models.errors import InfeasibleError, UsageError
 from ...cost_models.transformer.block_kernels import Tokens
+from ...cost_models.transformer.kernels import Product
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.rank_costs import RankCosts, products
 from ...cost_models.transformer.training_step import (
@@ -46,45 +48,6 @@ _HALVINGS = 24
 
 
 @dataclass(frozen=True)
-class DegreePlan:
-    """One way to train: degrees, blocks of each stage, micro-batches, recomputation, and what it takes."""
-
-    degrees: ParallelDegrees
-    blocks: tuple[int, ...]
-    micro_batch_size: int
-    micro_batches: int
-    recompute: Recomputation
-    estimate: StepEstimate
-
-    def setting(self, sequence: int) -> TrainingSetting:
-        """What it trains at a time."""
-        return TrainingSetting(self.micro_batches, Tokens(sequence, self.micro_batch_size), self.recompute)
-
-
-@dataclass(frozen=True)
-class DegreeAnswer:
-    """The fastest plans, the best first; `bound_seconds`: no division of the layers under any of the
-    `combinations` takes less. `limit_bytes`: what a device's ledger may add up to. `assumed_kernels`: of the
-    best plan, products that no table has, out of so many `kernels`."""
-
-    shape: TransformerShape
-    devices: int
-    options: DegreeOptions
-
-    plans: tuple[DegreePlan, ...]
-    bound_seconds: float
-    combinations: int
-    limit_bytes: float
-    assumed_kernels: int
-    kernels: int
-
-    @property
-    def gap(self) -> float:
-        """By how much of its step the best plan may exceed the best there is."""
-        return 1 - self.bound_seconds / self.plans[0].estimate.step_seconds
-
-
-@dataclass(frozen=True)
 class Combination:
     """Degrees with the micro-batches and recomputation."""
 
@@ -93,7 +56,59 @@ class Combination:
 
     @property
     def micro_batch_size(self) -> int:
+        """Sequences."""
         return self.setting.tokens.samples
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one replica."""
+        return self.setting.micro_batches
+
+    @property
+    def recompute(self) -> Recomputation:
+        """Of every block."""
+        return self.setting.recompute
+
+
+@dataclass(frozen=True)
+class DegreePlan(Combination):
+    """One way to train: a combination with the blocks of each stage, and what it takes."""
+
+    blocks: tuple[int, ...]
+    estimate: StepEstimate
+
+
+@dataclass(frozen=True)
+class DegreeAnswer:
+    """The fastest plans, the best first; `bound_seconds`: no division of the layers that fits takes less
+    under any of the `combinations`. `limit_bytes`: what a device's ledger may add up to."""
+
+    shape: TransformerShape
+    devices: int
+    options: DegreeOptions
+    costs: RankCosts
+    plans: tuple[DegreePlan, ...]
+    bound_seconds: float
+    combinations: int
+    limit_bytes: float
+
+    @property
+    def gap(self) -> float:
+        """The best plan's step over the bound, less 1."""
+        return self.plans[0].estimate.step_seconds / self.bound_seconds - 1
+
+    @cached_property
+    def kernels(self) -> list[Product]:
+        """The different products of the best plan."""
+        best = self.plans[0]
+        layers = LayerTable(self.shape, best.degrees, best.setting, self.costs)
+        return products((*layers.blocks.values(), layers.embedding, layers.head))
+
+    @property
+    def assumed_kernels(self) -> list[Product]:
+        """Those of which no table has the shape."""
+        table = self.costs.table
+        return [kernel for kernel in self.kernels if table is None or not table.has(kernel)]
 
 
 def search_degrees(
@@ -132,19 +147,7 @@ def search_degrees(
     if not best:
         raise _nothing_fits(shape, devices, len(combinations), least, memory_bytes)
     plans = tuple(plan for _, _, plan in sorted(best, reverse=True))
-    layers = LayerTable(shape, plans[0].degrees, plans[0].setting(options.sequence), costs)
-    works = (*layers.blocks.values(), layers.embedding, layers.head)
-    return DegreeAnswer(
-        shape=shape,
-        devices=devices,
-        options=options,
-        plans=plans,
-        bound_seconds=bound,
-        combinations=len(combinations),
-        limit_bytes=memory_bytes,
-        assumed_kernels=len(costs.assumed(works)),
-        kernels=len(products(works)),
-    )
+    return DegreeAnswer(shape, devices, options, costs, plans, bound, len(combinations), memory_bytes)
 
 
 def list_combinations(shape: TransformerShape, devices: int, options: DegreeOptions) -> Iterator[Combination]:
@@ -194,17 +197,21 @@ def slowest_stage(layers: LayerTable, memory_bytes: float) -> tuple[float, list[
     ranges = _longest(layers, float("inf"), memory_bytes)
     if ranges is None:
         return float("inf"), None
-    high = max(layers.seconds(own, stage).both for stage, own in enumerate(ranges))
-    low, best = min(layers.least_slowest_seconds(), high), ranges
+
+    def slowest(ranges: list[range]) -> float:
+        return max(layers.seconds(own, stage).both for stage, own in enumerate(ranges))
+
+    high = slowest(ranges)
+    low = min(layers.least_slowest_seconds(), high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         trial = _longest(layers, middle, memory_bytes)
         if trial is None:
             low = middle
         else:
-            best = trial
-            high = max(layers.seconds(own, stage).both for stage, own in enumerate(trial))
-    return low, [len(own) for own in best]
+            ranges = trial
+            high = slowest(ranges)
+    return low, [len(own) for own in ranges]
 
 
 def _longest(layers: LayerTable, seconds: float, memory_bytes: float) -> list[range] | None:
@@ -270,9 +277,7 @@ def _best_division(
     trials = [(counts, estimate_stages(layers, counts)) for counts in choices]
     fitting = [each for each in trials if each[1].peak_bytes <= memory_bytes]
     counts, estimate = min(fitting, key=lambda each: each[1].step_seconds)
-    return DegreePlan(
-        one.degrees, counts, one.micro_batch_size, one.setting.micro_batches, one.setting.recompute, estimate
-    )
+    return DegreePlan(one.degrees, one.setting, counts, estimate)
 
 
 def _by_seconds(layers: LayerTable) -> list[int]:
