@@ -96,6 +96,7 @@ ATTACKED_BY_TESTS: dict[str, str] = {
 
 NOT_BOUNDS: dict[str, str] = {
     "candidate.py:Proposal.bounds": "first and last layers of stages",
+    "degrees/degree_search.py:DegreeAnswer.gap": "what the answer's bound leaves",
     "explanation/compare.py:_bound": "a bound that a plan's file says",
     "explanation/compare.py:_problem": "what plans have in common of whose steps one bound tells",
     "explanation/compare.py:_proven_bound": "a bound that a plan's file says",
