@@ -26,7 +26,7 @@ from .plan_simulation import of_same_layers
 from .plan_stages import bubble, list_prediction_limits, plan_recompute, plan_stages, shared_weights
 from .problem import Problem
 from .robust.interval import estimate_interval
-from .scoring import assemble
+from .scoring import assemble, written_order
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
 
@@ -114,6 +114,7 @@ def bare_plan(
         micro_batches=config.micro_batches,
         micro_batch_size=config.micro_batch_size,
         schedule=config.schedule,
+        order=written_order(best.proposal),
         virtual_stages=config.virtual_stages,
         optimizer=problem.options.optimizer,
         precision=problem.precision.name,

@@ -15,6 +15,7 @@ from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, kn
 from ..cost_models.quantities import parse_seconds
 from ..cost_models.ranges import MOST_MINI_BATCH
 from ..cost_models.runtime import RUNTIMES, runtime_named
+from ..cost_models.schedule_files import schedule_word
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.typed_text import number_or_auto, one_of
 from .pipeline_config import MODES, MOST_MICRO_BATCHES
@@ -120,9 +121,10 @@ class PlanOptions(Options):
     )
     schedule: str = _training(
         "auto",
-        arguments.word,
-        "1f1b|gpipe|...|auto",
-        "Order of each stage's forwards and backwards, as of pplan schedules; auto: of gpipe and 1f1b.",
+        schedule_word,
+        "1f1b|gpipe|...|FILE|auto",
+        "Order of each stage's forwards and backwards: a name of pplan schedules, your own in FILE.schedule; "
+        "auto: of gpipe and 1f1b.",
     )
     recompute: str = _training(
         "auto",

@@ -168,7 +168,7 @@ class Problem:
         """The schedules that the options and the runtime leave, those that are searched exactly first."""
         runtime, requested = self.runtime, self.options.schedule
         if requested != "auto":
-            return (requested,) if runtime is None or requested in runtime.schedules else ()
+            return (requested,) if runtime is None or runtime.runs(requested) else ()
         if runtime is None:
             return SEARCHED
         ordered = (*SEARCHED, *(name for name in SCHEDULES if name not in SEARCHED))

@@ -9,7 +9,7 @@ from typing import Any, Literal, Required, TypedDict
 from ..cost_models import arguments
 from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
 from ..cost_models.option_fields import Option, Options, declared, option, options_from, unknown_option
-from ..cost_models.schedules import SCHEDULES
+from ..cost_models.schedule_files import optional_schedule
 from ..cost_models.typed_text import counts
 from ..planner.degrees.degree_options import DegreeKeywords
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
@@ -89,7 +89,7 @@ def _number(form: str, help: str, panel: str | None = None) -> Any:
 
 
 def _schedule(help: str, panel: str | None = None) -> Any:
-    return option(None, arguments.optional_word, help, "NAME", words=tuple(SCHEDULES), panel=panel)
+    return option(None, optional_schedule, help, "NAME|FILE", panel=panel)
 
 
 @dataclass(frozen=True)

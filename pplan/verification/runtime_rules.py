@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .orders import ASYNCHRONOUS, SYNCHRONOUS
 from .report import LineCheck
 
 _TORCH = frozenset(
@@ -18,7 +19,7 @@ class Rules:
     stages, and has the devices of one machine. `by_stage`: each stage may recompute or not for itself.
     `trains_all`: a stage without anything to train is refused. `parts`: several of the layers on a device.
     `zero`: the stages of ZeRO over the replicas of a stage. `shares`: weights that several stages may use,
-    any, those of the first and the last stage ("ends"), or none."""
+    any, those of the first and the last stage ("ends"), or none. `lists`: it runs any lists of actions."""
 
     schedules: frozenset[str]
     recompute: frozenset[str]
@@ -29,6 +30,7 @@ class Rules:
     parts: bool = True
     zero: tuple[int, ...] = (0, 1)
     shares: str = "nothing"
+    lists: bool = False
 
 
 _PIPE = Rules(
@@ -39,14 +41,14 @@ RULES = {
     "torchgpipe": _PIPE,
     "fairscale": _PIPE,
     "deepspeed": Rules(frozenset({"1f1b"}), _WHOLE, trains_all=True, parts=False, shares="any"),
-    "torch": Rules(_TORCH, _WHOLE, by_stage=True, shares="any"),
+    "torch": Rules(_TORCH, _WHOLE, by_stage=True, shares="any", lists=True),
     "huggingface": Rules(
         frozenset({"naive"}), _WHOLE, replicas=False, one_process=True, parts=False, zero=(0,)
     ),
     "megatron": _MEGATRON,
     "megatron-bridge": _MEGATRON,
-    "torchtitan": Rules(_TORCH, _WHOLE),
-    "nemo-automodel": Rules(_TORCH - {"dualpipe-v"}, _WHOLE),
+    "torchtitan": Rules(_TORCH, _WHOLE, lists=True),
+    "nemo-automodel": Rules(_TORCH - {"dualpipe-v"}, _WHOLE, lists=True),
 }
 
 
@@ -68,7 +70,9 @@ def check_runtime(
     """Whether a runtime runs a pipeline."""
     check.holds(f"runtime {runtime} is unknown", runtime in RULES)
     rules = RULES[runtime]
-    check.holds(f"{runtime} does not run it", schedule in rules.schedules, schedule, sorted(rules.schedules))
+    own = schedule not in {*SYNCHRONOUS, *ASYNCHRONOUS}
+    runs = schedule in rules.schedules or (own and rules.lists)
+    check.holds(f"{runtime} does not run it", runs, schedule, sorted(rules.schedules))
     check.holds(
         f"{runtime} recomputes all stages in one way", rules.by_stage or len(set(modes)) == 1, list(modes)
     )

@@ -14,6 +14,7 @@ from .runtime_rules import one_process
 from .stated_machine import StatedMachine
 from .stated_plan import StatedPlan
 from .stated_training import training_of
+from .written_order import written_order
 
 STASHING = ("pipedream", "pipedream-2bw")
 """Asynchronous schedules whose weight versions are known: 1f1b's lists without an end."""
@@ -88,4 +89,6 @@ def planned_order(plan: StatedPlan) -> ScheduleOrder:
         raise NotChecked(f"{plan.schedule} is asynchronous")
     if plan.schedule in STASHING:
         return order_of("1f1b", devices, 2 * devices + 2, plan.virtual_stages)
+    if plan.order:
+        return written_order(plan.order, devices, plan.micro_batches, plan.virtual_stages)
     return order_of(plan.schedule, devices, plan.micro_batches, plan.virtual_stages)
