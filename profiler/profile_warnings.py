@@ -8,7 +8,8 @@ from ..cost_models.machines.preset_lookup import is_gpu, same_device
 from ..cost_models.machines.processor_seconds import gpus_with_the_seconds
 from ..cost_models.machines.topology_options import ProfiledDevice
 from ..cost_models.topology import Topology
-from .profile_file import Profile, WholeMeasurement
+from .profile_file import Profile
+from .profile_records import WholeMeasurement
 
 CLOSES = 0.05
 """Share by which the layers' seconds may miss the whole model's, and its passes vary, without a word."""
