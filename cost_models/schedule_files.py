@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,15 @@ def read_schedule_file(path: Path) -> str:
         raise UsageError(f"{path}: {error.what}", error.hint) from error
 
 
-def schedule_word(field: str, value: Any) -> str:
-    """The name of a known schedule, `auto`, or of the one that the file `value` describes.
+def schedule_word(field: str, value: Any, besides: Sequence[str] = ("auto", "synthesized")) -> str:
+    """The name of a known schedule, a word `besides`, or the name of the one that the file `value` describes.
 
     Raises UsageError for a name that is not known.
     """
     text = str(value) if isinstance(value, Path) else arguments.word(field, value)
     if text.endswith(SUFFIX):
         return read_schedule_file(Path(text))
-    if text == "auto" or text in SCHEDULES:
+    if text in besides or text in SCHEDULES:
         return text
     near = difflib.get_close_matches(text, SCHEDULES, n=1, cutoff=0.5)
     raise UsageError(
@@ -52,4 +53,4 @@ def schedule_word(field: str, value: Any) -> str:
 
 def optional_schedule(field: str, value: Any) -> str | None:
     """The same, or None."""
-    return None if value is None else schedule_word(field, value)
+    return None if value is None else schedule_word(field, value, ())

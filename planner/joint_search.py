@@ -16,7 +16,7 @@ from .candidate import Proposal, ScoredPlan
 from .coverage import as_searched, is_searched
 from .other_placements import along_other_orders, reassign
 from .other_schedules import transplant
-from .pipeline_config import SEARCHED
+from .pipeline_config import SEARCHED, SYNTHESIZED
 from .plan_records import TIE
 from .planners import PLANNERS, planner_named
 from .planners.base import Planner, refusal
@@ -26,6 +26,7 @@ from .search.branch_and_bound import SearchResult, search
 from .search.budget import WORK_A_SECOND, OutOfTime
 from .search.coarse import is_large, search_large
 from .search.space import Space
+from .synthesis.synthesize import synthesize
 from .universal_bound import universal_bound
 
 SEARCH_SHARE = 0.6
@@ -81,6 +82,8 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSe
     if result.best is not None and (other := along_other_orders(problem, result.best)) is not None:
         moved = _on_other_devices(problem, [other])
         result = _with(problem, result, [other] if moved is None else [other, moved])
+    if problem.options.schedule == SYNTHESIZED:
+        result = _with(problem, result, synthesize(problem, result.best))
     return JointSearchResult(result, by_planner)
 
 
@@ -197,7 +200,8 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
         return replace(result, best=None, exact=result.exact and result.bound_seconds == inf)
     best = _as_searched(problem, best)
     step, own = best.step_seconds, problem.unsearched
-    inside = is_searched(problem, best.proposal) or best.config.schedule in own
+    name = best.config.schedule
+    inside = is_searched(problem, best.proposal) or (name not in SEARCHED and problem.may_run(name))
     bound, universal = result.bound_seconds, result.universal or not inside or not problem.families
     if universal:
         bound = universal_bound(problem, problem.proposable, step)

@@ -18,7 +18,7 @@ from ..cost_models.runtime import RUNTIMES, runtime_named
 from ..cost_models.schedule_files import schedule_word
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.typed_text import number_or_auto, one_of
-from .pipeline_config import MODES, MOST_MICRO_BATCHES
+from .pipeline_config import MODES, MOST_MICRO_BATCHES, SYNTHESIZED
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
 
@@ -239,7 +239,7 @@ class PlanOptions(Options):
             )
         modes = tuple(mode for mode in MODES if mode != "by_stage")
         for field, word, words in (
-            ("schedule", self.schedule, ("auto", *synchronous)),
+            ("schedule", self.schedule, ("auto", SYNTHESIZED, *synchronous)),
             ("recompute", self.recompute, ("auto", *modes)),
             ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
             ("precision", self.precision, ("auto", *PRECISIONS)),

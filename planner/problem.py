@@ -16,7 +16,15 @@ from ..cost_models.topology import Topology
 from .batch_sizes import SAMPLES_PER_DEVICE, BatchSizes
 from .candidate import Proposal
 from .cut_limits import limit_cuts
-from .pipeline_config import MODES, SEARCHED, Mode, PipelineConfig, pipeline_configs
+from .pipeline_config import (
+    MODES,
+    SEARCHED,
+    STARTS_OF_ORDERS,
+    SYNTHESIZED,
+    Mode,
+    PipelineConfig,
+    pipeline_configs,
+)
 from .plan_options import PlanOptions
 from .search.budget import SearchBudget
 from .search.placements import MOST_DEVICES, Placement, placements
@@ -167,6 +175,9 @@ class Problem:
     def schedules(self) -> tuple[str, ...]:
         """The schedules that the options and the runtime leave, those that are searched exactly first."""
         runtime, requested = self.runtime, self.options.schedule
+        if requested == SYNTHESIZED:
+            names = (*SEARCHED, *STARTS_OF_ORDERS)
+            return tuple(name for name in names if runtime is None or runtime.runs(name))
         if requested != "auto":
             return (requested,) if runtime is None or runtime.runs(requested) else ()
         if runtime is None:
@@ -180,6 +191,13 @@ class Problem:
         left_open = self.options.schedule == "auto" and self.runtime is None
         proposes_interleaved = self.options.planner == INTERLEAVED and left_open
         return (*self.schedules, INTERLEAVED) if proposes_interleaved else self.schedules
+
+    def may_run(self, schedule: str) -> bool:
+        """Whether plans of this schedule are allowed."""
+        if schedule in self.proposable:
+            return True
+        takes_any = self.runtime is None or self.runtime.any_order
+        return self.options.schedule == SYNTHESIZED and takes_any and schedule.startswith(f"{SYNTHESIZED}-")
 
     @property
     def unsearched(self) -> tuple[str, ...]:
@@ -287,7 +305,7 @@ class Problem:
         stages = len(proposal.ends) // config.virtual_stages
         chunked = config.virtual_stages > 1
         return (
-            config.schedule in self.proposable
+            self.may_run(config.schedule)
             and stages <= (self.options.max_stages or stages)
             and (not self.options.use_all or proposal.device_count == self.usable_gpus)
             and self.space.limits.allow(proposal.bounds)

@@ -1,0 +1,210 @@
+"""Plans with an order of actions of their own, on the cuts and devices of good plans.
+
+The orders start from the best known ones and from those that a rule makes (`fill_orders`); they are improved
+(`local_search`) and, where OR-tools is installed, handed to its solver (`solve_order`). None is slower than
+the plan that it started from. Each is a schedule like any other, named by the hash of its actions, and scored
+by the simulator and the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from math import inf
+from typing import TYPE_CHECKING
+
+from ...cost_models.errors import UsageError
+from ...cost_models.memory import Recompute
+from ...cost_models.ranges import MOST_ACTIONS
+from ...cost_models.schedules import Program, register_order, schedule_named
+from ...cost_models.schedules.schedule_text import read_schedule, write_program
+from ...cost_models.timeline import simulate
+from ..assembly import Assembly
+from ..candidate import Proposal, ScoredPlan
+from ..other_schedules import transplant
+from ..pipeline_config import SYNTHESIZED
+from ..plan_simulation import device_memory
+from ..scoring import assemble, fastest, possible
+from .fill_orders import fill_orders
+from .local_search import improve_order
+from .order_problem import Lists, OrderProblem, lists_of, order_problem
+from .run_order import run_order
+from .solve_order import MOST_ACTIONS as MOST_SOLVED
+from .solve_order import has_solver, solve_order
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+BASES = ("zb-h1", "1f1b", "zb-v", "interleaved")
+"""Whose places the parts of the layers have: a line with the backward in two parts or whole, a V, a loop."""
+STARTS = {
+    "zb-h1": ("zb-h1", "zb-h2"),
+    "1f1b": ("1f1b",),
+    "zb-v": ("zb-v", "dualpipe-v"),
+    "interleaved": ("interleaved",),
+}
+"""By base, the known orders of the same places."""
+TRIED, SOLVED = 24, 2
+"""Shapes with the lowest bounds for which orders are made by rule; of these, the fastest that are
+improved."""
+CHANGES_A_SECOND = 500_000
+"""Actions of orders that are run through in a second, about."""
+MOST_FILLED = 20_000
+"""Actions of an order that is made by rule, event by event."""
+SHARE = 0.5
+"""Of the time limit, for all of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A plan's shape with the numbers of its orders, and the best of them so far."""
+
+    proposal: Proposal
+    program: Program
+    problem: OrderProblem
+    bound: float
+    lists: Lists | None = None
+    step: float = inf
+
+
+def synthesize(problem: Problem, best: ScoredPlan | None) -> list[ScoredPlan]:
+    """The fastest plans found with orders of their own, that fit and are faster than the `best` plan."""
+    limit = inf if best is None else best.step_seconds
+    candidates = sorted(_candidates(problem, best, limit), key=lambda own: own.bound)[:TRIED]
+    seconds = SHARE * problem.options.time_limit
+    filled = []
+    for own in candidates:
+        if problem.budget.over:
+            break
+        filled.append(_fill(own))
+    filled.sort(key=lambda own: own.step)
+    plans = []
+    for own in filled[:SOLVED]:
+        if own.lists is None or own.bound >= limit or problem.budget.over:
+            continue
+        improved = _improve(own, seconds / SOLVED)
+        if improved.step < limit and (plan := _score(problem, improved)) is not None:
+            plans.append(plan)
+            limit = min(limit, plan.step_seconds)
+    return plans
+
+
+def _candidates(problem: Problem, best: ScoredPlan | None, limit: float) -> Iterator[_Candidate]:
+    """Shapes of good plans, by base, whose bound on all orders is below the limit."""
+    names = [name for name in BASES if name in problem.schedules]
+    straight = None if best is None or best.config.virtual_stages > 1 else best
+    proposals: Iterable[Proposal] = transplant(problem, names, straight)
+    for proposal in dict.fromkeys(proposals):
+        config = proposal.config
+        devices = len(proposal.ends) // config.virtual_stages
+        if 3 * len(proposal.ends) * config.micro_batches > MOST_ACTIONS or devices == 1:
+            continue
+        if proposal.config.recompute == "except_last" or not possible(problem.space, proposal):
+            continue
+        with suppress(UsageError):  # the schedule does not run with these numbers
+            for modes in _modes(problem, proposal):
+                own = _candidate(problem, proposal, modes)
+                if own.bound < limit:
+                    yield own
+
+
+def _modes(problem: Problem, proposal: Proposal) -> list[list[Recompute]]:
+    """By part, what recomputes: nothing; all; and, by device, what has no room for as many micro-batches as
+    1F1B holds."""
+    never: list[Recompute] = ["never" for _ in proposal.ends]
+    always: list[Recompute] = ["always" for _ in proposal.ends]
+    if proposal.config.recompute != "by_stage":
+        return [always if proposal.config.recompute == "always" else never]
+    whole = _candidate(problem, proposal, never).problem
+    lacking = set()
+    for device, parts in enumerate(whole.own_parts):
+        wanted = min(whole.micro_batches, whole.devices - device)
+        if sum(whole.held[part] for part in parts) * wanted > whole.room[device]:
+            lacking.add(device)
+    if not lacking:
+        return [never]
+    mixed: list[Recompute] = ["always" if device in lacking else "never" for device in whole.device]
+    return [never, mixed, always] if len(lacking) < whole.devices else [never, always]
+
+
+def _candidate(problem: Problem, proposal: Proposal, modes: Sequence[Recompute]) -> _Candidate:
+    assembly = assemble(problem.space, proposal, modes)
+    numbers = order_problem(assembly, *_memory(problem, assembly))
+    return _Candidate(proposal, assembly.program, numbers, numbers.bound())
+
+
+def _memory(problem: Problem, assembly: Assembly) -> tuple[list[float], list[float]]:
+    """By device, the room for micro-batches in flight; by part, the bytes of one."""
+    program = assembly.program
+    timeline = simulate(program, assembly.costs())
+    room, held = [], [0.0] * program.slots
+    for device in range(program.devices):
+        own = device_memory(assembly, device, timeline)
+        room.append(problem.space.limit(assembly.ranks[device]) - own.resident_bytes)
+        for chunk, amount in enumerate(own.bytes_in_flight):
+            place = type(program.pipes[0][0])(device, chunk)
+            held[program.parts_by_slot[place]] = amount
+    return room, held
+
+
+def _fill(own: _Candidate) -> _Candidate:
+    """With the best of the known orders and of those made by rule."""
+    numbers = own.problem
+    best, lists = inf, None
+    for order in (*_known(own), *(fill_orders(numbers) if _actions(own) <= MOST_FILLED else ())):
+        clock = run_order(numbers, order) if numbers.fits(order) else None
+        if clock is not None and clock.step < best:
+            best, lists = clock.step, order
+        if best <= own.bound * (1 + 1e-9):
+            break
+    return replace(own, lists=lists, step=best)
+
+
+def _known(own: _Candidate) -> Iterator[Lists]:
+    config = own.proposal.config
+    for name in STARTS[config.schedule]:
+        with suppress(UsageError):
+            program = schedule_named(name).program(own.program.devices, config.micro_batches)
+            lists = lists_of(program)
+            if lists is not None:
+                yield lists
+
+
+def _actions(own: _Candidate) -> int:
+    return sum(len(row) for row in own.program.actions)
+
+
+def _improve(own: _Candidate, seconds: float) -> _Candidate:
+    """Improved for about so many seconds: by exchanges, then by the solver where there is one."""
+    assert own.lists is not None, "an order was made"
+    solves = has_solver() and _actions(own) <= MOST_SOLVED
+    share = seconds / 3 if solves else seconds
+    turns = iter(range(max(1, int(share * CHANGES_A_SECOND / _actions(own)))))
+    lists, step = improve_order(own.problem, own.lists, own.bound, lambda: next(turns, None) is None)
+    own = replace(own, lists=lists, step=step)
+    if not solves or step <= own.bound * (1 + 1e-9):
+        return own
+    found = solve_order(own.problem, lists, own.bound, seconds - share)
+    clock = None if found.lists is None else run_order(own.problem, found.lists)
+    own = replace(own, bound=max(own.bound, min(found.bound, step)))
+    if clock is None or found.lists is None or clock.step >= step or not own.problem.fits(found.lists):
+        return own
+    return replace(own, lists=found.lists, step=clock.step)
+
+
+def _score(problem: Problem, own: _Candidate) -> ScoredPlan | None:
+    """The order as a schedule of a plan, by the simulator and the ledger; None where it does not fit."""
+    assert own.lists is not None, "an order was made"
+    program = own.problem.program(own.lists, own.program)
+    text = write_program("synthesized", program)
+    name = f"{SYNTHESIZED}-{sha256(text.encode()).hexdigest()[:8]}"
+    config = own.proposal.config
+    register_order(
+        read_schedule(write_program(name, program, "pplan: the fastest order found for a plan")),
+        program.devices,
+        program.micro_batches,
+        config.virtual_stages,
+    )
+    return fastest(problem.space, [replace(own.proposal, config=replace(config, schedule=name))])
