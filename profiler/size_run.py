@@ -16,14 +16,14 @@ from .chain.layers import Layer
 from .measurement_target import MeasurementTarget
 from .memory.live_bytes import build_meter, sees_kernels
 from .memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
-from .passes.activations import SavedBytes
 from .passes.backward_parts import PartTimes, run_parts
 from .passes.launch_lead import LeadTuner
 from .passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
 from .passes.timed_passes import TimedPasses
-from .passes.timing import OutputGradients, WholeTimes, run_layers, run_whole, tensors_in
-from .passes.watchers import Watcher
+from .passes.timing import OutputGradients, WholeTimes, run_layers, run_whole
+from .passes.watchers import SavedBytes, Watcher
 from .user_model.failures import first_line, is_out_of_memory, refusal
+from .user_model.flat_output import tensors_in
 from .user_model.loaded_model import ModelInput
 from .user_model.losses import Loss
 

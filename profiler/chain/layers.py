@@ -12,22 +12,18 @@ from torch import Tensor, fx, nn
 
 from ...cost_models.errors import ModelError
 from ..comparison.model_check import Comparison, ModelCheck
-from ..graphs.cutting import parts
+from ..graphs.cutting import Granularity, parts, refuse_unmatched
 from ..graphs.flow import Flow
-from ..graphs.frontends import trace_model
-from ..graphs.granularity import Granularity, refuse_unmatched
+from ..graphs.frontends import ELEMENTS, trace_model
 from ..graphs.graph import TracedGraph
 from ..graphs.remodule import attribute
 from ..graphs.segments import GraphSegment
-from ..graphs.sequential_graph import ELEMENTS
-from ..graphs.smallest_picture import naming_larger_pictures
-from ..graphs.trial import Trial
+from ..graphs.trial import Trial, naming_larger_pictures
 from ..user_model.failures import layer_failure as layer_failure
 from ..user_model.loaded_model import ModelInput, refuse_lazy
 from ..user_model.seeding import fixed_seed
-from .layer_sequential import LayerSequential, model_name
+from .layer_sequential import LayerSequential, model_name, registered_once
 from .shared_parameters import storage_aliases, tensors_used
-from .sharing import registered_once
 
 
 @dataclass(frozen=True, eq=False)

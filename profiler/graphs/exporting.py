@@ -31,10 +31,9 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from ...cost_models.errors import ModelError
 from ..torch_internals import tree_flatten
-from ..user_model.copies import copy_model, copy_to_meta
 from ..user_model.failures import first_line, is_out_of_memory, user_line
 from ..user_model.flat_output import FlatOutput
-from ..user_model.loaded_model import ModelInput
+from ..user_model.loaded_model import ModelInput, copy_model, copy_to_meta
 from .export_cleaning import ask_devices, drop_checks, drop_unused_sizes, value_kind, write_early
 from .graph import AROUND, TracedGraph, is_inside
 from .opaque_calls import OpaqueCalls

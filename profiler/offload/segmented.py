@@ -17,12 +17,11 @@ from ..chain.layers import Layer
 from ..chain.shared_parameters import modules_used, tensors_used
 from ..memory.live_bytes import Meter, build_meter, storages
 from ..memory.workspace import LossWorkspace, Workspace
-from ..passes.activations import SavedBytes
 from ..passes.clocks import Clock
 from ..passes.launch_lead import LeadTuner
 from ..passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
 from ..passes.timing import Context, OutputGradients, run_layers
-from ..passes.watchers import CompositeWatcher, Watcher
+from ..passes.watchers import CompositeWatcher, SavedBytes, Watcher
 from ..torch_internals import storage_key, tree_leaves, tree_map_only
 from ..user_model.failures import is_out_of_memory, layer_failure
 from ..user_model.losses import Loss
