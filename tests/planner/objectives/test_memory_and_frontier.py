@@ -12,7 +12,8 @@ from pplan.cost_models.errors import FileError, InfeasibleError, UsageError
 from pplan.planner.candidate import Proposal
 from pplan.planner.objectives.frontier import Frontier, build_frontier
 from pplan.planner.objectives.least_memory import least_memory
-from pplan.planner.objectives.objective import Objective, peak_bytes
+from pplan.planner.objectives.objective import Objective
+from pplan.planner.objectives.objective_result import peak_bytes
 from pplan.planner.objectives.solve_objective import solve_for
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_records import ProfileReference
