@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from ..cost_models.machines.catalogue import is_gpu, same_device
 from ..cost_models.machines.topology_options import ProfiledDevice, gpus_as_profiled
 from ..cost_models.topology import Topology
-from .profile_file import Profile, WholeMeasurement
+from .profile_file import Profile
+from .profile_records import WholeMeasurement
 
 CLOSES = 0.05
 """Share by which the layers' seconds may miss the whole model's, and its passes vary, without a word."""

@@ -39,6 +39,7 @@ NO_TORCH = [
     *(ROOT / "profiler/importing").rglob("*.py"),
     ROOT / "profiler/__init__.py",
     ROOT / "profiler/profile_file.py",
+    ROOT / "profiler/profile_records.py",
 ]
 
 
