@@ -26,7 +26,7 @@ BOUNDS: dict[str, str] = {
     "explanation/runner_up.py:_rival": EXPLAINED,
     "explanation/runner_up.py:_without": EXPLAINED,
     "explanation/runner_up.py:_without_cut": EXPLAINED,
-    "explanation/what_if.py:_answer": EXPLAINED,
+    "explanation/explanation.py:_solve_what_if": EXPLAINED,
     "joint_search.py:find": STEP,
     "joint_search.py:_with": STEP,
     "joint_search.py:joint_search": STEP,

@@ -28,7 +28,7 @@ from itertools import pairwise, product
 
 from ...cost_models.errors import InfeasibleError, UsageError
 from ...cost_models.transformer.block_kernels import Tokens
-from ...cost_models.transformer.kernels import Product
+from ...cost_models.transformer.kernel_table import Product
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.rank_costs import RankCosts, products
 from ...cost_models.transformer.training_step import (
