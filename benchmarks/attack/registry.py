@@ -89,8 +89,13 @@ BOUNDS: dict[str, str] = {
 """By name, the checks that hold it against all plans."""
 
 ATTACKED_BY_TESTS: dict[str, str] = {
-    "degrees/degree_search.py:lower_bound": "tests/planner/degrees/test_degree_search.py",
+    "degrees/stage_divisions.py:lower_bound": "tests/planner/degrees/test_degree_search.py",
+    "degrees/stage_divisions.py:interleaved_bound": "tests/planner/degrees/test_degree_search.py",
     "degrees/degree_search.py:search_degrees": "tests/planner/degrees/test_degree_search.py",
+    "degrees/degree_search.py:_BestPlans.try_divisions": "tests/planner/degrees/test_degree_search.py",
+    "degrees/degree_search.py:_BestPlans.try_interleaved": "tests/planner/degrees/test_degree_search.py",
+    "degrees/degree_search.py:_BestPlans.try_divisions": "tests/planner/degrees/test_degree_search.py",
+    "degrees/degree_search.py:_BestPlans.try_interleaved": "tests/planner/degrees/test_degree_search.py",
 }
 """Bounds on plans of transformers by degrees, which no problem of the attack has."""
 
