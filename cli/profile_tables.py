@@ -9,7 +9,8 @@ from typing import NamedTuple
 from rich.console import Console
 
 from ..cost_models.quantities import counted, format_bytes, format_seconds
-from ..profiler.profile_file import LayerMeasurement, MeasuredLoss, Profile, WholeMeasurement
+from ..profiler.profile_file import Profile
+from ..profiler.profile_records import LayerMeasurement, MeasuredLoss, WholeMeasurement
 from .number_format import percent, three_digits
 from .table import Column, Value, line, number, print_table, text
 

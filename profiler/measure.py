@@ -20,7 +20,6 @@ from .build_profile import build_profile
 from .journal import Journal
 from .local_machine import device_named, free_bytes
 from .measurement_target import MeasurementTarget, Setup, build_target
-from .micro_batch_sizes import check_micro_batch_sizes
 from .models import from_module
 from .passes.clocks import Clock, CpuClock, CudaClock
 from .passes.modes import Modes
@@ -28,8 +27,8 @@ from .profile_cache import ProfileCache, Request
 from .profile_file import Interrupted, Profile
 from .profile_options import ProfileOptions
 from .segmented_sweep import SegmentedSweep
-from .size_run import release
-from .size_sweep import Progress, SizeSweep, host_note
+from .size_passes import release
+from .size_sweep import Progress, SizeSweep, check_micro_batch_sizes, host_note
 from .structure import count_structure
 from .user_model.failures import DoesNotFit
 from .user_model.loaded_model import LoadedModel

@@ -16,9 +16,15 @@ from .chain.shared_parameters import storage_aliases
 from .local_machine import DTYPES, dtype_named
 from .passes.clocks import Clock
 from .passes.modes import Modes
-from .user_model.copies import copy_model, copy_to_host, copy_to_meta
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
-from .user_model.loaded_model import LoadedModel, own_dtype, refuse_lazy
+from .user_model.loaded_model import (
+    LoadedModel,
+    copy_model,
+    copy_to_host,
+    copy_to_meta,
+    own_dtype,
+    refuse_lazy,
+)
 from .user_model.losses import Loss, loss_named
 
 

@@ -14,12 +14,11 @@ from .chain.layers import LayerChain, build_chain
 from .memory.meta_kernels import kernels_on
 from .offload.fitting import count_needs, plan_segments
 from .offload.segmented import Mover, SegmentedMeasurement
+from .size_passes import no_collection, release
 from .size_result import SizeResult
-from .size_run import no_collection, release
 from .size_sweep import SizeSweep
-from .user_model.copies import copy_to_meta
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
-from .user_model.loaded_model import ModelInput
+from .user_model.loaded_model import ModelInput, copy_to_meta
 
 _ROUNDS = 3
 _SHARES = (1.0, 0.7, 0.5)

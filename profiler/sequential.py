@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from .chain.layer_sequential import LayerSequential, is_mode_bound
+from .chain.layer_sequential import LayerSequential, is_mode_bound, registered_once
 from .chain.layers import LayerChain, build_chain
 from .chain.shared_parameters import OnClone
-from .chain.sharing import registered_once
 
 
 def sequential(

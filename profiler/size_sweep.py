@@ -1,26 +1,35 @@
-"""The micro-batch sizes in turn, and the budget: what is measured, what is left unmeasured, and why."""
+"""The micro-batch sizes in turn, as the budget and memory allow: which are measured, which not, and why."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ..cost_models.errors import ModelError
+from ..cost_models.errors import ModelError, UsageError
 from .gpu_state import GpuRecord, GpuState, read_gpu_state
 from .measurement_target import MeasurementTarget
-from .micro_batch_sizes import beyond_budget, in_words, left_out_note, left_unmeasured, sizes_to_try
+from .models import is_positive
 from .passes.timed_passes import link_sizes
-from .profile_file import Unmeasured
+from .profile_records import Unmeasured
 from .size_result import SizeResult
 from .size_run import SizeRun
 from .user_model.failures import DoesNotFit
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..cost_models.errors import ModelError
+
+if TYPE_CHECKING:
     from .journal import Journal, KeptSize
+
+
+Run = TypeVar("Run", SizeRun, SizeResult)
+_LARGEST = {"cpu": 64, "cuda": 1024}
 
 
 @dataclass(frozen=True)
@@ -32,9 +41,6 @@ class Progress:
     layer: str | None
     fraction: float
     """Of the budget spent, 0 to 1."""
-
-
-Run = TypeVar("Run", SizeRun, SizeResult)
 
 
 @dataclass
@@ -206,3 +212,56 @@ def host_note(run: SizeRun | SizeResult) -> str | None:
         f"{seconds * 1e3:.2g} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms" for seconds in bound
     )
     return f"micro-batch size {run.size} is bound by the host: {host} to launch, {device} on the device"
+
+
+def sizes_to_try(named: Sequence[int] | None, device: torch.device) -> Iterator[int]:
+    """The sizes that the user named, else 1, 2, 4, ... as far as is usual on the device."""
+    if named is not None:
+        return iter(named)
+    return (2**power for power in range(_LARGEST[device.type].bit_length()))
+
+
+def left_out_note(size: int, named: Sequence[int] | None, error: ModelError) -> str | None:
+    """A note that `size` is left out for `error`; None where that must be raised.
+
+    Batch norm refuses a single value a channel: where nobody asked for size 1, the others do.
+    """
+    return f"micro-batch size 1 is left out: {error.what}" if named is None and size == 1 else None
+
+
+def beyond_budget(predicted: float, left: float, budget: float) -> str:
+    """That a size would take `predicted` seconds, and `left` of `budget` seconds remain."""
+    return f"it would take about {in_words(predicted)}, {in_words(max(left, 0.0))} of {budget:g} s are left"
+
+
+def left_unmeasured(size: int, named: Sequence[int] | None, reason: str, detail: str) -> list[Unmeasured]:
+    """The size that was not measured, and after it the larger ones that the user named."""
+    others = (size,) if named is None else [other for other in named if other >= size]
+    return [
+        Unmeasured.model_validate(
+            {
+                "micro_batch_size": other,
+                "reason": reason,
+                "detail": detail if other == size else f"after micro-batch size {size}: {detail}",
+            }
+        )
+        for other in others
+    ]
+
+
+def in_words(seconds: float, whole: Callable[[float], int] = round) -> str:
+    """Whole seconds from 10 on, two digits below."""
+    return f"{whole(seconds)} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def check_micro_batch_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Micro-batch sizes, ascending and each once; None where the user names none. Raises UsageError."""
+    if sizes is None:
+        return None
+    several = not isinstance(sizes, str) and isinstance(sizes, Collection) and len(sizes) > 0
+    if not several or not all(map(is_positive, sizes)):
+        raise UsageError(
+            f"micro_batch_sizes={sizes!r}: whole numbers of at least 1 are needed",
+            "As in micro_batch_sizes=(1, 2, 4, 8).",
+        )
+    return tuple(sorted(set(map(int, sizes))))

@@ -12,9 +12,9 @@ from .chain.layers import LayerChain
 from .measurement_target import MeasurementTarget
 from .memory.meta_kernels import attention_as_on_the_cpu, kernels_as_on_a_gpu
 from .memory.meta_operations import ON_A_GPU, MetaOperations
-from .micro_batch_sizes import left_out_note
 from .size_result import SizeResult
 from .size_run import SizeRun
+from .size_sweep import left_out_note
 
 _SIZES = (1, 2, 4, 8)
 

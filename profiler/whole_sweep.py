@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from ..cost_models.quantities import format_bytes
 from .gpu_state import read_gpu_state
 from .local_machine import free_host_bytes
-from .micro_batch_sizes import in_words
-from .passes.gradient_adding import time_gradient_adding
+from .passes.timing import time_gradient_adding
+from .size_passes import release
 from .size_result import SizeResult
-from .size_run import FIRST_PASSES, SizeRun, release
-from .size_sweep import SizeSweep
+from .size_run import FIRST_PASSES, SizeRun
+from .size_sweep import SizeSweep, in_words
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
 
 _FIRST_ROUNDS = 3

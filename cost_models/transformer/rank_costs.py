@@ -12,13 +12,13 @@ from typing import NamedTuple, Protocol
 from ..collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from ..topology import Topology
 from .block_kernels import Work
-from .kernel_table import KernelTable
-from .kernels import (
+from .kernel_table import (
     AttentionKernel,
     Collective,
     CollectiveName,
     GroupedMatmul,
     Kernel,
+    KernelTable,
     Matmul,
     MemoryPass,
     Product,

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from ...cost_models.errors import InfeasibleError
 from ...cost_models.transformer.block_kernels import Tokens
-from ...cost_models.transformer.kernels import Product
+from ...cost_models.transformer.kernel_table import Product
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.rank_costs import RankCosts, products

@@ -9,8 +9,8 @@ from typing import Any, Unpack
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
+from ..cost_models.machines.catalogue import device_context, device_preset
 from ..cost_models.machines.machine_options import MachineOptions
-from ..cost_models.machines.preset_lookup import device_context, device_preset
 from ..cost_models.machines.rooflines import ROOFLINES
 from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
 from ..cost_models.memory import FRAGMENTATION_RESERVE

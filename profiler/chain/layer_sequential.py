@@ -1,11 +1,21 @@
-"""The nn.Sequential that `pplan.sequential` makes, and what of it keeps the mode it was traced in."""
+"""The nn.Sequential that `pplan.sequential` makes: its elements share parameters, each registered once."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Sequence
 from typing import Self
 
 from torch import fx, nn
+
+from ..graphs.graph import graph_module
+from ..torch_internals import children_of, own_registries
+from .shared_parameters import Again, Borrowed, Borrows, OnClone, registered
+
+_RANDOM = "dropout"
+_NORMS = ("batch_norm", "instance_norm")
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class LayerSequential(nn.Sequential):
@@ -44,10 +54,6 @@ class LayerSequential(nn.Sequential):
         return super().train(mode)
 
 
-_RANDOM = "dropout"
-_NORMS = ("batch_norm", "instance_norm")
-
-
 def is_mode_bound(layer: nn.Module) -> bool:
     """Whether a graph in `layer` calls a function that training and evaluation compute differently."""
     graphs = [part.graph for part in layer.modules() if isinstance(part, fx.GraphModule)]
@@ -69,3 +75,129 @@ def model_name(module: nn.Module) -> str:
     """Its class, or the model it was made of."""
     own = module.model_name if isinstance(module, LayerSequential) else ""
     return own or type(module).__name__
+
+
+def registered_once(modules: Sequence[nn.Module], *, on_clone: bool) -> list[nn.Module]:
+    """The elements of an nn.Sequential of these layers; `on_clone`: the first overwrites its input."""
+    sharing = Sharing()
+    children = [sharing.own(module) for module in modules]
+    return [OnClone(children[0]), *children[1:]] if on_clone else children
+
+
+class Sharing:
+    """Goes through the layers of a chain in order; see `own`."""
+
+    def __init__(self) -> None:
+        self._layers: set[int] = set()
+        """Identities of those given; torchgpipe and FairScale refuse the same one twice."""
+        self._held: dict[int, nn.Module] = {}
+        """By the identity of a module of the model: what stands for it in an earlier layer."""
+        self._owners: dict[int, tuple[nn.Module, str]] = {}
+        """By the identity of a tensor: the module of an earlier layer that registers it, and as what."""
+        self._made: dict[int, nn.Module] = {}
+        """As `_held`, of the layer in hand."""
+
+    def own(self, layer: nn.Module) -> nn.Module:
+        """`layer` itself where it holds nothing that an earlier layer does, else what runs the same.
+
+        The model's own modules are not changed. All layers must stay alive until the last call.
+        """
+        if id(layer) in self._layers or self._is_held(layer):
+            return Again(self._held[id(layer)])
+        self._layers.add(id(layer))
+        self._made = {}
+        result = self._without_held(layer)
+        self._held |= self._made
+        for part in result.modules():
+            for name, tensor in registered(part):
+                self._owners.setdefault(id(tensor), (part, name))
+        return result
+
+    def _without_held(self, module: nn.Module, borrows: Borrows | None = None) -> nn.Module:
+        """`borrows`: of the module around, where `module` belongs to one that is copied too."""
+        if id(module) in self._made:
+            return self._made[id(module)]
+        if not self._shares(module):
+            self._made.update((id(part), part) for part in module.modules())
+            return module
+        if isinstance(module, fx.GraphModule):
+            made: nn.Module = self._graph_copy(module)
+        else:
+            made = self._shallow_copy(module, borrows)
+        self._made[id(module)] = made
+        return made
+
+    def _shares(self, module: nn.Module) -> bool:
+        return any(id(parameter) in self._owners for parameter in module.parameters()) or any(
+            self._is_held(part) or (isinstance(part, fx.GraphModule) and self._reads_owned(part))
+            for part in module.modules()
+        )
+
+    def _is_held(self, module: nn.Module) -> bool:
+        """Whether an earlier layer has `module`, and it matters where its tensors are registered."""
+        has_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
+        return has_tensors and id(module) in self._held
+
+    def _reads_owned(self, module: fx.GraphModule) -> bool:
+        return any(id(_attribute(module, node)) in self._owners for node in module.graph.nodes)
+
+    def _part(self, module: nn.Module, borrows: Borrows | None) -> nn.Module:
+        """What stands for a part of a layer. A container may be indexed: its elements are stood in for."""
+        if self._is_held(module) and not isinstance(module, _CONTAINERS):
+            return Again(self._held[id(module)])
+        return self._without_held(module, borrows)
+
+    def _shallow_copy(self, module: nn.Module, outer: Borrows | None) -> nn.Module:
+        """The same tensors; of the parameters that earlier layers hold only references."""
+        twin = copy.copy(module)
+        own_registries(twin)
+        borrows = Borrows() if outer is None else outer
+        for name, child in children_of(module).items():
+            children_of(twin)[name] = None if child is None else self._part(child, borrows)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in self._owners:
+                borrows.add(twin, name, *self._owners[id(parameter)])
+        if outer is None and len(borrows):
+            # Only here: what is inside may be read without being called, as nn.MultiheadAttention does.
+            twin.register_forward_pre_hook(borrows)
+        return twin
+
+    def _graph_copy(self, module: fx.GraphModule) -> fx.GraphModule:
+        """The same graph, in which modules return what earlier layers hold.
+
+        References as attributes would not do: GraphModule registers them anew whenever it is copied.
+        """
+        graph = copy.deepcopy(module.graph)
+        root = nn.Module()
+        root.training = module.training
+        for node in graph.nodes:
+            place = f"{node.target}_held".replace(".", "_")
+            if node.op == "call_module":
+                part = module.get_submodule(node.target)
+                other = self._part(part, None)
+                if other is not part:
+                    node.target = place
+                    setattr(root, place, other)
+            elif id(_attribute(module, node)) in self._owners:
+                setattr(root, place, Borrowed(*self._owners[id(_attribute(module, node))]))
+                with graph.inserting_before(node):
+                    node.replace_all_uses_with(graph.call_module(place))
+                graph.erase_node(node)
+        made = graph_module(graph, root, module, name=type(module).__name__)
+        return _with_hooks_of(module, made)
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> object:
+    """What the node reads of the module; None for a node of another kind."""
+    if node.op != "get_attr":
+        return None
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+def _with_hooks_of(source: fx.GraphModule, made: fx.GraphModule) -> fx.GraphModule:
+    made.meta = source.meta
+    for name, value in vars(source).items():
+        if "hooks" in name:
+            made.__dict__[name] = copy.copy(value)
+    return made

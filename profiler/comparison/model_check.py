@@ -6,16 +6,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ...cost_models.errors import ModelError
 from ...cost_models.quantities import format_bytes
 from ..graphs.trial import NotTheModel
 from ..local_machine import free_bytes
 from ..user_model.failures import is_out_of_memory
+from ..user_model.flat_output import flat
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import fixed_seed
-from .batch_dimension import mixing_module
 from .descriptions import describe, suspects
 from .differences import not_finite
 from .side_by_side import Bind, LayersDiffer, ModelFails, RoundingHides, SideBySide
@@ -27,6 +28,10 @@ LONGEST_SECONDS = 20.0
 _SHARE_OF_MEMORY = 0.5
 _COPIES = 4
 """Of all weights: two copies of the model, and the gradients of both."""
+
+
+_ALIKE = 1e-3
+"""Relative; far above what the batch size does to rounding, far below what another sample does."""
 
 
 @dataclass(frozen=True)
@@ -182,3 +187,47 @@ def _why_not(model: nn.Module, given: ModelInput) -> str:
     if free is not None and needed > _SHARE_OF_MEMORY * free:
         return f"it would need {format_bytes(needed)} for weights, {format_bytes(free)} are free"
     return ""
+
+
+def mixing_module(side: SideBySide) -> str:
+    """A module that takes the batch second, where the model does not take it first; else nothing.
+
+    Only of models that have such a module: one sample is run by itself and behind another, in evaluation
+    mode, where batch norm and dropout do not mix them.
+    """
+    names = [
+        f"{path or side.name} ({type(module).__name__})"
+        for path, module in side.model.named_modules()
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first
+    ]
+    if not names:
+        return ""
+    try:
+        return names[0] if _mixes(side) else ""
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        # In evaluation mode, or of one sample, the model may not run: then nothing is known.
+        return ""
+
+
+def _mixes(side: SideBySide) -> bool:
+    pair, model = side.example(2), side.plain().model.eval()
+    single = _second(pair)
+    with torch.no_grad():
+        together, _ = flat(pair.clone().call(model))
+        alone, _ = flat(single.clone().call(model))
+    both = [
+        (a, b)
+        for a, b in zip(together, alone, strict=True)
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point() and a.dim() > 0
+    ]
+    return not all(
+        len(a) == 2 and a[1:].shape == b.shape and torch.allclose(a[1:], b, _ALIKE, _ALIKE, equal_nan=True)
+        for a, b in both
+    )
+
+
+def _second(pair: ModelInput) -> ModelInput:
+    """The second of two samples."""
+    return pair.mapped(lambda tensor: tensor[1:].clone() if tensor.dim() and len(tensor) == 2 else tensor)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ...cost_models.errors import ModelError
 from ..torch_internals import version_of
-from ..user_model.copies import copy_model
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
-from ..user_model.loaded_model import ModelInput
+from ..user_model.loaded_model import ModelInput, copy_model
 from .differences import Difference, differences, named, not_finite, relative_size, split_by_cause
 from .training_pass import PassResult, Trainee, plain_attributes
 

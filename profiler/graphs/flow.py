@@ -11,9 +11,8 @@ from torch import fx, nn
 
 from ..torch_internals import CONVERSION
 from .graph import TracedGraph
-from .node_order import fed_by_inputs, operations
 from .size_recovery import TensorSeen, recover_sizes
-from .tables import GraphTables
+from .tables import GraphTables, fed_by_inputs, operations
 from .trial import Trial
 
 _MOVES = frozenset({

@@ -7,22 +7,25 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from torch import nn
+from torch import fx, nn
 
 from ...cost_models.errors import ModelError
-from ..torch_internals import has_hooks
+from ..torch_internals import children_of, has_hooks
 from ..user_model.failures import first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
-from .granularity import Granularity, refuse_unmatched
+from .cutting import Granularity, refuse_unmatched
 from .graph import AROUND, TracedGraph
 from .module_row import IN_A_ROW, call_in_a_row
-from .sequential_graph import ELEMENTS, is_plain_sequential, sequential_graph
 from .tracing import INSTEAD, called_with, container_paths, trace_symbolically
 from .tracing_patches import notice_checkpoints
 from .trial import NotTheModel, Trial, refuse_failing, runs_on_meta
 
 _Frontend = Callable[[nn.Module, ModelInput, str], TracedGraph]
 _Made = TypeVar("_Made")
+
+
+ELEMENTS = "its elements"
+"""The `tool` of a plain nn.Sequential's graph, which is not traced."""
 
 
 def trace_model(
@@ -151,3 +154,43 @@ def _combined(failures: list[ModelError], name: str) -> ModelError:
     parts[0] = (prefix if failures[0].what.startswith(prefix) else "") + parts[0]
     differs = next((failure for failure in failures if isinstance(failure, NotTheModel)), None)
     return ModelError("; nor by ".join(parts), INSTEAD if differs is None else differs.hint)
+
+
+def is_plain_sequential(module: nn.Module) -> bool:
+    """Whether running the elements one after another is all that the module does."""
+    return (
+        isinstance(module, nn.Sequential)
+        and type(module).forward is nn.Sequential.forward
+        and type(module).__call__ is nn.Module.__call__
+        and not has_hooks(module)
+    )
+
+
+def sequential_graph(model: nn.Module, given: ModelInput, name: str) -> TracedGraph:
+    """The graph of a plain nn.Sequential, whose nested ones are taken apart too: nothing is traced.
+
+    Several tensors of the input are handed to the first element as one tuple. Raises ModelError where there
+    is no element.
+    """
+    paths = _elements(model, "")
+    if not paths:
+        raise ModelError(f"{name} has no layers", "Give a model that computes something.")
+    graph = fx.Graph()
+    count = len(given.tensors)
+    inputs = tuple(graph.placeholder("input" if count == 1 else f"input_{i}") for i in range(count))
+    value: fx.Node | tuple[fx.Node, ...] = inputs[0] if count == 1 else inputs
+    placed: dict[fx.Node, str] = {}
+    for path in paths:
+        value = graph.call_module(path, (value,))
+        placed[value] = path
+    graph.output(value)
+    return TracedGraph(graph, inputs, nn.Module(), placed, tool=ELEMENTS)
+
+
+def _elements(module: nn.Module, prefix: str) -> list[str]:
+    paths: list[str] = []
+    for key, child in children_of(module).items():
+        if child is not None:
+            path = prefix + key
+            paths += _elements(child, path + ".") if is_plain_sequential(child) else [path]
+    return paths

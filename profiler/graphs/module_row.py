@@ -19,9 +19,8 @@ from torch import Tensor, fx, nn
 
 from ...cost_models.errors import ModelError
 from ..torch_internals import children_of, own_registries, tree_flatten, tree_leaves, tree_unflatten
-from ..user_model.copies import copy_model
 from ..user_model.failures import first_line, is_out_of_memory
-from ..user_model.loaded_model import ModelInput
+from ..user_model.loaded_model import ModelInput, copy_model
 from ..user_model.seeding import fixed_seed
 from .graph import TracedGraph, is_inside
 

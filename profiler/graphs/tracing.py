@@ -13,9 +13,8 @@ from torch import Tensor, fx, nn
 
 from ...cost_models.errors import ModelError
 from ..torch_internals import tree_leaves
-from ..user_model.copies import copy_model, copy_to_meta
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
-from ..user_model.loaded_model import ModelInput
+from ..user_model.loaded_model import ModelInput, copy_model, copy_to_meta
 from .graph import TracedGraph, named
 from .tracing_patches import keep_custom_functions
 

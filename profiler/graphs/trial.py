@@ -1,11 +1,15 @@
-"""Trial runs of a traced graph: on the meta device, at no cost, or where that fails for real, on a copy."""
+"""Trial runs of a traced graph: on the meta device, at no cost, or where that fails for real, on a copy.
+
+They also find the smallest pictures, or clips, that a model takes, for the hint of an error.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +18,8 @@ from torch import fx, nn
 
 from ...cost_models.errors import ModelError
 from ..torch_internals import tree_leaves
-from ..user_model.copies import copy_model, copy_to_meta
-from ..user_model.failures import OTHER_INPUT, at_user_line, first_line, is_out_of_memory
-from ..user_model.loaded_model import ModelInput
+from ..user_model.failures import OTHER_INPUT, OTHER_SHAPE, at_user_line, first_line, is_out_of_memory
+from ..user_model.loaded_model import ModelInput, copy_model, copy_to_meta
 from ..user_model.seeding import fixed_seed
 from .graph import TracedGraph, named
 from .graph_run import GraphRun, run_graph
@@ -25,6 +28,12 @@ from .tracing_patches import leave_vmap
 
 _MORE_SAMPLES = (1, 3)
 """Of further runs, above the first's: two tell what moves with the batch, three that it does so evenly."""
+
+
+_KEEPING_STATISTICS = ("batch_norm", "instance_norm")
+_LARGEST_SIDE = 1024
+_LONGEST = 64
+"""Frames of a clip."""
 
 
 class NotTheModel(ModelError):
@@ -148,9 +157,6 @@ def _overwritten_attributes(run: GraphRun) -> frozenset[str]:
     )
 
 
-_KEEPING_STATISTICS = ("batch_norm", "instance_norm")
-
-
 def _statistics(model: nn.Module) -> frozenset[str]:
     """Buffers of batch norms in training. On the meta device nothing tells that they change."""
     return frozenset(
@@ -219,3 +225,54 @@ def _on_meta(model: nn.Module, given: ModelInput, name: str) -> tuple[nn.Module,
 def _for_real(model: nn.Module, given: ModelInput, name: str) -> tuple[nn.Module, ModelInput]:
     device = next((tensor.device for tensor in model.parameters()), given.tensors[0].device)
     return copy_model(model, name), given.to(device).clone()
+
+
+@contextmanager
+def naming_larger_pictures(model: nn.Module, given: ModelInput, name: str) -> Iterator[None]:
+    """Where the model fails on its input, the error's hint names pictures that are large enough, if that is
+    it."""
+    try:
+        yield
+    except ModelError as error:
+        larger = larger_pictures(model, given, name) if error.hint in (OTHER_SHAPE, OTHER_INPUT) else ""
+        if larger:
+            raise ModelError(error.what, larger) from error
+        raise
+
+
+def larger_pictures(model: nn.Module, given: ModelInput, name: str) -> str:
+    """A hint that names the smallest square pictures that the model runs on, tried on the meta device; empty
+    where the input is no picture, or where its size does not help."""
+    shape = tuple(given.tensors[0].shape)
+    if len(given.tensors) != 1 or len(shape) not in (4, 5) or given.is_token_ids:
+        return ""
+    before, side = shape[1:-2], min(shape[-2:])
+    frames = [before]
+    while len(shape) == 5 and frames[-1][-1] < _LONGEST:
+        frames.append((*before[:-1], 2 * frames[-1][-1]))
+    for start in frames:
+
+        def runs(side: int, start: tuple[int, ...] = start) -> bool:
+            return runs_on_meta(model, _resized(given, (*start, side, side)), name)
+
+        smallest = _smallest(side, runs)
+        if smallest is not None:
+            return f"Give larger ones: it runs from input_shape={(*start, smallest, smallest)} on."
+    return ""
+
+
+def _smallest(side: int, runs: Callable[[int], bool]) -> int | None:
+    """The first side, from `side` on, that runs; taken that all larger ones do."""
+    fails, works = side - 1, side
+    while not runs(works):
+        fails, works = works, 2 * works
+        if works > _LARGEST_SIDE:
+            return None
+    while works - fails > 1:
+        middle = (fails + works) // 2
+        fails, works = (fails, middle) if runs(middle) else (middle, works)
+    return works
+
+
+def _resized(given: ModelInput, shape: tuple[int, ...]) -> ModelInput:
+    return given.mapped(lambda tensor: tensor.new_empty((max(2, len(tensor)), *shape), device="meta"))

@@ -10,11 +10,11 @@ from typing import Literal
 from pydantic import ValidationError
 
 from ...cost_models.errors import FileError, UsageError
-from ...cost_models.file_kind import detect_kind
 from ...cost_models.quantities import counted, format_seconds
-from ...cost_models.text_files import read_text
-from ..profile_file import Profile, ProfiledLayer
+from ...cost_models.text_files import detect_kind, read_text
+from ..profile_file import Profile
 from ..profile_options import ProfileImportOptions
+from ..profile_records import ProfiledLayer
 from . import graph_layers, table_layers
 from .cost_table import Row, looks_like_csv, read_csv, read_json
 from .pipedream_graph import is_graph, parse_graph

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ...cost_models.errors import FileError
 from ...cost_models.quantities import counted
-from ..profile_file import LayerMeasurement, ProfiledLayer
+from ..profile_records import LayerMeasurement, ProfiledLayer
 from .cost_table import Row
 
 

@@ -10,8 +10,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...cost_models.errors import UsageError
-from .agreeing_sizes import agreeing_sizes, in_proportion, lists_of_layers
-from .configuration_keys import KEYS, is_size, keys_of, names_of, size_of, value_of
+from .configuration_keys import (
+    KEYS,
+    agreeing_sizes,
+    in_proportion,
+    is_size,
+    keys_of,
+    lists_of_layers,
+    names_of,
+    size_of,
+    value_of,
+)
 
 _WORDS = ("layers", "hidden", "heads", "intermediate", "vocabulary", "sequence", "classes")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")

@@ -1,4 +1,4 @@
-"""What the families of transformers call the sizes of their configurations, and how such a key is read.
+"""The keys of transformers' configurations that hold sizes: their names by family, and which must agree.
 
 Every family names its sizes in its own way (`n_layer`, `num_layers`, `encoder_layers`).
 """
@@ -6,6 +6,8 @@ Every family names its sizes in its own way (`n_layer`, `num_layers`, `encoder_l
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 KEYS: dict[str, tuple[str, ...]] = {
@@ -29,6 +31,26 @@ KEYS: dict[str, tuple[str, ...]] = {
     "classes": ("num_labels",),
 }  # fmt: skip
 """What a size is called in the families. A family's `attribute_map` adds its own names."""
+
+
+_OPEN: dict[str, dict[str, Any]] = {
+    "blip-2": {"image_token_index": 50265},
+    "instructblip": {"image_token_index": 50265},
+    "dbrx": {"attn_config": {"clip_qkv": 8, "rope_theta": 500000}},
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "autoformer": {"prediction_length": 24},
+    "informer": {"prediction_length": 24},
+    "time_series_transformer": {"prediction_length": 24},
+}
+"""Keys that a family cannot do without and that its class has no value for, as published models have them."""
+_WIDTH_UNIT = 8
+"""Kernels want rows of whole 16 bytes; published widths are multiples of more."""
 
 
 def size_of(config: Any, word: str) -> int | None:
@@ -73,3 +95,77 @@ def value_of(config: Any, key: str, otherwise: object = None) -> Any:
 
 def is_size(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def open_keys(kind: str) -> dict[str, Any]:
+    """What a model type needs besides the values of its class."""
+    return dict(_OPEN.get(kind, {}))
+
+
+def in_proportion(width: int, hidden: int, before: int) -> int:
+    """`width` as it is at `hidden` instead of `before`: if that does not come out, a multiple of 8 near."""
+    exact = width * hidden / before
+    if exact.is_integer() and (int(exact) % 4 == 0 or width % 4):
+        return int(exact)
+    return max(1, round(exact / _WIDTH_UNIT)) * _WIDTH_UNIT
+
+
+def agreeing_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """What else must change where the hidden size or the number of heads was set.
+
+    `sizes` are all keys of the configuration, with the values that they are to have so far.
+    """
+    return _rotary(sizes) | _state_space(sizes) | _axial(sizes)
+
+
+def _rotary(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """GPT-J turns a part of each head, which cannot be wider than the head."""
+    heads = _first(sizes, "num_attention_heads", "n_head")
+    hidden = _first(sizes, "hidden_size", "n_embd")
+    rotary = sizes.get("rotary_dim")
+    if not (heads and hidden and rotary):
+        return {}
+    return {"rotary_dim": min(rotary, hidden // heads // 2 * 2)}
+
+
+def _state_space(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The heads of a state space model have its inner width together."""
+    hidden = sizes.get("hidden_size")
+    for heads, width, expand, groups in (
+        ("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_n_groups"),
+        ("num_heads", "head_dim", "expand", "n_groups"),
+        ("mamba_num_heads", "mamba_head_dim", "expand", "n_groups"),
+    ):
+        if not (hidden and all(key in sizes for key in (heads, width, expand, groups))):
+            continue
+        inner = sizes.get("mamba_d_ssm") or sizes[expand] * hidden
+        # As many as before where the width can follow, else the most that divide the inner width.
+        count = max(n for n in range(1, max(1, min(sizes[heads], inner // 4)) + 1) if inner % n == 0)
+        return {heads: count, width: inner // count, groups: math.gcd(sizes[groups], count)}
+    return {}
+
+
+def _axial(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Reformer's two tables of positions have the hidden size together."""
+    parts = sizes.get("axial_pos_embds_dim")
+    hidden = sizes.get("hidden_size")
+    if not parts or not hidden or sum(parts) == hidden:
+        return {}
+    first = hidden * parts[0] // sum(parts)
+    return {"axial_pos_embds_dim": [first, hidden - first]}
+
+
+def lists_of_layers(sizes: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Keys that name the kind of each layer: the kinds in turn."""
+    found: dict[str, Any] = {}
+    if "attention_types" in sizes:
+        kinds = ["global", "local"]
+        found["attention_types"] = [[[kinds[index % 2]], 1] for index in range(layers)]
+    if "attn_layers" in sizes:
+        kinds = list(sizes["attn_layers"])
+        found["attn_layers"] = [kinds[index % len(kinds)] for index in range(layers)]
+    return found
+
+
+def _first(sizes: Mapping[str, Any], *keys: str) -> int | None:
+    return next((sizes[key] for key in keys if sizes.get(key)), None)

@@ -1,19 +1,24 @@
-"""A configuration of transformers: from a model type or a config.json, with sizes in words for any family."""
+"""The package transformers, offline and silent, and configurations: from a model type or a config.json."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import importlib
 import json
-from collections.abc import Iterable, Mapping
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...cost_models.errors import FileError, ModelError
+import torch
+
+from ...cost_models.errors import FileError, MachineError, ModelError
 from ..user_model.failures import first_line
-from .agreeing_sizes import open_keys
 from .configuration_changes import ConfigurationChanges
-from .configuration_keys import names_of, value_of
+from .configuration_keys import names_of, open_keys, value_of
 
 _OF_A_CHECKPOINT = ("dtype", "torch_dtype", "quantization_config", "auto_map", "_name_or_path", "model_type")
 """Of the file that weights were saved with. The weights made here are random, and float32."""
@@ -121,3 +126,63 @@ def _file_values(name: str) -> dict[str, Any] | None:
             'Name the config.json of a model; "model_type": "llama" says which.',
         )
     return values
+
+
+@contextlib.contextmanager
+def transformers_session() -> Iterator[Any]:
+    """The module `transformers`. Inside: no network, no log, no warning, float32; afterwards all as before.
+
+    Raises MachineError where it is not installed.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        transformers = _imported()
+        stack.enter_context(_silent(transformers))
+        stack.enter_context(_offline())
+        stack.enter_context(_float32())
+        yield transformers
+
+
+def _imported() -> Any:
+    # By name, and not by `import`: its types are its own affair, and reading them takes mypy a minute.
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise MachineError(
+            f"models named hf: need transformers, which cannot be imported: {first_line(error)}",
+            'pip install "pplan[transformers]"',
+        ) from error
+
+
+@contextlib.contextmanager
+def _silent(transformers: Any) -> Iterator[None]:
+    log = transformers.utils.logging
+    before = log.get_verbosity()
+    log.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """As HF_HUB_OFFLINE=1, which is read only once, when the package is imported."""
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@contextlib.contextmanager
+def _float32() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -22,8 +22,7 @@ from ..user_model.seeding import fixed_seed
 from .configuration_keys import size_of
 from .made_up_inputs import InputMaker
 from .repeated_blocks import block_patterns, record_call_order, registered_order
-from .transformers_config import configure_model
-from .transformers_session import transformers_session
+from .transformers_config import configure_model, transformers_session
 
 _SEQUENCE = 512
 """Tokens of a sample where nobody says, or all that the model has positions for."""

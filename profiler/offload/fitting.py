@@ -18,10 +18,10 @@ from ..chain.shared_parameters import tensors_used
 from ..memory.live_bytes import LiveBytes, Meter, lasting, storages
 from ..memory.meta_kernels import attention_as_on_the_cpu
 from ..memory.workspace import LossWorkspace, Workspace
-from ..passes.activations import SavedBytes
-from ..passes.timing import Context, OutputGradients, run_layers, tensors_in
-from ..passes.watchers import CompositeWatcher
+from ..passes.timing import Context, OutputGradients, run_layers
+from ..passes.watchers import CompositeWatcher, SavedBytes
 from ..torch_internals import storage_key
+from ..user_model.flat_output import tensors_in
 from ..user_model.losses import Loss
 
 

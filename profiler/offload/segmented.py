@@ -17,12 +17,11 @@ from ..chain.layers import Layer
 from ..chain.shared_parameters import modules_used, tensors_used
 from ..memory.live_bytes import Meter, build_meter, storages
 from ..memory.workspace import LossWorkspace, Workspace
-from ..passes.activations import SavedBytes
 from ..passes.clocks import Clock
 from ..passes.launch_lead import LeadTuner
 from ..passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
 from ..passes.timing import Context, OutputGradients, run_layers
-from ..passes.watchers import CompositeWatcher, Watcher
+from ..passes.watchers import CompositeWatcher, SavedBytes, Watcher
 from ..torch_internals import storage_key, tree_leaves, tree_map_only
 from ..user_model.failures import is_out_of_memory, layer_failure
 from ..user_model.losses import Loss
@@ -196,7 +195,7 @@ class _Segment:
         return boundary
 
     def _pass_without_loss(self, meter: Meter) -> Workspace:
-        """As SizeRun finds it: without the loss, and what the model's backward starts from is drawn in it."""
+        """As SizePasses counts it: without the loss, and with the making of what backward starts from."""
         if self._is_last:
             self._gradients = OutputGradients(self._whole.seed)
         given = [self._fresh()]

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ..user_model.flat_output import tensors_in
 from .clocks import Clock
 from .launch_lead import LaunchLead, Vector
 from .layer_stamps import LayerStamps, LayerTimes
-from .timing import Context, OutputGradients, backward_failures, forward_layers, hook_first, tensors_in
+from .timing import Context, OutputGradients, backward_failures, forward_layers, hook_first
 from .weight_paths import WeightPaths
 
 if TYPE_CHECKING:

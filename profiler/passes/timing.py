@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ...cost_models.errors import ModelError, PplanError
-from ..torch_internals import tree_leaves, version_of
+from ..chain.layers import Layer
+from ..torch_internals import version_of
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory, layer_failure
-from ..user_model.flat_output import flat
+from ..user_model.flat_output import flat, tensors_in
 from ..user_model.loaded_model import ModelInput
 from ..user_model.losses import Loss
 from ..user_model.seeding import normal_like
@@ -22,8 +24,10 @@ from .launch_lead import LaunchLead
 from .modes import compiler_failure
 from .watchers import Watcher
 
-if TYPE_CHECKING:
-    from ..chain.layers import Layer
+Context = Callable[[], AbstractContextManager[Any]]
+"""What every forward runs in: autocast, or nothing."""
+_LAUNCH_SECONDS = 30e-6
+"""Of a host for one addition, at the most."""
 
 
 class OutputGradients:
@@ -53,10 +57,6 @@ class OutputGradients:
         if key not in self._made:
             self._made[key] = normal_like(tensor, self._seed + index)
         return self._made[key]
-
-
-Context = Callable[[], AbstractContextManager[Any]]
-"""What every forward runs in: autocast, or nothing."""
 
 
 def run_layers(
@@ -136,15 +136,6 @@ def hook_first(watcher: Watcher, index: int, made: Sequence[Tensor]) -> None:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Each once."""
-    if isinstance(value, Tensor):
-        return [value]
-    leaves = value if type(value) is tuple else tree_leaves(value)
-    flat = leaves if all(isinstance(leaf, Tensor) for leaf in leaves) else tree_leaves(value)
-    return list({id(leaf): leaf for leaf in flat if isinstance(leaf, Tensor)}.values())
-
-
 def run_whole(
     model: nn.Module,
     given: ModelInput,
@@ -201,3 +192,29 @@ class WholeTimes:
 
     forward: float
     backward: float
+
+
+def time_gradient_adding(layers: Sequence[Layer], clock: Clock, repeats: int) -> list[float]:
+    """Median seconds that each layer takes to add a micro-batch's gradients to those of earlier ones.
+
+    The first backward of a step keeps its gradients, where `zero_grad()` has set the parameters' to None;
+    each that follows adds its own to them in place (torch/csrc/autograd/functions/accumulate_grad.h).
+    One untimed pass comes first. A parameter that several layers use counts with the first. The model's own
+    gradients stay as they are.
+    """
+    passes = [[_add(layer, clock) for layer in layers] for _ in range(1 + repeats)]
+    medians: list[float] = np.median(passes[1:], axis=0).tolist()
+    return medians
+
+
+def _add(layer: Layer, clock: Clock) -> float:
+    trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
+    there, new = ([torch.zeros_like(own, requires_grad=False) for own in trained] for _ in range(2))
+    clock.settle()
+    clock.hold_back(len(trained) * _LAUNCH_SECONDS)
+    start = clock.stamp()
+    for own, more in zip(there, new, strict=True):
+        own += more
+    end = clock.stamp()
+    clock.settle()
+    return clock.seconds(start, end) if trained else 0.0

@@ -8,9 +8,9 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..torch_internals import TreeSpec, tree_flatten, tree_unflatten
+from ..torch_internals import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,3 +91,12 @@ class FlatOutput:
             yield
         finally:
             self._model.forward = forward
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a tensor, tuple, list, dict or dataclass, each once."""
+    if isinstance(value, Tensor):
+        return [value]
+    leaves = value if type(value) is tuple else tree_leaves(value)
+    flat = leaves if all(isinstance(leaf, Tensor) for leaf in leaves) else tree_leaves(value)
+    return list({id(leaf): leaf for leaf in flat if isinstance(leaf, Tensor)}.values())

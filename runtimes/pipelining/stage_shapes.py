@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...profiler.torch_internals import version_of
-from ...profiler.user_model.copies import copy_to_meta
+from ...profiler.user_model.loaded_model import copy_to_meta
 from .cut_tensors import CutTensor
 from .input_form import InputForm
 from .stage_module import StageModule

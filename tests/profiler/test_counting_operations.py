@@ -18,7 +18,7 @@ from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.models import from_module
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.structure import as_on_a_gpu, count_structure
-from pplan.profiler.user_model.copies import copy_to_meta
+from pplan.profiler.user_model.loaded_model import copy_to_meta
 from pplan.profiler.user_model.losses import loss_named
 
 KERNELS = partial(as_on_a_gpu, flash=True)

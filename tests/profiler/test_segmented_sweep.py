@@ -15,14 +15,13 @@ from pplan.profiler.build_profile import build_profile
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measure import profile_model
 from pplan.profiler.measurement_target import MeasurementTarget
-from pplan.profiler.micro_batch_sizes import sizes_to_try
 from pplan.profiler.offload.segmented import SegmentedMeasurement
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.segmented_sweep import SegmentedSweep
 from pplan.profiler.sequential import as_sequential
-from pplan.profiler.size_sweep import Progress
+from pplan.profiler.size_sweep import Progress, sizes_to_try
 from pplan.profiler.user_model.failures import DoesNotFit
 from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 from pplan.profiler.user_model.losses import loss_named

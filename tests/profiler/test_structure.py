@@ -25,7 +25,7 @@ from pplan.profiler.passes.modes import Modes
 from pplan.profiler.size_result import SizeResult
 from pplan.profiler.size_run import SizeRun
 from pplan.profiler.structure import as_on_the_cpu, count_structure
-from pplan.profiler.user_model.copies import copy_model, copy_to_meta
+from pplan.profiler.user_model.loaded_model import copy_model, copy_to_meta
 
 SIZE = 2
 Bytes = dict[str, tuple[int, ...]]

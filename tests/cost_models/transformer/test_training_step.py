@@ -19,8 +19,7 @@ from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.schedules import schedule_named
 from pplan.cost_models.topology import two_level_topology
 from pplan.cost_models.transformer.block_kernels import Tokens
-from pplan.cost_models.transformer.kernel_table import load_kernel_table
-from pplan.cost_models.transformer.kernels import AttentionKernel
+from pplan.cost_models.transformer.kernel_table import AttentionKernel, load_kernel_table
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
 from pplan.cost_models.transformer.training_setting import TrainingSetting, chunks_in_flight, even_blocks

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.chain.layers import LayerChain, build_chain
-from pplan.profiler.graphs.cutting import parts
+from pplan.profiler.graphs.cutting import Granularity, parts
 from pplan.profiler.graphs.flow import Flow
-from pplan.profiler.graphs.granularity import Granularity
 from pplan.profiler.graphs.tracing import trace_symbolically
 from pplan.profiler.graphs.trial import Trial
 from pplan.profiler.sequential import sequential

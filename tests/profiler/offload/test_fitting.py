@@ -15,7 +15,7 @@ from pplan.cost_models.errors import MachineError
 from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.memory.meta_kernels import kernels_as_on_a_gpu
 from pplan.profiler.offload.fitting import LayerNeeds, count_needs, needs_of, plan_segments
-from pplan.profiler.user_model.copies import copy_to_meta
+from pplan.profiler.user_model.loaded_model import copy_to_meta
 from pplan.profiler.user_model.losses import Loss, loss_named
 
 RESERVE = 1.05

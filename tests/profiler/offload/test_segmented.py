@@ -21,9 +21,9 @@ from pplan.profiler.offload import segmented as segmented_module
 from pplan.profiler.offload.boundary import Boundary
 from pplan.profiler.offload.fitting import count_loss, count_pass, loss_bytes, needs_of, plan_segments
 from pplan.profiler.offload.segmented import DeviceMover, SegmentedMeasurement, SegmentedRun
-from pplan.profiler.passes.activations import SavedBytes
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.passes.timing import OutputGradients, run_layers
+from pplan.profiler.passes.watchers import SavedBytes
 from pplan.profiler.sequential import as_sequential
 from pplan.profiler.user_model.losses import loss_named
 

@@ -1,15 +1,18 @@
-"""Several watchers hear everything, in order."""
+"""Several watchers hear everything, in order; saved bytes against a published figure and hand counts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 
-from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.passes.timing import OutputGradients, run_layers
-from pplan.profiler.passes.watchers import CompositeWatcher
+from pplan.profiler.passes.watchers import CompositeWatcher, SavedBytes
+from pplan.profiler.user_model.losses import loss_named
 
 
 class Listens:
@@ -48,3 +51,182 @@ def test_each_hears_everything() -> None:
         ("backward ends",),
     ]
     assert heard == [(name, *told) for told in alone for name in "ab"]
+
+
+def counted(model: nn.Module, layers: tuple[Layer, ...], given: Tensor) -> SavedBytes:
+    saved = SavedBytes(model, len(layers))
+    with saved.hooks():
+        run_layers(layers, given, OutputGradients(0), saved)
+    return saved
+
+
+def count(model: nn.Module, given: Tensor) -> SavedBytes:
+    return counted(model, build_chain(model, given).layers, given)
+
+
+def test_vgg19_saves_what_is_known_of_it() -> None:
+    with torch.device("meta"):
+        model = torchvision.models.vgg19()
+    saved = count(model, torch.empty(32, 3, 224, 224, device="meta"))
+    assert sum(saved.saved_bytes) / 2**20 == pytest.approx(2397.9, abs=0.05)
+    first = 32 * 64 * 224 * 224 * 4
+    assert saved.output_bytes[:3] == [first] * 3
+    assert saved.saved_bytes[:3] == [32 * 3 * 224 * 224 * 4, first, 0]
+    assert saved.saved_input_bytes[:3] == [0, 0, first]
+
+
+def test_small_chain_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 2), nn.Sigmoid())
+    saved = count(model, torch.ones(2, 4))
+    # The first Linear's input; ReLU's result, a view of which is the second Linear's input; Sigmoid's result.
+    assert saved.saved_bytes == [32, 64, 0, 0, 16]
+    assert saved.saved_input_bytes == [0, 0, 64, 64, 0]
+    assert saved.output_bytes == [64, 64, 64, 16, 16]
+
+
+def test_weights_and_views_of_them_are_not_counted() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.factor: Tensor
+            self.register_buffer("factor", torch.ones(4))
+
+        def forward(self, given: Tensor) -> Tensor:
+            result: Tensor = (given @ self.weight.t()[:, :2]) * self.factor[:2]
+            return result
+
+    assert count(nn.Sequential(nn.Linear(4, 4), Views()), torch.ones(3, 4)).saved_bytes == [48, 48]
+
+
+def convolutions() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 4, 3),
+        nn.Sigmoid(),
+        nn.Conv2d(4, 4, 1),
+        nn.GELU(),
+        nn.Dropout(0.4),
+        nn.Flatten(),
+        nn.Linear(4 * 9, 7),
+        nn.Tanh(),
+        nn.Linear(7, 2),
+        nn.Softplus(),
+    )
+
+
+def test_a_stage_run_by_itself_saves_its_layers_and_its_input() -> None:
+    model = convolutions()
+    given = torch.randn(2, 3, 10, 10)
+    layers = build_chain(model, given).layers
+    saved = counted(model, layers, given)
+    value: Any = given
+    tried = 0
+    for start in range(1, len(layers)):
+        value = layers[start - 1].module(value).detach()
+        if layers[start - 1].cut_reason is None:
+            alone = counted(model, layers[start:], value.clone().requires_grad_())
+            expected = sum(saved.saved_bytes[start:]) + saved.saved_input_bytes[start]
+            assert sum(alone.saved_bytes) == expected, layers[start].name
+            tried += 1
+    assert tried == 12
+    assert sum(bytes_ > 0 for bytes_ in saved.saved_input_bytes) == 3
+
+
+def test_counting_does_not_change_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3), nn.Tanh()).double()
+    given = torch.randn(5, 4, dtype=torch.float64)
+    count(model, given)
+    ours = [p.grad for p in model.parameters()]
+    output = model(given)
+    start = OutputGradients(0).of(output)[1]
+    theirs = torch.autograd.grad(output, list(model.parameters()), start)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None)
+    assert None not in ours
+
+
+def in_order(*modules: nn.Module) -> tuple[Layer, ...]:
+    """Layers that hand tuples to each other."""
+    return tuple(
+        Layer(str(index), type(module).__name__, module, None, tuple(module.parameters()), (), None)
+        for index, module in enumerate(modules)
+    )
+
+
+class Stem(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+
+    def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.inner(given).sigmoid()
+        return made, made[:, :2]
+
+
+class Twice(nn.Module):
+    """Hands on its first tensor twice, besides what it makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 2)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return given[0], self.inner(given[0]), given[0], given[1]
+
+
+class Through(nn.Module):
+    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return given[:2]
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 2)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        result: Tensor = self.inner(given[0]) + given[1]
+        return result
+
+
+def test_tensors_that_cross_together_count_once_each() -> None:
+    # 3 samples: an input of 48 bytes, the stem's result of 96, and 24 of what is made of it.
+    model = nn.Sequential(Stem(), Twice(), Through(), Last())
+    saved = counted(model, in_order(*model), torch.ones(3, 4))
+    assert saved.output_bytes == [96 + 24, 96 + 24 + 24, 96 + 24, 24]
+    # The stem's result is saved by its sigmoid; the others only use it again.
+    assert saved.saved_bytes == [48 + 96, 0, 0, 0]
+    # Once, though two tensors of it cross; needed to the end, through a layer that only hands it on.
+    assert saved.saved_input_bytes == [0, 96, 96, 96]
+
+
+def test_a_tensor_that_nobody_needs_any_more_is_no_input_to_keep() -> None:
+    model = nn.Sequential(Stem(), Twice(), Through(), nn.Sequential(Pick(1), nn.Linear(2, 2)))
+    saved = counted(model, in_order(*model), torch.ones(3, 4))
+    assert saved.saved_input_bytes == [0, 96, 0, 0]
+    assert saved.saved_bytes == [48 + 96, 0, 0, 24]
+
+
+class Pick(nn.Module):
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def forward(self, given: tuple[Tensor, ...]) -> Tensor:
+        return given[self.at]
+
+
+def test_the_loss_has_bytes_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
+    layers, saved = build_chain(model, torch.ones(3, 4)).layers, SavedBytes(model, 2)
+    with saved.hooks():
+        run_layers(layers, torch.ones(3, 4), OutputGradients(0), saved, loss=loss_named("cross-entropy"))
+    assert (saved.saved_bytes, saved.output_bytes) == ([48, 96], [96, 60])
+    assert saved.saved_input_bytes == [0, 0]
+    # Of cross-entropy: the logarithms of 3 x 5 probabilities, 3 targets of 8 bytes, and a sum of weights.
+    assert saved.loss_saved_bytes == 60 + 24 + 4
+    assert saved.loss_output_bytes == 4

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pplan.profiler.loading.agreeing_sizes import in_proportion
+from pplan.profiler.loading.configuration_keys import in_proportion
 from pplan.profiler.loading.transformers_models import TransformersModel, load_transformers
 
 pytest.importorskip("transformers")

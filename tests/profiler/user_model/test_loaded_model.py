@@ -13,7 +13,7 @@ from torch import nn
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.graphs import tracing, trial
-from pplan.profiler.user_model.copies import copy_model, copy_to_host, copy_to_meta
+from pplan.profiler.user_model.loaded_model import copy_model, copy_to_host, copy_to_meta
 
 
 class Kept(nn.Parameter):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.micro_batch_sizes import (
+from pplan.profiler.size_sweep import (
     beyond_budget,
     in_words,
     left_out_note,
