@@ -94,8 +94,8 @@ def test_megatron_takes_the_virtual_stages(virtual: int, vocabulary: int) -> Non
         gpus=4,
         gpu="b200",
         batch_size=64,
-        pp=4,
-        virtual_stages=virtual,
+        pp=(4,),
+        virtual_stages=(virtual,),
         recompute="none",
     )
     best = answer.plans[0]

@@ -71,8 +71,8 @@ def random_table(random: Random) -> LayerTable:
     data = random.choice((1, 2))
     expert = random.choice((1, data)) if any(shape.routed) else 1
     degrees = ParallelDegrees(random.choice((1, 2)), 1, expert, stages, data, random.choice((0, 1)))
-    recompute = random.choice(("none", "selective", "full"))
-    setting = TrainingSetting(random.randint(1, 8), Tokens(64), recompute)
+    many = random.randint(1, 8)
+    setting = TrainingSetting(many, Tokens(64), random.choice(("none", "selective", "full")))
     return LayerTable(shape, degrees, setting, random_costs(random))
 
 
