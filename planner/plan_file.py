@@ -8,12 +8,20 @@ from warnings import warn
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..cost_models.document import Document, MadeBy
+from ..cost_models.document import (
+    DeviceCount,
+    Document,
+    LayerCount,
+    MadeBy,
+    MemberCount,
+    MicroBatches,
+    MiniBatch,
+    ZeroStage,
+)
 from ..cost_models.errors import UsageError
-from ..cost_models.field_types import DeviceCount, LayerCount, MemberCount, MicroBatches, MiniBatch, ZeroStage
 from ..cost_models.option_fields import declared
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
-from ..cost_models.ranges import MOST_DEVICES
+from ..cost_models.quantities import MOST_DEVICES
 from ..cost_models.schedule_files import SUFFIX
 from ..cost_models.schedules import PUBLISHED, register_order
 from ..cost_models.schedules.schedule_text import read_schedule

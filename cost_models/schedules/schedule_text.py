@@ -29,11 +29,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError, short_repr
-from ..ranges import MOST_ACTIONS
+from ..quantities import MOST_ACTIONS
 from .action import Action, Program, Schedule, StageSlot
 from .interleaved import looped
 from .text_reader import HELP, DeviceList, LineReader, Number, ScheduleTextError, Values, Writer, Written
-from .v_shape import v_pipe
+from .zb_v import v_pipe
 
 MOST_TEXT = 20_000_000
 """Characters."""

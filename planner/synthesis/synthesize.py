@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ...cost_models.errors import UsageError
 from ...cost_models.memory import Recompute
-from ...cost_models.ranges import MOST_ACTIONS
+from ...cost_models.quantities import MOST_ACTIONS
 from ...cost_models.schedules import Program, register_order, schedule_named
 from ...cost_models.schedules.schedule_text import read_schedule, write_program
 from ...cost_models.timeline import simulate
