@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from ..cost_models import arguments
 from ..cost_models.option_fields import Options, option
-from ..cost_models.schedule_files import optional_schedule
+from ..cost_models.schedules.registration import optional_schedule
 
 TRANSFERS = ("overlapped", "blocking", "blocking-receive", "rendezvous")
 """As of `Costs.transfers`, which is not imported here: the help of the command line would wait for numpy."""
@@ -39,7 +39,8 @@ class Overrides(Options):
     schedule: str | None = option(
         None,
         optional_schedule,
-        "Another schedule than the plan's: one of pplan schedules, or your own in FILE.schedule.",
+        "Another schedule than the plan's: a name of pplan schedules, or your own in FILE.schedule; the cuts "
+        "stay where it has as many stages.",
         "NAME|FILE",
     )
     stages: int | None = _number("N", "Devices of the pipeline; for a plan it cuts the layers anew.")

@@ -22,8 +22,8 @@ from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import declared
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from ..cost_models.quantities import MOST_DEVICES
-from ..cost_models.schedule_files import SUFFIX
-from ..cost_models.schedules import PUBLISHED, register_order
+from ..cost_models.schedules import PUBLISHED
+from ..cost_models.schedules.registration import SUFFIX, register_order
 from ..cost_models.schedules.schedule_text import read_schedule
 from .plan_options import PlanOptions
 from .plan_records import (

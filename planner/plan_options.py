@@ -14,8 +14,8 @@ from ..cost_models.option_fields import Options, option
 from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, known_word
 from ..cost_models.quantities import MOST_MINI_BATCH, parse_seconds
 from ..cost_models.runtime import RUNTIMES, runtime_named
-from ..cost_models.schedule_files import schedule_word
 from ..cost_models.schedules import SCHEDULES
+from ..cost_models.schedules.registration import schedule_word
 from ..cost_models.typed_text import number_or_auto, one_of
 from .pipeline_config import MODES, MOST_MICRO_BATCHES, SYNTHESIZED
 

@@ -9,13 +9,12 @@ from functools import cached_property
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.precision import TrainingPrecision, training_precision
-from ..cost_models.quantities import counted
 from ..cost_models.runtime import Runtime, runtime_named
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .batch_sizes import SAMPLES_PER_DEVICE, BatchSizes
 from .candidate import Proposal
-from .cut_limits import limit_cuts
+from .cut_limits import check_layer_count, limit_cuts
 from .pipeline_config import (
     MODES,
     SEARCHED,
@@ -63,7 +62,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         self.precision  # noqa: B018  raises
-        _check_counts(self.chain, self.topology.gpus, self.options)
+        check_layer_count(self.chain, self.topology.gpus, self.options)
         if not self.configs:
             raise self._no_config()
 
@@ -349,16 +348,3 @@ def _is_three_halves(count: int) -> bool:
     """Whether it is 3 times a power of two."""
     third, rest = divmod(count, 3)
     return rest == 0 and third & (third - 1) == 0
-
-
-def _check_counts(chain: Chain, gpus: int, options: PlanOptions) -> None:
-    if (
-        gpus > len(chain)
-        and options.runtime is not None
-        and runtime_named(options.runtime).replicas == "none"
-    ):
-        raise UsageError(
-            f"gpus={gpus}: the model has {counted(len(chain), 'layer')}, and a stage needs at least one",
-            f"Use at most {counted(len(chain), 'GPU')} (its allowed cuts make "
-            f"{counted(chain.max_stages, 'stage')}).",
-        )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
-from functools import partial
 
 from ..errors import UsageError, short_repr
 from . import (
@@ -27,7 +25,6 @@ from . import (
     zb_v,
 )
 from .action import Action, Program, Schedule, StageSlot
-from .schedule_text import ScheduleText, read_schedule
 
 _ALL = (
     naive.SCHEDULE,
@@ -66,60 +63,6 @@ def schedule_named(name: str) -> Schedule:
         ) from None
 
 
-def register_schedule(schedule: Schedule | ScheduleText | str) -> Schedule:
-    """Makes a schedule known by its name, to whatever takes one; a text is that of `schedule_text`.
-
-    Another of the same name is replaced. Raises UsageError for the name of a published schedule, and for a
-    text that is none.
-    """
-    text = read_schedule(schedule) if isinstance(schedule, str) else schedule
-    own = text.schedule if isinstance(text, ScheduleText) else text
-    if own.name in PUBLISHED:
-        raise UsageError(f"schedule {own.name!r} is pplan's own", "Give yours another name.")
-    _ORDERS.pop(own.name, None)
-    _CACHE.forget(own.name)
-    SCHEDULES[own.name] = own
-    return own
-
-
-_Counts = tuple[int, int, int]
-_ORDERS: dict[str, dict[_Counts, Program]] = {}
-"""Of schedules that are known from plans alone: by name, devices, micro-batches and virtual stages."""
-
-
-def register_order(text: ScheduleText, stages: int, micro_batches: int, virtual_stages: int) -> Schedule:
-    """The schedule of a plan's order, which says what is done with these numbers alone: registered, unless it
-    is known and does the same.
-
-    Raises UsageError where the text is not of these numbers, or a schedule of this name does otherwise.
-    """
-    counts = (stages, micro_batches, virtual_stages)
-    program = text.program(*counts)
-    if text.name not in SCHEDULES:
-        register_schedule(replace(text.schedule, build=partial(_order_of_a_plan, text.name)))
-        _ORDERS[text.name] = {}
-    orders = _ORDERS.get(text.name)
-    known = SCHEDULES[text.name].program(*counts) if orders is None else orders.setdefault(counts, program)
-    if (known.actions, known.pipes) != (program.actions, program.pipes):
-        raise UsageError(
-            f"schedule {text.name!r} is known with another order for {stages} devices and {micro_batches} "
-            "micro-batches",
-            "Rename one of the two.",
-        )
-    return SCHEDULES[text.name]
-
-
-def _order_of_a_plan(name: str, *counts: int) -> Program:
-    orders = _ORDERS.get(name, {})
-    if counts not in orders:
-        known = "; ".join(f"{p} devices with {m} micro-batches" for p, m, _ in orders)
-        raise UsageError(
-            f"schedule {name!r} is known of a plan alone, for {known}: not for {counts[0]} with {counts[1]}",
-            "Give the schedule's own file.",
-        )
-    return orders[counts]
-
-
 __all__ = [
     "MOST_COPIES",
     "PUBLISHED",
@@ -128,8 +71,6 @@ __all__ = [
     "Program",
     "Schedule",
     "StageSlot",
-    "register_order",
-    "register_schedule",
     "schedule_named",
 ]
 
@@ -168,5 +109,5 @@ def _actions(program: Program) -> int:
     return sum(len(own) for own in program.actions)
 
 
-_CACHE = ProgramCache(KEPT_ACTIONS)
-cached_program = _CACHE.program
+PROGRAMS = ProgramCache(KEPT_ACTIONS)
+cached_program = PROGRAMS.program

@@ -57,6 +57,12 @@ class ScheduleText:
     def program(self, stages: int, micro_batches: int, virtual_stages: int | None = None) -> Program:
         """What runs where. Raises UsageError, with the line, for actions that are missing or repeated, of no
         micro-batch or chunk, or that wait for each other for ever."""
+        try:
+            return self._program(stages, micro_batches, virtual_stages)
+        except ScheduleTextError as error:
+            raise ScheduleTextError(f"schedule {self.name}: {error.what}", error.hint) from None
+
+    def _program(self, stages: int, micro_batches: int, virtual_stages: int | None) -> Program:
         chunks = self.chunks if virtual_stages is None else virtual_stages
         if self.places != "loop" and chunks != self.chunks:
             raise UsageError(
@@ -111,13 +117,13 @@ def _number(written: Iterator[Written], line: int, micro_batches: int) -> list[A
     """The actions, those without a micro-batch numbered in their order; later micro-batches left out."""
     done: Counter[tuple[str, int]] = Counter()
     own = []
-    for kind, given, chunk in written:
-        number = done[kind, chunk] if given is None else given
-        if given is None:
+    for kind, number_in_text, chunk in written:
+        number = done[kind, chunk] if number_in_text is None else number_in_text
+        if number_in_text is None:
             done[kind, chunk] += 1
-        elif given >= micro_batches or given < 0:
+        elif number_in_text >= micro_batches or number_in_text < 0:
             raise ScheduleTextError(
-                f"line {line}: {kind}{given}: there are {micro_batches} micro-batches, from 0",
+                f"line {line}: {kind}{number_in_text}: there are {micro_batches} micro-batches, from 0",
                 "Name a micro-batch below m.",
             )
         if number < micro_batches:
@@ -136,8 +142,10 @@ def _check_complete(own: Sequence[Action], device: int, line: int, micro_batches
             )
         if count > 1:
             raise ScheduleTextError(f"{where}: {action} stands {count} times", "Name every action once.")
-    wanted = (Action(kind, m, c) for kind in ("F", "B") for c in range(chunks) for m in range(micro_batches))
-    for action in wanted:
+    all_actions = (
+        Action(kind, m, c) for kind in ("F", "B") for c in range(chunks) for m in range(micro_batches)
+    )
+    for action in all_actions:
         if action not in times:
             raise ScheduleTextError(
                 f"{where}: {action} is missing, with {micro_batches} micro-batches",
@@ -200,7 +208,7 @@ def read_schedule(text: str) -> ScheduleText:
         raise ScheduleTextError(
             f"the schedule's text has {len(text)} characters", f"Write at most {MOST_TEXT}."
         )
-    said: dict[str, str] = {}
+    fields: dict[str, str] = {}
     lists: dict[str, Writer] = {}
     rows: list[tuple[int, Number | None, Writer]] = []
     for line, content in _logical_lines(text):
@@ -212,23 +220,23 @@ def read_schedule(text: str) -> ScheduleText:
             rows.append((line, *LineReader(content[6:], line, set(lists)).read_row()))
         else:
             key, colon, value = content.partition(":")
-            if not colon or key.strip() not in _KEYS or key.strip() in said:
+            if not colon or key.strip() not in _KEYS or key.strip() in fields:
                 raise ScheduleTextError(
                     f"line {line}: {short_repr(content)} is no line of a schedule, or stands twice",
                     f"Lines begin with {', '.join(f'{key}:' for key in _KEYS)}, let or device. {HELP}",
                 )
-            said[key.strip()] = _checked(key.strip(), value.strip(), line)
-    if "name" not in said or not rows:
-        missing = "`name: ...`" if "name" not in said else "`device i: ...`"
+            fields[key.strip()] = _checked(key.strip(), value.strip(), line)
+    if "name" not in fields or not rows:
+        missing = "`name: ...`" if "name" not in fields else "`device i: ...`"
         raise ScheduleTextError(f"the schedule's text has no line {missing}", HELP)
-    places = said.get("places", "line")
-    chunks = int(said.get("chunks", "1" if places == "line" else "2"))
+    places = fields.get("places", "line")
+    chunks = int(fields.get("chunks", "1" if places == "line" else "2"))
     if (places == "line" and chunks != 1) or (places == "v" and chunks != 2):
         raise ScheduleTextError(
             f"chunks {chunks} with places {places}",
             "A line has 1 chunk a device, a v has 2, a loop any number.",
         )
-    return ScheduleText(said["name"], said.get("source", ""), places, chunks, lists, rows)
+    return ScheduleText(fields["name"], fields.get("source", ""), places, chunks, lists, rows)
 
 
 def _checked(key: str, value: str, line: int) -> str:

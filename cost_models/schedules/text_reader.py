@@ -44,7 +44,7 @@ class DeviceList:
     lists: Mapping[str, Writer]
     most: int
     words: int = 0
-    taken: dict[str, Iterator[Written]] = field(default_factory=dict)
+    open_lists: dict[str, Iterator[Written]] = field(default_factory=dict)
 
     def count(self, line: int) -> None:
         """One more word. Raises ScheduleTextError where there are far more than actions."""
@@ -71,11 +71,11 @@ class LineReader:
     def _split(self, text: str) -> Iterator[str]:
         text, position = text.rstrip(), 0
         while position < len(text):
-            found = _TOKEN.match(text, position)
-            if not found:
+            match = _TOKEN.match(text, position)
+            if not match:
                 raise self.wrong(f"{short_repr(text[position:].strip()[:20])} is no word of a schedule")
-            yield found[0].strip()
-            position = found.end()
+            yield match[0].strip()
+            position = match.end()
 
     def wrong(self, what: str) -> ScheduleTextError:
         """An error of this line."""
@@ -190,22 +190,22 @@ class LineReader:
         line = self.line
 
         def write(values: Values, device: DeviceList) -> Iterator[Written]:
-            if name not in device.taken:
+            if name not in device.open_lists:
                 whole = list(device.lists[name](values, device))
                 if not whole:
                     raise ScheduleTextError(f"line {line}: the list {name} is empty", HELP)
-                device.taken[name] = cycle(whole)
+                device.open_lists[name] = cycle(whole)
             device.count(line)
-            yield next(device.taken[name])
+            yield next(device.open_lists[name])
 
         return write
 
     def _action(self) -> Writer:
         word = self.take()
-        found = _ACTION.fullmatch(word)
-        if not found:
+        match = _ACTION.fullmatch(word)
+        if not match:
             raise self.wrong(f"{short_repr(word)} is no action (F, B, W), list or bracket")
-        kind, digits = found[1], found[2]
+        kind, digits = match[1], match[2]
         number: Number | None = None
         if digits:
             number = _always(self._integer(digits))

@@ -43,16 +43,16 @@ def fill_orders(problem: OrderProblem) -> Iterator[Lists]:
         (most,) * count,
     )
     rules = product(SHARES, dict.fromkeys(depths), (False, True))
-    seen = set()
+    orders = set()
     for share, ahead, forward_first in rules:
         lists = _Filler(problem, Rule(share, ahead, forward_first)).lists()
-        if lists is not None and lists not in seen:
-            seen.add(lists)
+        if lists is not None and lists not in orders:
+            orders.add(lists)
             yield lists
 
 
 class _Filler:
-    """The devices as the clock goes on."""
+    """The devices as the run goes on."""
 
     def __init__(self, problem: OrderProblem, rule: Rule) -> None:
         self.problem, self.rule = problem, rule
@@ -62,7 +62,7 @@ class _Filler:
         """By part, when each F and each B has what it needs, in order, as far as it is known."""
         self.arrivals[0][F] = [0.0] * count
         self.level = [0.0] * problem.devices
-        self.held = [0] * problem.devices
+        self.micro_batch_bytes = [0] * problem.devices
         self.own: list[list[Step]] = [[] for _ in range(problem.devices)]
         self.split = problem.split
 
@@ -100,21 +100,26 @@ class _Filler:
     def _arrives(self, kind: int, part: int) -> float:
         """When the next F or B of a part can begin, as far as it is known."""
         number = self.done[kind][part]
-        known = self.arrivals[part][kind]
-        return known[number] if number < len(known) else NEVER
+        times = self.arrivals[part][kind]
+        return times[number] if number < len(times) else NEVER
+
+    def _has_room(self, device: int, part: int) -> bool:
+        """Whether an F fits, and after it one of a later part of the device: else nothing would end."""
+        problem = self.problem
+        later = [problem.micro_batch_bytes[own] for own in problem.own_parts[device] if own > part]
+        level = self.level[device] + problem.micro_batch_bytes[part] + max(later, default=0.0)
+        return level <= problem.room[device] * (1 + 1e-12)
 
     def _choose(self, device: int, now: float) -> tuple[Step | None, float]:
         """What is done next, or until when to wait."""
         parts = self.problem.own_parts[device]
         backwards = [(self._arrives(B, part), part) for part in reversed(parts)]
         forwards = [
-            (self._arrives(F, part), part)
-            for part in reversed(parts)
-            if self.level[device] + self.problem.held[part] <= self.problem.room[device] * (1 + 1e-12)
+            (self._arrives(F, part), part) for part in reversed(parts) if self._has_room(device, part)
         ]
         ready_backward = next((part for at, part in backwards if at <= now), None)
         ready_forward = next((part for at, part in forwards if at <= now), None)
-        few = self.held[device] < self.rule.ahead[device]
+        few = self.micro_batch_bytes[device] < self.rule.ahead[device]
         if ready_forward is not None and few and (ready_backward is None or self.rule.forward_first):
             return (F, ready_forward), now
         if ready_backward is not None:
@@ -136,8 +141,8 @@ class _Filler:
         self.done[kind][part] += 1
         end = now + problem.duration(kind, part, number == 0)
         if kind == F:
-            self.level[device] += problem.held[part]
-            self.held[device] += 1
+            self.level[device] += problem.micro_batch_bytes[part]
+            self.micro_batch_bytes[device] += 1
             if part + 1 < problem.parts:
                 same = problem.device[part + 1] == device
                 self.arrivals[part + 1][F].append(end if same else end + problem.forward_wait[part])
@@ -147,6 +152,6 @@ class _Filler:
             same = problem.device[part - 1] == device
             self.arrivals[part - 1][B].append(end if same else end + problem.backward_wait[part])
         if kind == (W if self.split else B):
-            self.level[device] -= problem.held[part]
-            self.held[device] -= 1
+            self.level[device] -= problem.micro_batch_bytes[part]
+            self.micro_batch_bytes[device] -= 1
         return end

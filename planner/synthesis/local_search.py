@@ -12,7 +12,7 @@ from collections.abc import Callable
 from random import Random
 
 from .order_problem import Lists, OrderProblem, Step, W
-from .run_order import Clock, run_order
+from .run_order import OrderRun, run_order
 
 MEMORY = 40
 """Changes ago."""
@@ -59,12 +59,12 @@ def improve_order(
     return best, least
 
 
-def _cost(clock: Clock) -> float:
+def _cost(clock: OrderRun) -> float:
     return clock.step + ALONE * sum(clock.device_ends) / len(clock.device_ends)
 
 
 def _change(
-    problem: OrderProblem, lists: Lists, clock: Clock, path: list[int], random: Random
+    problem: OrderProblem, lists: Lists, clock: OrderRun, path: list[int], random: Random
 ) -> Lists | None:
     """An action of the critical path moved before the one it follows without a pause, or some further; None
     where that does not fit or breaks the order of a part."""
@@ -88,7 +88,7 @@ def _change(
     return (*lists[:device], tuple(own), *lists[device + 1 :])
 
 
-def _waits_for_its_device(clock: Clock, action: int) -> bool:
+def _waits_for_its_device(clock: OrderRun, action: int) -> bool:
     return clock.waited_for[action] == action - 1 and clock.end[action - 1] == clock.start[action]
 
 
@@ -104,9 +104,9 @@ def _is_possible(problem: OrderProblem, own: list[Step], device: int) -> bool:
         if kind and done[kind] > done[kind - 1]:
             return False
         if kind == 0:
-            level += problem.held[part]
+            level += problem.micro_batch_bytes[part]
             if level > room:
                 return False
         elif kind == release:
-            level -= problem.held[part]
+            level -= problem.micro_batch_bytes[part]
     return True

@@ -19,6 +19,7 @@ memory does to zero-bubble schedules; the recurrence is this module's own).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +45,8 @@ class OrderProblem:
     computes the weights' gradient as well (`split` False). `credit`: what the first backward of a part does
     not take. `forward_wait`: from the end of an F to its arrival at the part after, of which `forward_busy`
     seconds occupy the link; `backward_wait`: of a B at the part before. `end`: by device, what follows its
-    last action. `held`: bytes of a micro-batch in flight, by part; `room`: by device, bytes for all of them.
+    last action. `micro_batch_bytes`: bytes of a micro-batch in flight, by part; `room`: by device, bytes for
+    all of them.
     """
 
     micro_batches: int
@@ -58,7 +60,7 @@ class OrderProblem:
     backward_wait: tuple[float, ...]
     backward_busy: tuple[float, ...]
     end: tuple[float, ...]
-    held: tuple[float, ...]
+    micro_batch_bytes: tuple[float, ...]
     room: tuple[float, ...]
     split: bool = True
 
@@ -90,8 +92,11 @@ class OrderProblem:
         """By part of a line, the micro-batches that its device has room for: M at the most."""
         return tuple(
             self.micro_batches
-            if self.held[part] <= 0 or self.room[device] == float("inf")
-            else max(0, min(self.micro_batches, int(self.room[device] / self.held[part] * (1 + 1e-12))))
+            if self.micro_batch_bytes[part] <= 0 or self.room[device] == float("inf")
+            else max(
+                0,
+                min(self.micro_batches, int(self.room[device] / self.micro_batch_bytes[part] * (1 + 1e-12))),
+            )
             for part, device in enumerate(self.device)
         )
 
@@ -108,11 +113,11 @@ class OrderProblem:
             level, room = 0.0, self.room[device] * (1 + 1e-12)
             for kind, part in own:
                 if kind == F:
-                    level += self.held[part]
+                    level += self.micro_batch_bytes[part]
                     if level > room:
                         return False
                 elif kind == release:
-                    level -= self.held[part]
+                    level -= self.micro_batch_bytes[part]
         return True
 
     def bound(self) -> float:
@@ -186,7 +191,11 @@ class OrderProblem:
 
 
 def lists_of(program: Program) -> Lists | None:
-    """The kinds and parts of a program in their order; None where its micro-batches are not in order."""
+    """The kinds and parts of a program in their order; None where its micro-batches are not in order, or some
+    backwards are in two parts and others whole."""
+    of_kind = Counter(action.kind for own in program.actions for action in own)
+    if of_kind["W"] not in (0, of_kind["B"]):
+        return None
     part_of = program.parts_by_slot
     lists = []
     for device, own in enumerate(program.actions):
@@ -202,8 +211,10 @@ def lists_of(program: Program) -> Lists | None:
     return tuple(lists)
 
 
-def order_problem(assembly: Assembly, room: Sequence[float], held: Sequence[float]) -> OrderProblem:
-    """The numbers of a program's costs; `room` and `held` as above."""
+def order_problem(
+    assembly: Assembly, room: Sequence[float], micro_batch_bytes: Sequence[float]
+) -> OrderProblem:
+    """The numbers of a program's costs; `room` and `micro_batch_bytes` as above."""
     costs, pipe = assembly.costs(), assembly.program.pipes[0]
     split = costs.weight is not None
 
@@ -222,7 +233,7 @@ def order_problem(assembly: Assembly, room: Sequence[float], held: Sequence[floa
     again = by_part(costs.recompute)
     extra = np.zeros(assembly.program.devices) if costs.overhead is None else np.ravel(costs.overhead)
     overhead = [float(np.broadcast_to(extra, assembly.program.devices)[place.device]) for place in pipe]
-    sent = (by_cut(costs.forward_occupancy), by_cut(costs.forward_latency))
+    onward = (by_cut(costs.forward_occupancy), by_cut(costs.forward_latency))
     back = (by_cut(costs.backward_occupancy), by_cut(costs.backward_latency))
     after = _after(assembly, costs.all_reduce, costs.optimizer)
     return OrderProblem(
@@ -237,12 +248,12 @@ def order_problem(assembly: Assembly, room: Sequence[float], held: Sequence[floa
             own + more if split else 0.0 for own, more in zip(by_part(costs.weight), overhead, strict=True)
         ),
         credit=by_part(costs.accumulation),
-        forward_wait=(*(busy + late for busy, late in zip(*sent, strict=True)), 0.0),
-        forward_busy=(*sent[0], 0.0),
+        forward_wait=(*(busy + late for busy, late in zip(*onward, strict=True)), 0.0),
+        forward_busy=(*onward[0], 0.0),
         backward_wait=(0.0, *(busy + late for busy, late in zip(*back, strict=True))),
         backward_busy=(0.0, *back[0]),
         end=after,
-        held=tuple(held),
+        micro_batch_bytes=tuple(micro_batch_bytes),
         room=tuple(room),
         split=split,
     )

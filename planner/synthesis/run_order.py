@@ -1,4 +1,4 @@
-"""The clock of an order: when each action starts and ends, and what made it wait."""
+"""The run of an order: when each action starts and ends, and what made it wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NONE = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Clock:
+class OrderRun:
     """Of the actions of all devices, device after device: start and end, and the action that it waited for at
     last (NONE: for nothing), which is the one before on its device or the one that sent to it.
 
@@ -36,8 +36,8 @@ class Clock:
         return path
 
 
-def run_order(problem: OrderProblem, lists: Lists, limit: float = float("inf")) -> Clock | None:
-    """The clock of an order; None where it cannot be run to its end, or a device is not done at `limit`."""
+def run_order(problem: OrderProblem, lists: Lists, limit: float = float("inf")) -> OrderRun | None:
+    """The run of an order; None where it cannot be run to its end, or a device is not done at `limit`."""
     parts, count = problem.parts, problem.micro_batches
     device_of, last = problem.device, problem.parts - 1
     first = [0]
@@ -89,7 +89,7 @@ def run_order(problem: OrderProblem, lists: Lists, limit: float = float("inf")) 
                 forwards[part] = number + 1
                 if part < last:
                     other = part + 1
-                    there = _sent(problem, link_free, F, part, other, now)
+                    there = _arrival(problem, link_free, F, part, other, now)
                     arrival[F][other][number], sender[F][other][number] = there, index
                     if device_of[other] != device:
                         waiting.append(device_of[other])
@@ -97,7 +97,7 @@ def run_order(problem: OrderProblem, lists: Lists, limit: float = float("inf")) 
                 backwards[part] = number + 1
                 if part:
                     other = part - 1
-                    there = _sent(problem, link_free, B, part, other, now)
+                    there = _arrival(problem, link_free, B, part, other, now)
                     arrival[B][other][number], sender[B][other][number] = there, index
                     if device_of[other] != device:
                         waiting.append(device_of[other])
@@ -110,10 +110,10 @@ def run_order(problem: OrderProblem, lists: Lists, limit: float = float("inf")) 
     if any(position[device] < len(own) for device, own in enumerate(lists)):
         return None
     step = max(now + extra for now, extra in zip(free, problem.end, strict=True))
-    return Clock(start, end, waited, first, step, free)
+    return OrderRun(start, end, waited, first, step, free)
 
 
-def _sent(
+def _arrival(
     problem: OrderProblem,
     link_free: dict[tuple[int, int], float],
     kind: int,

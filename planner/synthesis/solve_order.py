@@ -42,16 +42,16 @@ def solve_order(problem: OrderProblem, start: Lists, bound: float, seconds: floa
     """Searches for so many seconds; `start` is given as a hint, and `bound` is known to hold."""
     from ortools.sat.python import cp_model
 
-    clock = run_order(problem, start)
-    assert clock is not None, "the start can be run"
-    unit = clock.step / UNITS
+    run = run_order(problem, start)
+    assert run is not None, "the start can be run"
+    unit = run.step / UNITS
     model = cp_model.CpModel()
-    known = _Model(problem, model, unit, round(1.01 * UNITS))
-    known.hint(start, clock.start)
-    model.add(known.step >= int(bound / unit * (1 - 1e-9)))
-    model.minimize(known.step)
+    variables = _Variables(problem, model, unit, round(1.01 * UNITS))
+    variables.hint(start, run.start)
+    model.add(variables.step >= int(bound / unit * (1 - 1e-9)))
+    model.minimize(variables.step)
     solver = cp_model.CpSolver()
-    # Strategies take turns in one thread: the answer depends on neither the clock nor the processors.
+    # Strategies take turns in one thread: the answer depends on neither the run nor the processors.
     solver.parameters.max_deterministic_time = max(seconds, 0.01)
     solver.parameters.interleave_search = True
     solver.parameters.num_workers = STRATEGIES
@@ -60,10 +60,10 @@ def solve_order(problem: OrderProblem, start: Lists, bound: float, seconds: floa
     proven = max(bound, solver.best_objective_bound * unit * (1 - 1e-9))
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return SolvedOrder(None, bound)
-    return SolvedOrder(known.read(solver), min(proven, clock.step))
+    return SolvedOrder(variables.read(solver), min(proven, run.step))
 
 
-class _Model:
+class _Variables:
     """The variables: of every part the starts of its actions by kind and micro-batch."""
 
     def __init__(self, problem: OrderProblem, model: Any, unit: float, horizon: int) -> None:
@@ -132,9 +132,9 @@ class _Model:
             for number in range(most, count):
                 self._after((F, parts[0], number), (self.release, parts[0], number - most), 0)
         elif problem.room[device] != float("inf"):
-            self._held(device, parts)
+            self._room(device, parts)
 
-    def _held(self, device: int, parts: tuple[int, ...]) -> None:
+    def _room(self, device: int, parts: tuple[int, ...]) -> None:
         """Bytes in thousandths of the room, rounded down: what is proven holds."""
         problem, model = self.problem, self.model
         demands, intervals = [], []
@@ -143,7 +143,7 @@ class _Model:
                 begin, end = self.start[F, part, number], self._end(self.release, part, number)
                 size = model.new_int_var(0, self.horizon, f"for {part}.{number}")
                 intervals.append(model.new_interval_var(begin, size, end, f"held {part}.{number}"))
-                demands.append(int(problem.held[part] / problem.room[device] * 1000))
+                demands.append(int(problem.micro_batch_bytes[part] / problem.room[device] * 1000))
         model.add_cumulative(intervals, demands, 1000)
 
     def hint(self, lists: Lists, starts: list[float]) -> None:

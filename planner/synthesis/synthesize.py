@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from ...cost_models.errors import UsageError
 from ...cost_models.memory import Recompute
 from ...cost_models.quantities import MOST_ACTIONS
-from ...cost_models.schedules import Program, register_order, schedule_named
+from ...cost_models.schedules import Program, schedule_named
+from ...cost_models.schedules.registration import register_order
 from ...cost_models.schedules.schedule_text import read_schedule, write_program
 from ...cost_models.timeline import simulate
 from ..assembly import Assembly
@@ -46,7 +47,7 @@ STARTS = {
     "interleaved": ("interleaved",),
 }
 """By base, the known orders of the same places."""
-TRIED, SOLVED = 24, 2
+MOST_SHAPES, MOST_IMPROVED = 24, 2
 """Shapes with the lowest bounds for which orders are made by rule; of these, the fastest that are
 improved."""
 CHANGES_A_SECOND = 500_000
@@ -72,7 +73,7 @@ class _Candidate:
 def synthesize(problem: Problem, best: ScoredPlan | None) -> list[ScoredPlan]:
     """The fastest plans found with orders of their own, that fit and are faster than the `best` plan."""
     limit = inf if best is None else best.step_seconds
-    candidates = sorted(_candidates(problem, best, limit), key=lambda own: own.bound)[:TRIED]
+    candidates = sorted(_candidates(problem, best, limit), key=lambda own: own.bound)[:MOST_SHAPES]
     seconds = SHARE * problem.options.time_limit
     filled = []
     for own in candidates:
@@ -81,10 +82,10 @@ def synthesize(problem: Problem, best: ScoredPlan | None) -> list[ScoredPlan]:
         filled.append(_fill(own))
     filled.sort(key=lambda own: own.step)
     plans = []
-    for own in filled[:SOLVED]:
+    for own in filled[:MOST_IMPROVED]:
         if own.lists is None or own.bound >= limit or problem.budget.over:
             continue
-        improved = _improve(own, seconds / SOLVED)
+        improved = _improve(own, seconds / MOST_IMPROVED)
         if improved.step < limit and (plan := _score(problem, improved)) is not None:
             plans.append(plan)
             limit = min(limit, plan.step_seconds)
@@ -120,8 +121,8 @@ def _modes(problem: Problem, proposal: Proposal) -> list[list[Recompute]]:
     whole = _candidate(problem, proposal, never).problem
     lacking = set()
     for device, parts in enumerate(whole.own_parts):
-        wanted = min(whole.micro_batches, whole.devices - device)
-        if sum(whole.held[part] for part in parts) * wanted > whole.room[device]:
+        needed = min(whole.micro_batches, whole.devices - device)
+        if sum(whole.micro_batch_bytes[part] for part in parts) * needed > whole.room[device]:
             lacking.add(device)
     if not lacking:
         return [never]
@@ -139,30 +140,30 @@ def _memory(problem: Problem, assembly: Assembly) -> tuple[list[float], list[flo
     """By device, the room for micro-batches in flight; by part, the bytes of one."""
     program = assembly.program
     timeline = simulate(program, assembly.costs())
-    room, held = [], [0.0] * program.slots
+    room, sizes = [], [0.0] * program.slots
     for device in range(program.devices):
         own = device_memory(assembly, device, timeline)
         room.append(problem.space.limit(assembly.ranks[device]) - own.resident_bytes)
         for chunk, amount in enumerate(own.bytes_in_flight):
             place = type(program.pipes[0][0])(device, chunk)
-            held[program.parts_by_slot[place]] = amount
-    return room, held
+            sizes[program.parts_by_slot[place]] = amount
+    return room, sizes
 
 
 def _fill(own: _Candidate) -> _Candidate:
     """With the best of the known orders and of those made by rule."""
     numbers = own.problem
     best, lists = inf, None
-    for order in (*_known(own), *(fill_orders(numbers) if _actions(own) <= MOST_FILLED else ())):
-        clock = run_order(numbers, order) if numbers.fits(order) else None
-        if clock is not None and clock.step < best:
-            best, lists = clock.step, order
+    for order in (*_published_orders(own), *(fill_orders(numbers) if _actions(own) <= MOST_FILLED else ())):
+        run = run_order(numbers, order) if numbers.fits(order) else None
+        if run is not None and run.step < best:
+            best, lists = run.step, order
         if best <= own.bound * (1 + 1e-9):
             break
     return replace(own, lists=lists, step=best)
 
 
-def _known(own: _Candidate) -> Iterator[Lists]:
+def _published_orders(own: _Candidate) -> Iterator[Lists]:
     config = own.proposal.config
     for name in STARTS[config.schedule]:
         with suppress(UsageError):
@@ -186,12 +187,12 @@ def _improve(own: _Candidate, seconds: float) -> _Candidate:
     own = replace(own, lists=lists, step=step)
     if not solves or step <= own.bound * (1 + 1e-9):
         return own
-    found = solve_order(own.problem, lists, own.bound, seconds - share)
-    clock = None if found.lists is None else run_order(own.problem, found.lists)
-    own = replace(own, bound=max(own.bound, min(found.bound, step)))
-    if clock is None or found.lists is None or clock.step >= step or not own.problem.fits(found.lists):
+    solution = solve_order(own.problem, lists, own.bound, seconds - share)
+    run = None if solution.lists is None else run_order(own.problem, solution.lists)
+    own = replace(own, bound=max(own.bound, min(solution.bound, step)))
+    if run is None or solution.lists is None or run.step >= step or not own.problem.fits(solution.lists):
         return own
-    return replace(own, lists=found.lists, step=clock.step)
+    return replace(own, lists=solution.lists, step=run.step)
 
 
 def _score(problem: Problem, own: _Candidate) -> ScoredPlan | None:

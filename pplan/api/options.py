@@ -9,7 +9,7 @@ from typing import Any, Literal, Required, TypedDict
 from ..cost_models import arguments
 from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
 from ..cost_models.option_fields import Option, Options, declared, option, options_from, unknown_option
-from ..cost_models.schedule_files import optional_schedule
+from ..cost_models.schedules.registration import optional_schedule
 from ..cost_models.typed_text import counts
 from ..planner.degrees.degree_options import DegreeKeywords
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
