@@ -19,7 +19,7 @@ from ..schedules.action import Program
 from ..schedules.one_f_one_b import in_flight, program
 from ..simulator.pipeline_costs import PipelineCosts
 from ..timeline import simulate
-from .block_kernels import NUMBER, Tokens, Work, block_work, embedding_work, head_work
+from .block_kernels import NUMBER, LayerKernels, Tokens, block_work, embedding_work, head_work
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .rank_costs import PassSeconds, RankCosts, rank_group
 from .transformer_shape import LayerParameters, TransformerShape
@@ -258,7 +258,7 @@ class LayerTable:
         ranges = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
         return max(self.stage_bytes(own, stage) for stage, own in enumerate(ranges))
 
-    def _block_seconds(self, work: Work) -> PassSeconds:
+    def _block_seconds(self, work: LayerKernels) -> PassSeconds:
         forward, backward = self.costs.seconds(work, self.degrees)
         return PassSeconds(forward, backward + (forward if self.setting.recompute == "full" else 0.0))
 
