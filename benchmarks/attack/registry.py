@@ -88,13 +88,16 @@ BOUNDS: dict[str, str] = {
 """By name, the checks that hold it against all plans."""
 
 ATTACKED_BY_TESTS: dict[str, str] = {
-    "degrees/degree_search.py:lower_bound": "tests/planner/degrees/test_degree_search.py",
+    "degrees/stage_divisions.py:lower_bound": "tests/planner/degrees/test_degree_search.py",
+    "degrees/stage_divisions.py:interleaved_bound": "tests/planner/degrees/test_degree_search.py",
     "degrees/degree_search.py:search_degrees": "tests/planner/degrees/test_degree_search.py",
 }
 """Bounds on plans of transformers by degrees, which no problem of the attack has."""
 
 NOT_BOUNDS: dict[str, str] = {
     "candidate.py:Proposal.bounds": "first and last layers of stages",
+    "degrees/degree_search.py:_BestPlans.try_divisions": "a part of search_degrees, attacked with it",
+    "degrees/degree_search.py:_BestPlans.try_interleaved": "a part of search_degrees, attacked with it",
     "degrees/degree_search.py:DegreeAnswer.gap": "what the answer's bound leaves",
     "explanation/compare.py:_bound": "a bound that a plan's file says",
     "explanation/compare.py:_problem": "what plans have in common of whose steps one bound tells",

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..cost_models.errors import FileError
+from .comparison_checks import check_comparisons
 from .documents import LARGEST_PLAN, LARGEST_PROFILE, parse, read_content
 from .figure_checks import check_figures
 from .layer_costs import Layers, read_layers
-from .comparison_checks import check_comparisons
 from .report import Report, ReportBuilder
 from .shape_checks import check_layout
 from .stated_machine import StatedMachine, parse_machine
