@@ -27,9 +27,9 @@ def whole(name: str, value: Any, *, at_least: int = 1, at_most: int | None = Non
     return number
 
 
-def optional_whole(name: str, value: Any, *, at_least: int = 1, example: str = "") -> int | None:
+def optional_whole(name: str, value: Any, *, example: str = "") -> int | None:
     """A whole number or None. Raises UsageError."""
-    return None if value is None else whole(name, value, at_least=at_least, example=example)
+    return None if value is None else whole(name, value, example=example)
 
 
 def whole_or_auto(name: str, value: Any) -> int | None:

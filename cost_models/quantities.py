@@ -56,11 +56,11 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\
 _RATE_UNIT = re.compile(r"([kmgt]?i?)(b|bit|bits)(?:/s|ps)", re.IGNORECASE)
 
 
-def parse_bytes(text: str, name: str = "size", *, allow_zero: bool = False) -> int:
+def parse_bytes(text: str, name: str = "size") -> int:
     """Bytes of a size such as `16GiB` (2**30 each) or `40 GB` (10**9 each), rounded to whole bytes.
 
     Units B, kB, MB, GB, TB, KiB, MiB, GiB and TiB, in upper or lower case. `name` is what errors call it.
-    Raises UsageError for anything else, a negative or endless size, and 0 without `allow_zero`.
+    Raises UsageError for anything else, a negative or endless size, and 0.
     """
     example = "Give a size with its unit, such as 16GiB or 40GB."
     number, unit = _split(text, name, "a size", example)
@@ -70,7 +70,7 @@ def parse_bytes(text: str, name: str = "size", *, allow_zero: bool = False) -> i
     if not number * factor <= MOST_BYTES:
         raise UsageError(f"{name} {text}: too large for a size", example)
     size = round(number * factor)
-    if size == 0 and not allow_zero:
+    if size == 0:
         raise UsageError(f"{name} {text}: must be at least one byte", example)
     return size
 

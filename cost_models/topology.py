@@ -129,10 +129,6 @@ class Topology:
         self._check(rank)
         return self.groups[bisect_right(self._starts, rank) - 1].device
 
-    def crosses(self, a: int, b: int) -> bool:
-        """Whether devices `a` and `b` are on different nodes."""
-        return a // self.gpus_per_node != b // self.gpus_per_node
-
     def shared_level(self, a: int, b: int) -> int:
         """The index of the innermost level with a group that holds both devices. Raises UsageError."""
         self._check(a, b)

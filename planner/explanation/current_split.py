@@ -52,11 +52,6 @@ class Cause(Record):
     current_seconds: float
     plan_seconds: float
 
-    @property
-    def more_seconds(self) -> float:
-        """What the split spends more."""
-        return self.current_seconds - self.plan_seconds
-
 
 class SplitComparison(Record):
     """The split in use against the plan. `slower`: its step over the plan's, less 1.

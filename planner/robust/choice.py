@@ -55,7 +55,7 @@ def check_known(problem: Problem) -> None:
         )
 
 
-def most_robust(problem: Problem, answer: JointSearchResult, draws: Draws | None = None) -> RobustPlan:
+def most_robust(problem: Problem, answer: JointSearchResult) -> RobustPlan:
     """The choice among plans near the fastest, which the answer holds.
 
     That one itself, unless another is better by more than `TIE`. Raises UsageError as `check_known`.
@@ -64,7 +64,7 @@ def most_robust(problem: Problem, answer: JointSearchResult, draws: Draws | None
     best = answer.best
     if best is None:
         raise no_plan_fits(problem)
-    contest = _Comparison(problem, best, draws or make_draws(len(problem.chain)))
+    contest = _Comparison(problem, best, make_draws(len(problem.chain)))
     contest.enter([best])
     contest.enter(plan for plan in answer.by_planner.values() if isinstance(plan, ScoredPlan))
     contest.enter(_bests(problem, best))

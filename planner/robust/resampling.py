@@ -64,9 +64,9 @@ class Draws:
 
 
 @lru_cache(maxsize=4)
-def make_draws(layers: int, samples: int = SAMPLES, seed: int = SEED) -> Draws:
+def make_draws(layers: int, samples: int = SAMPLES) -> Draws:
     """The same numbers wherever and whenever they are drawn."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(SEED)
     return Draws(common=random.standard_normal(samples), layers=random.standard_normal((samples, layers)))
 
 

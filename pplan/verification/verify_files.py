@@ -42,12 +42,12 @@ def verify(sources: Sources, *, shared_ports: bool = True) -> Report:
     return Report(sources.plan_name, sources.profile_name, tuple(builder.lines))
 
 
-def verify_files(plan: Path, profile: Path | None = None, *, shared_ports: bool = True) -> Report:
+def verify_files(plan: Path, profile: Path | None = None) -> Report:
     """The plan in a file; its profile is named, or beside it under the name that it says.
 
     Raises FileError.
     """
-    return verify(read_sources(plan, profile), shared_ports=shared_ports)
+    return verify(read_sources(plan, profile))
 
 
 def read_sources(plan: Path, profile: Path | None) -> Sources:
