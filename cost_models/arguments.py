@@ -1,4 +1,4 @@
-"""Arguments of the Python API: of the type a function takes, or refused as the command line refuses texts."""
+"""Checks of the Python API's arguments: a value of the expected type is returned, others raise UsageError."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def gradient_buckets(parameter_bytes: Values) -> list[tuple[int, int]]:
 
     `parameter_bytes` stands in the order in which gradients become ready, by which DDP regroups after its
     first step. A bucket takes gradients until it holds at least its size, so that the last one may exceed
-    it, by any amount: a parameter is never split. The first bucket is small, the last holds the remaining gradients.
+    it, by any amount: a parameter is never split. The first bucket is small, the last one has what remains.
     """
     buckets: list[tuple[int, int]] = []
     start, bytes_so_far, size = 0, 0.0, float(FIRST_BUCKET_BYTES)

@@ -13,15 +13,15 @@ import re
 from .errors import UsageError
 
 MOST_SECONDS = 1e9
-"""Measured or given: some 30 years."""
+"""Measured, or typed by a user: about 30 years."""
 LEAST_PREDICTED_SECONDS, MOST_PREDICTED_SECONDS = 1e-30, 1e30
 """Of sums over layers and micro-batches."""
 MOST_BYTES = 2**63 - 1
-"""Of one figure: of a layer's parameters, say."""
+"""Of one figure, such as the parameters of a layer."""
 MOST_TOTAL_BYTES = 2**100
 """Of sums of such figures."""
 LEAST_RATE, MOST_RATE = 1.0, 1e18
-"""Bytes per second of a link that is not endlessly fast."""
+"""Bytes per second of a link, unless its bandwidth is infinite."""
 LEAST_SPEED, MOST_SPEED = 1e-6, 1e6
 """Of a device, relative to the profiled one."""
 MOST_RATIO = 1e100
@@ -36,7 +36,7 @@ MOST_MINI_BATCH = 2**40
 MOST_MICRO_BATCHES = 2**20
 """Of a step in a file: orders of actions are written out."""
 MOST_ACTIONS = 2_000_000
-"""Forwards, backwards and weight gradients of a step that are looked at one by one."""
+"""Forwards, backwards and weight gradients of a step, where every one is simulated."""
 MOST_LAYERS = 2**17
 MOST_DEVICES = 65_536
 """Of a topology."""
