@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import inf
@@ -14,13 +14,13 @@ from ...cost_models.errors import ModelError
 from ..comparison.model_check import Comparison, ModelCheck
 from ..graphs.cutting import Granularity, parts, refuse_unmatched
 from ..graphs.flow import Flow
-from ..graphs.frontends import ELEMENTS, trace_model
+from ..graphs.frontends import ELEMENTS, is_plain_sequential, trace_model
 from ..graphs.graph import TracedGraph
 from ..graphs.remodule import attribute
 from ..graphs.segments import GraphSegment
 from ..graphs.trial import Trial, naming_larger_pictures
 from ..user_model.failures import layer_failure as layer_failure
-from ..user_model.loaded_model import ModelInput, refuse_lazy
+from ..user_model.loaded_model import ModelInput, refuse_lazy_or_sparse
 from ..user_model.seeding import fixed_seed
 from .layer_sequential import LayerSequential, model_name, registered_once
 from .shared_parameters import storage_aliases, tensors_used
@@ -91,6 +91,8 @@ class LayerChain:
     """Parameters and buffers of the model that no layer uses, by name."""
     users: tuple[TensorUsers, ...] = ()
     """Of each parameter and buffer."""
+    own_modes: tuple[str, ...] = ()
+    """Modules with a `train` of their own, the model itself by its class."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -135,7 +137,7 @@ def build_chain(
     wanted = Granularity.parse(granularity)
     name = name or model_name(model)
     example = ModelInput.of(given, name)
-    refuse_lazy(name, model)
+    refuse_lazy_or_sparse(name, model)
     told = str(wanted)
     if isinstance(model, LayerSequential) and wanted.kind != "module":
         # Its elements are the layers that it was made of.
@@ -177,7 +179,15 @@ def build_chain(
         comparison,
         _unused(model, modules),
         tuple(users),
+        tuple(_own_modes(model)),
     )
+
+
+def _own_modes(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        own = type(module).train
+        if own is not nn.Module.train and not (own.__module__ or "").startswith(("torch.", "pplan.")):
+            yield path or type(module).__name__
 
 
 def _unused(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
@@ -212,6 +222,8 @@ def _segments(
 
         return segments, flow, check.compare(bound_to, _names(model, segments), traced.tool)
 
+    if check is not None and not (is_plain_sequential(model) and granularity.kind == "block"):
+        check.run_once()
     with fixed_seed(0), naming_larger_pictures(model, given, name):
         return trace_model(model, given, name, granularity, compared, tool)
 
