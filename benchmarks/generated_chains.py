@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pplan.profiler.profile_file import LayerMeasurement, Profile, ProfiledLayer
+from pplan.profiler.profile_file import Profile
+from pplan.profiler.profile_records import LayerMeasurement, ProfiledLayer
 
 SIZES = (1, 2, 4, 8, 16)
 

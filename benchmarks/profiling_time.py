@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 import pplan
-from pplan.profiler import size_run
+from pplan.profiler import size_passes
 from pplan.profiler.local_machine import device_named
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import load_model
@@ -62,7 +62,9 @@ def profile_seconds(
     begun = perf_counter()
     with ExitStack() as stack:
         for name in PASSES:
-            stack.enter_context(patch.object(size_run, name, partial(counting, getattr(size_run, name))))
+            stack.enter_context(
+                patch.object(size_passes, name, partial(counting, getattr(size_passes, name)))
+            )
         profile_model(loaded, ProfileOptions(device=str(device), micro_batch_sizes=sizes), rounds=rounds)
     return perf_counter() - begun, steps
 

@@ -13,11 +13,11 @@ from ..cost_models.memory import FRAGMENTATION_RESERVE
 from .chain.layers import LayerChain
 from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
-from .profile_file import (
+from .profile_file import Profile
+from .profile_records import (
     InputTensor,
     LayerMeasurement,
     MeasuredLoss,
-    Profile,
     ProfiledLayer,
     ReadOnlyBuffer,
     Tied,

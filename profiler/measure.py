@@ -27,7 +27,7 @@ from .profile_cache import ProfileCache, Request
 from .profile_file import Interrupted, Profile
 from .profile_options import ProfileOptions
 from .segmented_sweep import SegmentedSweep
-from .size_run import release
+from .size_passes import release
 from .size_sweep import Progress, SizeSweep, check_micro_batch_sizes, host_note
 from .structure import count_structure
 from .user_model.failures import DoesNotFit

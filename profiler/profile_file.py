@@ -7,19 +7,24 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from ..cost_models.document import Document, MadeBy, Record
+from ..cost_models.document import Bytes, Document, MadeBy
 from ..cost_models.errors import UsageError
-from ..cost_models.field_types import Bytes, Samples, Seconds
 from ..cost_models.layer import Chain
 from ..cost_models.memory import workspace_before_loss
-from ..cost_models.ranges import MOST_LAYERS
+from ..cost_models.quantities import MOST_LAYERS
 from ..cost_models.text_files import sha256
 from ..cost_models.tied_weights import SharedBuffer, TiedWeight
 from .gpu_state import GpuRecord
-
-Spread = Annotated[float, Field(ge=0, le=1e9)]
-ClosingRatio = Annotated[float, Field(gt=0, le=1e9)]
-PartRatio = Annotated[float, Field(ge=0, le=1e9)]
+from .profile_records import (
+    InputTensor,
+    LayerMeasurement,
+    MeasuredLoss,
+    ProfiledLayer,
+    ReadOnlyBuffer,
+    Tied,
+    Unmeasured,
+    WholeMeasurement,
+)
 
 SHORTEST_PASS = 1e-12
 """Seconds. No machine runs a model faster: such a profile was not measured, and gives no rates."""
@@ -31,134 +36,6 @@ _OF_THE_LOSS = (
     "saved_bytes",
 )
 """What the loss adds to the last layer."""
-
-
-class LayerMeasurement(Record):
-    """One layer at one micro-batch size. Seconds are medians.
-
-    `saved_bytes` counts each storage once, with the first layer that saves it; `saved_input_bytes` is what
-    of the layer's input an earlier layer already counted and this layer or any later one needs: what a stage
-    that starts here keeps besides.
-    On CUDA the seconds lie between device events, and the `_host_` seconds are those to launch.
-    `workspace_bytes` is the peak while the layer runs above what is kept: weights, gradients, input, and what
-    this layer and those before it saved; the larger of forward's and backward's.
-    """
-
-    micro_batch_size: Samples
-    forward_seconds: Seconds
-    backward_seconds: Seconds
-    output_bytes: Bytes
-    saved_bytes: Bytes
-    saved_input_bytes: Bytes = 0
-    workspace_bytes: Bytes = 0
-    spread: Spread = 0.0
-    """Interquartile range of forward + backward over their median."""
-    forward_host_seconds: Seconds | None = None
-    backward_host_seconds: Seconds | None = None
-    backward_input_seconds: Seconds | None = None
-    """Of the gradient of the layer's input alone; None: not measured apart."""
-    backward_weight_seconds: Seconds | None = None
-    """Of the gradients of the layer's weights alone, from what the pass before kept."""
-    forward_workspace_bytes: Bytes | None = None
-    backward_workspace_bytes: Bytes | None = None
-
-
-class ProfiledLayer(Record):
-    """A layer of the chain; `cut_after` says whether a stage may end with it, `cut_reason` why not.
-
-    `accumulation_seconds`: of every backward at any size but the first of a step, to add the gradients to
-    those that are there. None: not known, the first is taken to be like the others.
-    """
-
-    name: Annotated[str, Field(min_length=1)]
-    kind: str = ""
-    parameter_bytes: Bytes
-    trainable_bytes: Bytes | None = None
-    """Of the parameters, those that need a gradient; None: all."""
-    largest_parameter_bytes: Bytes | None = None
-    """Of the trainable parameters the largest; None: not known."""
-    buffer_bytes: Bytes = 0
-    cut_after: bool = True
-    cut_reason: str | None = None
-    accumulation_seconds: Seconds | None = None
-    crossing: Annotated[int, Field(ge=0)] | None = None
-    """How many tensors cross the cut after it."""
-    costs: Annotated[list[LayerMeasurement], Field(min_length=1)]
-
-
-class WholeMeasurement(Record):
-    """The untouched model's own forward and backward at one micro-batch size.
-
-    `closing_ratio` is the sum of the layers' medians over the whole's, forward and backward together.
-    """
-
-    micro_batch_size: Samples
-    forward_seconds: Seconds
-    backward_seconds: Seconds
-    closing_ratio: ClosingRatio
-    forward_closing_ratio: PartRatio | None = None
-    backward_closing_ratio: PartRatio | None = None
-    backward_parts_ratio: PartRatio | None = None
-    """Input and weight gradients of all layers, measured apart, over the untouched model's backward."""
-    first_backward_seconds: Seconds | None = None
-    """Where there are no gradients to add to, as for the first micro-batch of a step after `zero_grad()`."""
-    spread: Spread = 0.0
-    rounds: int | None = None
-    peak_bytes: Bytes | None = None
-    """Most bytes allocated in a step of the untouched model, gradients existing, without an optimizer."""
-    reserved_bytes: Bytes | None = None
-    """Most that CUDA's caching allocator had taken of the device meanwhile; None for other devices."""
-    predicted_peak_bytes: Bytes | None = None
-    """The same from the layers' parts."""
-
-
-class MeasuredLoss(Record):
-    """The loss on the model's output, which the last stage computes; `costs` as those of a layer.
-
-    Its workspace is what it needs above all that the layers and it save. The layers' own, and the peaks of
-    the whole, are counted without it: backward starts from a gradient that is drawn.
-    """
-
-    name: str
-    costs: Annotated[list[LayerMeasurement], Field(min_length=1)]
-
-
-class Tied(Record):
-    """A parameter or buffer that several layers use.
-
-    `bytes`: of a parameter that may stand on several stages, each with a copy; the first of the `layers`
-    counts it as its own. None: its users belong on one stage, as in profiles of earlier versions.
-    """
-
-    tensor: str
-    layers: list[str]
-    bytes: Bytes | None = None
-    trainable: bool = True
-    dtype: str = ""
-
-
-class ReadOnlyBuffer(Record):
-    """A buffer that several layers read and none writes: every stage with one of these `layers` has a copy of
-    its `bytes`, which the first of them counts as its own."""
-
-    tensor: str
-    layers: Annotated[list[str], Field(min_length=2)]
-    bytes: Bytes
-
-
-class InputTensor(Record):
-    """A tensor that the model takes: shape of one sample, without the batch, and dtype."""
-
-    shape: list[int]
-    dtype: str
-
-
-class Unmeasured(Record):
-    """A micro-batch size that was asked for and has no figures."""
-
-    micro_batch_size: Samples
-    reason: Literal["does not fit", "budget", "interrupted"]
-    detail: str = ""
 
 
 class Profile(Document):

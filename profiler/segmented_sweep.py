@@ -14,8 +14,8 @@ from .chain.layers import LayerChain, build_chain
 from .memory.meta_kernels import kernels_on
 from .offload.fitting import count_needs, plan_segments
 from .offload.segmented import Mover, SegmentedMeasurement
+from .size_passes import no_collection, release
 from .size_result import SizeResult
-from .size_run import no_collection, release
 from .size_sweep import SizeSweep
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
 from .user_model.loaded_model import ModelInput, copy_to_meta

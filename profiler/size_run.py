@@ -1,11 +1,8 @@
-"""The passes at one micro-batch size of a model that is on the device whole."""
+"""A model that is on the device whole, at one micro-batch size: its bytes, and its rounds of timed passes."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -14,18 +11,12 @@ import torch
 from ..cost_models.errors import PplanError
 from .chain.layers import Layer
 from .measurement_target import MeasurementTarget
-from .memory.live_bytes import build_meter, sees_kernels
-from .memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
-from .passes.backward_parts import PartTimes, run_parts
-from .passes.launch_lead import LeadTuner
-from .passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
+from .memory.live_bytes import sees_kernels
+from .memory.workspace import LossWorkspace, StepMemory
 from .passes.timed_passes import TimedPasses
-from .passes.timing import OutputGradients, WholeTimes, run_layers, run_whole
-from .passes.watchers import SavedBytes, Watcher
+from .passes.watchers import SavedBytes
+from .size_passes import SizePasses, VisitingWatcher, no_collection, release
 from .user_model.failures import first_line, is_out_of_memory, refusal
-from .user_model.flat_output import tensors_in
-from .user_model.loaded_model import ModelInput
-from .user_model.losses import Loss
 
 if TYPE_CHECKING:
     from .journal import CountedBytes, Journal, KeptSize, PassKind
@@ -57,14 +48,7 @@ class SizeRun:
     ) -> None:
         self._subject = subject
         self.size = size
-        modes = subject.modes
-        self._input: ModelInput | None = None
-        modes.forget_compiled()
-        self._layers = modes.layers(subject.chain.layers)
-        self._whole = modes.whole(subject.loaded.module)
-        self._gradients = OutputGradients(subject.seed)
-        self._context = partial(modes.forward_context, subject.device)
-        self._ahead = LeadTuner()
+        self._passes = SizePasses(subject, size)
         self.saved = SavedBytes(subject.loaded.module, len(subject.chain))
         self.memory: StepMemory | None = None
         self.loss_workspace: LossWorkspace | None = None
@@ -86,25 +70,23 @@ class SizeRun:
         """
         begun = self._subject.clock.now()
         with self.saved.hooks():
-            self._layers_pass(_Announcing(self.saved, self._layers, visit), self._subject.loss)
+            watcher = VisitingWatcher(self.saved, self._passes.layers, visit)
+            self._passes.run_layers(watcher, self._subject.loss)
         a_pass = self._subject.clock.now() - begun
         if self._subject.modes.compile and not sees_kernels(self._subject.device):
             return
         if self._subject.device.type == "cuda":
             # What the libraries allocate once and keep (cuBLAS' workspaces, cuDNN's plans) is no layer's.
-            self._layers_pass(LayerStamps(self._subject.clock, len(self._layers)), self._subject.loss)
-            self._whole_pass()
-        self.memory = self._memory()
+            self._passes.run_layers_unled()
+            self._passes.time_whole()
+        self.memory = self._passes.step_memory(self.saved)
         if not has_time(LATER_PASSES * a_pass):
             self.counts_less = True
             return
-        self.loss_workspace = self._loss_workspace()
+        self.loss_workspace = self._passes.loss_workspace(self.saved)
         if self._subject.device.type == "meta":
             return
-        meter = build_meter(self._subject.device, self._subject.loaded.module)
-        self._gradients.forget()
-        release(self._subject.device)
-        self.peak_bytes = peak_of_step(self._whole_pass, meter)
+        self.peak_bytes = self._passes.peak_bytes()
         if self._subject.device.type == "cuda":
             self.reserved_bytes = torch.cuda.max_memory_reserved(self._subject.device)
 
@@ -113,9 +95,9 @@ class SizeRun:
         seconds more."""
         self.count(visit, has_time)
         if self.peak_bytes is None and not self.counts_less:
-            self._whole_pass()
+            self._passes.time_whole()
         if self._subject.clock.has_host:
-            self._find_leads()
+            self._passes.find_leads()
         if self._journal is not None:
             self._journal.counted(self.size, self._counted())
 
@@ -124,7 +106,7 @@ class SizeRun:
         clock, passes = self._subject.clock, list[float]()
         begun = clock.now()
         while clock.now() - begun < seconds:
-            times = self._whole_pass()
+            times = self._passes.time_whole()
             passes.append(times.forward + times.backward)
             before, after = passes[-2 * _STABLE : -_STABLE], passes[-_STABLE:]
             if len(before) == _STABLE and abs(median(after) / median(before) - 1) < _UNCHANGED:
@@ -156,14 +138,13 @@ class SizeRun:
         if not self._parts:
             return
         self._timed_parts()
-        while self._parts and self._subject.clock.has_host and not self._ahead.has_settled_weights:
+        while self._parts and self._subject.clock.has_host and not self._passes.leads.has_settled_weights:
             self._timed_parts()
         self.rounds.parts.clear()
 
     def put_away(self) -> None:
         """Frees its input and the gradients it starts from, while other sizes run; they are made again."""
-        self._input = None
-        self._gradients.forget()
+        self._passes.free_inputs()
 
     def round(self) -> None:
         """One timed pass of the layers, one of the whole and, in the first rounds, one in parts.
@@ -193,7 +174,7 @@ class SizeRun:
             while len(self.rounds.first) < passes:
                 for parameter in self._subject.loaded.module.parameters():
                     parameter.grad = None
-                self.rounds.first.append(self._whole_pass())
+                self.rounds.first.append(self._passes.time_whole())
                 self._keep("first")
 
     @property
@@ -209,7 +190,7 @@ class SizeRun:
     @property
     def workspace_bytes(self) -> tuple[int, ...]:
         """Of each layer, the larger of forward and backward; 0 where it is not known."""
-        return self.memory.workspace if self.memory else (0,) * len(self._layers)
+        return self.memory.workspace if self.memory else (0,) * len(self._passes.layers)
 
     @property
     def round_seconds(self) -> float:
@@ -235,10 +216,11 @@ class SizeRun:
     @property
     def lead_note(self) -> str | None:
         """What to say where the device could not be held back for as long as its host needs."""
-        if not self._ahead.short:
+        short = " and ".join(self._passes.leads.short)
+        if not short:
             return None
         return (
-            f"micro-batch size {self.size}: the host cannot launch all of {' and '.join(self._ahead.short)} "
+            f"micro-batch size {self.size}: the host cannot launch all of {short} "
             "before the device begins; seconds there hold some of the device's waiting for the host"
         )
 
@@ -269,11 +251,10 @@ class SizeRun:
     def _warm_up_again(self) -> None:
         """As `warm_up`, for a size whose bytes are known."""
         self._is_warm = True
-        stamps = LayerStamps(self._subject.clock, len(self._layers))
-        self._layers_pass(stamps, self._subject.loss)
-        self._whole_pass()
+        self._passes.run_layers_unled()
+        self._passes.time_whole()
         if self._subject.clock.has_host:
-            self._find_leads()
+            self._passes.find_leads()
         known = list(self.rounds.parts)
         if len(known) < PARTS_ROUNDS:
             self.warm_up_parts()
@@ -297,15 +278,15 @@ class SizeRun:
             self._journal.passed(self.size, kind, getattr(self.rounds, kind)[-1])
 
     def _timed_layers(self) -> None:
-        self.rounds.layers.append(self._stamped(self._subject.loss))
+        self.rounds.layers.append(self._passes.time_layers())
 
     def _timed_whole(self) -> None:
-        self.rounds.whole.append(self._whole_pass())
+        self.rounds.whole.append(self._passes.time_whole())
 
     def _timed_parts(self) -> None:
         """A size that fits otherwise need not fit so: gradients of all layers' outputs are held at once."""
         try:
-            self.rounds.parts.append(self._parts_pass())
+            self.rounds.parts.append(self._passes.time_parts())
             return
         except Exception as error:
             said = error.what if isinstance(error, PplanError) else first_line(error)
@@ -313,106 +294,3 @@ class SizeRun:
         self.leave_parts_out(said)
         # Only here, behind the except block, is nothing held by the traceback any more.
         release(self._subject.device)
-
-    def _stamped(self, loss: Loss | None) -> LayerTimes:
-        stamps = LayerStamps(self._subject.clock, len(self._layers), self._ahead.leads)
-        self._layers_pass(stamps, loss)
-        times = stamps.times()
-        tell_leads(self._ahead, times)
-        return times
-
-    def _find_leads(self) -> None:
-        """Passes that show how long the host takes to launch: the first without a lead."""
-        self._subject.clock.calibrate()
-        while not self._ahead.is_settled:
-            self._stamped(self._subject.loss)
-
-    def _fresh(self) -> ModelInput:
-        """A clone, made before the time counts: the model may work in place."""
-        if self._input is None:
-            subject = self._subject
-            given = ModelInput.of(subject.loaded.example_input_for(self.size))
-            self._input = given.to(subject.device, subject.dtype, subject.modes.memory_format)
-        return self._input.clone()
-
-    def _layers_pass(self, watcher: Watcher, loss: Loss | None = None) -> None:
-        given = self._fresh().handed
-        self._subject.clock.settle()
-        run_layers(self._layers, given, self._gradients, watcher, loss=loss, context=self._context)
-
-    def _whole_pass(self) -> WholeTimes:
-        given, clock = self._fresh(), self._subject.clock
-        clock.settle()
-        return run_whole(
-            self._whole, given, self._gradients, clock, leads=self._ahead.leads, context=self._context
-        )
-
-    def _parts_pass(self) -> PartTimes:
-        given, clock = self._fresh().handed, self._subject.clock
-        clock.settle()
-        times = run_parts(
-            self._layers, given, self._gradients, clock, leads=self._ahead.leads, context=self._context
-        )
-        if times.weight_host is not None:
-            self._ahead.weights_seen(times.weight_host[::-1], times.weight[::-1])
-        return times
-
-    def _memory(self) -> StepMemory:
-        """Without the loss, as the whole model's pass is."""
-        module, device = self._subject.loaded.module, self._subject.device
-        # Those that backward starts from are of the pass: they are drawn in it.
-        self._gradients.forget()
-        with build_meter(device, module) as meter:
-            given = self._fresh().handed
-            workspace = Workspace(module, len(self._layers), meter, tensors_in(given))
-            run_layers(self._layers, given, self._gradients, workspace, context=self._context)
-        return workspace.memory(self.saved.saved_bytes)
-
-    def _loss_workspace(self) -> LossWorkspace | None:
-        """Of a pass that the loss ends; None without one."""
-        subject = self._subject
-        if subject.loss is None:
-            return None
-        module, count = subject.loaded.module, len(self._layers)
-        with build_meter(subject.device, module) as meter:
-            given = self._fresh().handed
-            workspace = Workspace(module, count, meter, tensors_in(given))
-            # Its targets are of the pass.
-            loss = subject.loss.without_targets()
-            run_layers(self._layers, given, self._gradients, workspace, loss=loss, context=self._context)
-        return workspace.loss(self.saved.saved_bytes, self.saved.loss_saved_bytes)
-
-
-class _Announcing:
-    """Passes everything on to another watcher, and says before each layer which it is."""
-
-    def __init__(self, watcher: Watcher, layers: Sequence[Layer], visit: Callable[[Layer], None]) -> None:
-        self._watcher, self._layers, self._visit = watcher, layers, visit
-        self.after = watcher.after
-        self.backward_starts = watcher.backward_starts
-        self.gradient = watcher.gradient
-        self.backward_ends = watcher.backward_ends
-
-    def before(self, index: int, given: object) -> None:
-        if index < len(self._layers):
-            self._visit(self._layers[index])
-        self._watcher.before(index, given)
-
-
-def release(device: torch.device) -> None:
-    """Gives back what a failed pass left."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Python's garbage collector would stop some passes and not others."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -14,7 +14,7 @@ from .gpu_state import GpuRecord, GpuState, read_gpu_state
 from .measurement_target import MeasurementTarget
 from .models import is_positive
 from .passes.timed_passes import link_sizes
-from .profile_file import Unmeasured
+from .profile_records import Unmeasured
 from .size_result import SizeResult
 from .size_run import SizeRun
 from .user_model.failures import DoesNotFit

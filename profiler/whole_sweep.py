@@ -9,8 +9,9 @@ from ..cost_models.quantities import format_bytes
 from .gpu_state import read_gpu_state
 from .local_machine import free_host_bytes
 from .passes.timing import time_gradient_adding
+from .size_passes import release
 from .size_result import SizeResult
-from .size_run import FIRST_PASSES, SizeRun, release
+from .size_run import FIRST_PASSES, SizeRun
 from .size_sweep import SizeSweep, in_words
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
 

@@ -39,6 +39,7 @@ NO_TORCH = [
     *(ROOT / "profiler/importing").rglob("*.py"),
     ROOT / "profiler/__init__.py",
     ROOT / "profiler/profile_file.py",
+    ROOT / "profiler/profile_records.py",
 ]
 
 
@@ -406,9 +407,6 @@ SMALL = {
     "cli/import_command.py": "a file a verb",
     "cli/invocation.py": "all verbs import it, and it imports none of them",
     "cli/number_format.py": "all tables import it",
-    "cost_models/field_types.py": "of documents, with pydantic, which the ranges do without",
-    "cost_models/ranges.py": "documents and options, which import no pydantic, share them",
-    "cost_models/schedules/v_shape.py": "two schedules share it",
     "planner/objectives/objective_result.py": "all objectives import it",
     "pplan/api/export.py": "a file a verb",
     "pplan/api/provenance.py": "all verbs that write a file import it",

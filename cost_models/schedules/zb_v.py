@@ -16,13 +16,41 @@ Staleness: 0.
 
 from __future__ import annotations
 
-from .action import Program, Schedule, exactly
-from .v_shape import B0, B1, F0, F1, W0, W1, Turn, number_actions, v_pipe
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from .action import Action, Kind, Program, Schedule, StageSlot, check_virtual_stages
+
+Turn = tuple[Kind, int]
+"""A kind of action and its chunk, where two chunks are laid out as a V; its micro-batch is the next of the
+chunk."""
+
+F0: Turn = ("F", 0)
+B0: Turn = ("B", 0)
+W0: Turn = ("W", 0)
+F1: Turn = ("F", 1)
+B1: Turn = ("B", 1)
+W1: Turn = ("W", 1)
+
+
+def v_pipe(stages: int) -> tuple[tuple[StageSlot, ...], ...]:
+    """One pipe: down the devices with their first chunk, back up with their second."""
+    down = [StageSlot(device, 0) for device in range(stages)]
+    up = [StageSlot(device, 1) for device in reversed(range(stages))]
+    return (tuple(down + up),)
+
+
+def number_actions(turns: Iterable[Turn]) -> Iterator[Action]:
+    """The actions of the turns: each kind goes through the micro-batches of each chunk in order."""
+    done: Counter[Turn] = Counter()
+    for turn in turns:
+        yield Action(turn[0], done[turn], turn[1])
+        done[turn] += 1
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:
     """Fewer micro-batches than 2p - 1 run in the order of 2p - 1, from which the others are left out."""
-    exactly("zb-v", virtual_stages, 2)
+    check_virtual_stages("zb-v", virtual_stages, 2)
     turns = (_turns(device, stages, max(micro_batches, 2 * stages - 1)) for device in range(stages))
     actions = tuple(
         tuple(action for action in number_actions(own) if action.micro_batch < micro_batches) for own in turns

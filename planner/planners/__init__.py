@@ -9,7 +9,6 @@ from . import (
     alpa,
     dapple_planner,
     deepspeed_partition,
-    interleaved_planner,
     megatron,
     pipedream_planner,
     rules,
@@ -27,17 +26,17 @@ _ALL: tuple[Planner, ...] = (
     torchgpipe_balance.BY_SIZE,
     rules.GPIPE,
     megatron.MEGATRON,
-    interleaved_planner.PLANNER,
-    pipedream_planner.PLANNER,
-    pipedream_planner.PUBLISHED_PLANNER,
-    dapple_planner.PLANNER,
-    alpa.PLANNER,
+    megatron.INTERLEAVED,
+    pipedream_planner.PIPEDREAM,
+    pipedream_planner.PIPEDREAM_PUBLISHED,
+    dapple_planner.DAPPLE,
+    alpa.ALPA,
 )
 
 PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _ALL}
 
 
-def planner_named(name: str) -> Planner:
+def find_planner(name: str) -> Planner:
     """The planner of that name; `deepspeed-type:REGEX` counts the layers that match.
 
     Raises UsageError, with the nearest name and all there are.
@@ -52,4 +51,4 @@ def planner_named(name: str) -> Planner:
     raise UsageError(f"planner {name!r} is unknown", f"{guess}There are: best, {', '.join(PLANNERS)}.")
 
 
-__all__ = ["PLANNERS", "planner_named"]
+__all__ = ["PLANNERS", "find_planner"]

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import inf
-from typing import NamedTuple
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...cost_models.errors import ModelError
 from ..comparison.model_check import Comparison, ModelCheck
-from ..graphs.cutting import Granularity, parts, refuse_unmatched
+from ..graphs.cutting import Granularity, parts
 from ..graphs.flow import Flow
 from ..graphs.frontends import ELEMENTS, is_plain_sequential, trace_model
 from ..graphs.graph import TracedGraph
 from ..graphs.remodule import attribute
 from ..graphs.segments import GraphSegment
 from ..graphs.trial import Trial, naming_larger_pictures
-from ..user_model.failures import layer_failure as layer_failure
 from ..user_model.loaded_model import ModelInput, refuse_lazy_or_sparse
 from ..user_model.seeding import fixed_seed
+from .cut_reasons import (
+    TensorUsers,
+    find_tensor_users,
+    first_reasons,
+    layer_numbers,
+    overwriting_reasons,
+    pin_reasons,
+    sharing_reasons,
+)
 from .layer_sequential import LayerSequential, model_name, registered_once
 from .shared_parameters import storage_aliases, tensors_used
 
@@ -147,12 +153,14 @@ def build_chain(
     )
     modules = [segment.bind(model) for segment in segments]
     names = _names(model, segments)
-    reasons = _overwritten_reasons(model, segments, names, flow)
     aliases = storage_aliases(model) if aliases is None else aliases
     users = find_tensor_users(model, modules, aliases, _written(model, flow, comparison))
-    _add(reasons, _shared_reasons(users, names))
     pins = (*_remembered(model, segments), *keep_together)
-    _add(reasons, _kept_together(pins, names, name))
+    reasons = first_reasons(
+        overwriting_reasons(model, segments, names, flow),
+        sharing_reasons(users, names),
+        pin_reasons(pins, names, name),
+    )
     firsts = _first_users(modules)
     layers = tuple(
         Layer(
@@ -276,43 +284,8 @@ def _unique(names: Sequence[str]) -> list[str]:
     return unique
 
 
-_Reasons = list[str | None]
-"""Of each layer, why no stage may end with it."""
-
-
-def _add(reasons: _Reasons, more: _Reasons) -> None:
-    """The first reason found stays."""
-    reasons[:] = [first or second for first, second in zip(reasons, more, strict=True)]
-
-
-def _overwritten_reasons(
-    model: nn.Module, segments: Sequence[GraphSegment], names: Sequence[str], flow: Flow
-) -> _Reasons:
-    """No cut that a tensor crosses which is overwritten behind it."""
-    layers = _layers_of(segments)
-    reasons: _Reasons = [None] * len(segments)
-    for index, segment in enumerate(segments[:-1]):
-        node = flow.first_overwriting(segment.part.after)
-        if node is not None:
-            by = layers[node]
-            reasons[index] = _overwritten(segments[by], names[by], model, is_next=by == index + 1)
-    return reasons
-
-
-def _overwritten(segment: GraphSegment, name: str, model: nn.Module, *, is_next: bool) -> str:
-    if segment.is_composite:
-        # Its kind is that of the module which gives it its name, and need not be what works in place.
-        return f"an in-place operation in {name} {'follows' if is_next else 'overwrites it'}"
-    kind = segment.kind(model)
-    return f"in-place {kind} follows" if is_next else f"in-place {kind} {name} overwrites it"
-
-
-def _layers_of(segments: Sequence[GraphSegment]) -> dict[fx.Node, int]:
-    return {node: index for index, segment in enumerate(segments) for node in segment.part.nodes}
-
-
 def _edges(segments: Sequence[GraphSegment], flow: Flow) -> tuple[tuple[int, int], ...]:
-    layers = _layers_of(segments)
+    layers = layer_numbers(segments)
     last = len(segments) - 1
     found = {
         (maker, layers.get(user, last))
@@ -325,83 +298,10 @@ def _edges(segments: Sequence[GraphSegment], flow: Flow) -> tuple[tuple[int, int
     return tuple(sorted(found))
 
 
-class TensorUsers(NamedTuple):
-    """A parameter or buffer, its name, and the positions of the modules that use it, ascending."""
-
-    name: str
-    tensor: Tensor
-    layers: list[int]
-    overlaps: bool
-    """Whether another parameter or buffer lies in the same memory."""
-
-    is_written: bool
-    """Whether a run of the model changed it."""
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether each of several users may have a copy of its own, which trains like the others."""
-        return len(self.layers) > 1 and isinstance(self.tensor, nn.Parameter) and not self.overlaps
-
-    @property
-    def is_read_only(self) -> bool:
-        """Whether it is a buffer of which each of several users may have a copy of its own, which stays the
-        same."""
-        is_shared = len(self.layers) > 1 and not isinstance(self.tensor, nn.Parameter)
-        return is_shared and not (self.overlaps or self.is_written or self.tensor.requires_grad)
-
-
 def _written(model: nn.Module, flow: Flow, comparison: Comparison | None) -> set[int]:
     """Identities of the buffers that a run of the model was seen to change."""
     names = flow.trial.writes.union(comparison.written if comparison else ())
     return {id(attribute(model, name)) for name in names}
-
-
-def find_tensor_users(
-    model: nn.Module,
-    modules: Sequence[nn.Module],
-    aliases: Sequence[Sequence[str]],
-    written: Container[int] = (),
-) -> list[TensorUsers]:
-    """Of each parameter and buffer that modules use. Tensors that lie in the same memory are one, by the name
-    of the first."""
-    paths: dict[int, str] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        paths.setdefault(id(tensor), name)
-    first_of = {name: group[0] for group in aliases for name in group}
-    users: dict[str | int, TensorUsers] = {}
-    for index, module in enumerate(modules):
-        for key, tensor in {id(tensor): tensor for tensor in tensors_used(module)}.items():
-            path = paths.get(key)
-            one = key if path is None else first_of.get(path, path)
-            name = one if isinstance(one, str) else "a tensor"
-            new = TensorUsers(name, tensor, [], path in first_of, key in written)
-            found = users.setdefault(one, new).layers
-            found.extend([index] if index not in found else [])
-    return list(users.values())
-
-
-def _shared_reasons(tensors: Sequence[TensorUsers], names: Sequence[str]) -> _Reasons:
-    """No cut between the first and the last user of a buffer that is written, nor of parameters that overlap
-    in memory."""
-    reasons: _Reasons = [None] * len(names)
-    for shared in tensors:
-        users = shared.layers
-        may_part = shared.is_tied or shared.is_read_only
-        for index in range(users[0], users[-1]) if not may_part else ():
-            word = f"{names[users[0]]} and {names[users[-1]]} share {shared.name}"
-            reasons[index] = reasons[index] or word
-    return reasons
-
-
-def _kept_together(patterns: Sequence[str], names: Sequence[str], model_name: str) -> _Reasons:
-    """The user's pins: no cut between the first and the last layer of a pattern."""
-    refuse_unmatched(patterns, names, "layer", model_name)
-    reasons: _Reasons = [None] * len(names)
-    for pattern in patterns:
-        matching = [index for index, name in enumerate(names) if fnmatchcase(name, pattern)]
-        for index in range(matching[0], matching[-1]):
-            reasons[index] = reasons[index] or f"kept together: {pattern}"
-    return reasons
 
 
 def _first_users(

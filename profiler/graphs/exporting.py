@@ -21,8 +21,7 @@ import itertools
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,16 +33,11 @@ from ..torch_internals import tree_flatten
 from ..user_model.failures import first_line, is_out_of_memory, user_line
 from ..user_model.flat_output import FlatOutput
 from ..user_model.loaded_model import ModelInput, copy_model, copy_to_meta
-from .export_cleaning import ask_devices, drop_checks, drop_unused_sizes, value_kind, write_early
+from .exported_graph import ExportedModule, rebuild_graph
 from .graph import AROUND, TracedGraph, is_inside
 from .opaque_calls import OpaqueCalls
-from .regions import as_calls, bodies
 from .remodule import (
     attribute,
-    drop_aliases,
-    leaf_calls_made_whole,
-    modules_around,
-    path_of,
     tell_inputs_apart,
 )
 from .tracing_patches import masks_as_in_training, refuse_custom_functions
@@ -66,7 +60,7 @@ def export_around(model: nn.Module, given: ModelInput, name: str, whole: Sequenc
     while True:
         inside: list[str] = []
         try:
-            graph = _graph(model, _exported_around(model, given, name, paths, inside), paths)
+            graph = rebuild_graph(model, _exported_around(model, given, name, paths, inside), paths)
             return dataclasses.replace(graph, tool=AROUND + ", ".join(paths))
         except Exception as error:
             if is_out_of_memory(error):
@@ -88,7 +82,7 @@ def _with_its_class(model: nn.Module, path: str, paths: Sequence[str]) -> list[s
 
 def _exported_around(
     model: nn.Module, given: ModelInput, name: str, paths: list[str], inside: list[str]
-) -> _Export:
+) -> ExportedModule:
     """`inside`: takes the modules that were being called when it failed."""
     calls = OpaqueCalls(paths)
     if paths:
@@ -116,7 +110,7 @@ def export_graph(model: nn.Module, given: ModelInput, name: str, *, for_real: bo
                 raise
             failures.append(error)
         else:
-            return _graph(model, export)
+            return rebuild_graph(model, export)
     # On the meta device much fails that is not the model's fault.
     raise _as_model_error(failures[-1], name) from failures[-1]
 
@@ -128,19 +122,6 @@ def _as_model_error(failure: Exception, name: str) -> ModelError:
         f"{name} cannot be traced by torch.export: {first_line(failure)}{_at(_stopping_line(failure))}",
         _INSTEAD,
     )
-
-
-@dataclass(frozen=True, eq=False)
-class _Export:
-    module: fx.GraphModule
-    traced: nn.Module
-    """The copy: its parameters have the graph's names, and its devices the graph's."""
-    device: torch.device
-    inputs: tuple[fx.Node, ...]
-    finish: Callable[[Any], Any] | None
-    no_tensors: Set[nn.Module]
-    """Modules of `traced` that return something else than a tensor."""
-    calls: OpaqueCalls
 
 
 def _on_meta(model: nn.Module, given: ModelInput, name: str) -> tuple[nn.Module, ModelInput, str]:
@@ -164,7 +145,7 @@ def _exported(
     name: str,
     calls: OpaqueCalls | None = None,
     inside: list[str] | None = None,
-) -> _Export:
+) -> ExportedModule:
     calls = calls or OpaqueCalls(())
     no_tensors = tell_inputs_apart(model)
     if inside is not None:
@@ -184,7 +165,7 @@ def _exported(
     _refuse_some_batch_sizes(inputs, program, given, name)
     if inside is not None:
         inside.clear()
-    return _Export(module, model, given.tensors[0].device, inputs, output.finish, no_tensors, calls)
+    return ExportedModule(module, model, given.tensors[0].device, inputs, output.finish, no_tensors, calls)
 
 
 def _note_calls(model: nn.Module, inside: list[str]) -> None:
@@ -261,7 +242,7 @@ def _refuse_some_batch_sizes(
     )
 
 
-def _refuse_no_values(export: _Export, given: ModelInput) -> None:
+def _refuse_no_values(export: ExportedModule, given: ModelInput) -> None:
     """A tensor that forward makes of numbers on its input's device has none left when that is meta."""
     if given.tensors[0].is_meta:
         return
@@ -302,78 +283,3 @@ def _frame_line(place: Any) -> str:
     if not isinstance(place, traceback.FrameSummary):
         return str(place or "")
     return f"{place.filename}:{place.lineno}, in {place.name}: {(place.line or '').strip()}"
-
-
-def _graph(model: nn.Module, export: _Export, opaque: Collection[str] = ()) -> TracedGraph:
-    module = export.module
-    as_calls(module)
-    for body in (module, *bodies(module)):
-        drop_checks(body.graph)
-        write_early(body.graph)
-        ask_devices(body.graph, export.device)
-    for node in module.graph.nodes:
-        node.meta["value_kind"] = value_kind(node)
-    export.calls.write_calls(module.graph, bodies(module))
-    leaf_calls_made_whole(
-        module.graph, export.traced, {*export.no_tensors, *map(export.traced.get_submodule, opaque)}
-    )
-    drop_aliases(module.graph)
-    for body in bodies(module):
-        drop_aliases(body.graph)
-        body.recompile()
-    drop_unused_sizes(module.graph)
-    return _rebuilt(model, export)
-
-
-def _rebuilt(model: nn.Module, export: _Export) -> TracedGraph:
-    """The graph as torch.fx would have left it: inputs first, attributes where they are first asked for."""
-    graph, constants = fx.Graph(), nn.Module()
-    copies: dict[fx.Node, fx.Node] = {}
-    renamed: dict[str, str] = {}
-    paths: dict[fx.Node, str] = {}
-
-    def copied_over(node: fx.Node) -> fx.Node:
-        if node in copies:
-            return copies[node]
-        target, name = node.target, node.name
-        if node.op in ("get_attr", "call_module"):
-            target = _target(str(target), model, export.module, constants, renamed)
-            name = target.replace(".", "_")
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), copied_over)
-        copy = copies[node] = graph.create_node(node.op, target, args, kwargs, name, node.type)
-        copy.meta = {"value_kind": node.meta["value_kind"], "modules_around": modules_around(node)}
-        paths[copy] = path_of(node)
-        return copy
-
-    for placeholder in export.inputs:
-        if placeholder.users:
-            copied_over(placeholder)
-    for node in export.module.graph.nodes:
-        if node.op == "output":
-            leaves = node.args[0] if export.finish is not None else node.args[0][0]
-            graph.output(fx.node.map_arg(leaves, copied_over))
-        elif node.op not in ("get_attr", "placeholder"):
-            copied_over(node)
-    graph.lint()
-    inputs = tuple(copies.get(node) for node in export.inputs)
-    return TracedGraph(graph, inputs, constants, paths, export.finish)
-
-
-def _target(
-    target: str, model: nn.Module, traced: nn.Module, constants: nn.Module, renamed: dict[str, str]
-) -> str:
-    """The model's own name; or, where it has none, a new one in `constants`."""
-    if isinstance(attribute(model, target), Tensor | nn.Module):
-        return target
-    if target not in renamed:
-        name = renamed[target] = next(
-            name
-            for name in (f"exported_{number}" for number in itertools.count(len(renamed)))
-            if not hasattr(model, name)
-        )
-        value = attribute(traced, target)
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            constants.register_buffer(name, value, persistent=False)
-        else:
-            setattr(constants, name, value)
-    return renamed[target]

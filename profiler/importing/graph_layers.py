@@ -10,7 +10,7 @@ from itertools import accumulate, chain, pairwise
 import networkx as nx
 
 from ...cost_models.errors import FileError
-from ..profile_file import LayerMeasurement, ProfiledLayer
+from ..profile_records import LayerMeasurement, ProfiledLayer
 from .pipedream_graph import Graph, Node
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")

@@ -195,7 +195,7 @@ class _Segment:
         return boundary
 
     def _pass_without_loss(self, meter: Meter) -> Workspace:
-        """As SizeRun finds it: without the loss, and what the model's backward starts from is drawn in it."""
+        """As SizePasses counts it: without the loss, and with the making of what backward starts from."""
         if self._is_last:
             self._gradients = OutputGradients(self._whole.seed)
         given = [self._fresh()]

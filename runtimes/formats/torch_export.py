@@ -12,17 +12,17 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ...cost_models.document import MadeBy
-from ...cost_models.errors import ExportError
-from ...cost_models.field_types import (
+from ...cost_models.document import (
     DeviceCount,
     DeviceIndex,
     LayerBound,
     LayerIndex,
+    MadeBy,
     MemberCount,
     MicroBatches,
 )
-from ...cost_models.runtime import runtime_named
+from ...cost_models.errors import ExportError
+from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
 from ...planner.plan_records import ScheduleName
 from .export_document import ExportDocument
@@ -100,7 +100,7 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchExport, st
     `device` changes nothing: each process takes its own.
     """
     del device
-    choice, remark = choose(plan, runtime_named("torch"))
+    choice, remark = choose(plan, find_runtime("torch"))
     devices = len(choice.devices) // choice.replicas
     program = build_program(choice.schedule, devices, choice.micro_batches, choice.virtual_stages)
     stages = device_stages(program)

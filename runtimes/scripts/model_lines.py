@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ...cost_models.errors import ExportError
 from ...profiler.named_model import NamedModel, shown
-from ...profiler.profile_file import InputTensor, Profile
+from ...profiler.profile_file import Profile
+from ...profiler.profile_records import InputTensor
 from ..formats.deepspeed_export import DeepspeedExport
 from ..formats.export_document import ExportDocument
 from ..formats.torch_export import TorchExport

@@ -10,7 +10,8 @@ import pytest
 
 from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
-from pplan.profiler.profile_file import InputTensor, Profile
+from pplan.profiler.profile_file import Profile
+from pplan.profiler.profile_records import InputTensor
 
 Run = Callable[..., Any]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import MachineError, ModelError
-from pplan.profiler import size_run as size_run_module
+from pplan.profiler import size_passes as size_passes_module
 from pplan.profiler import whole_sweep as whole_sweep_module
 from pplan.profiler.build_profile import build_profile
 from pplan.profiler.chain.layers import Layer, LayerChain, build_chain
@@ -95,8 +95,8 @@ def test_only_the_size_in_hand_holds_its_input_and_first_gradients(
         plain(run)
         made.append(run)
         others = {id(other): other for other in made if other is not run}.values()
-        assert (run._input is not None, len(run._gradients._made)) == (True, 1)
-        assert all(other._input is None and not other._gradients._made for other in others)
+        assert (run._passes._input is not None, len(run._passes._gradients._made)) == (True, 1)
+        assert all(other._passes._input is None and not other._passes._gradients._made for other in others)
 
     monkeypatch.setattr(SizeRun, "_timed_whole", watched)
     sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), [1, 2, 4])
@@ -234,7 +234,7 @@ def test_parts_that_fail_in_the_middle_of_a_round(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return plain(*args, **options)
 
-    monkeypatch.setattr(size_run_module, "run_parts", once_too_often)
+    monkeypatch.setattr(size_passes_module, "run_parts", once_too_often)
     sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), [1], parts=True)
     assert len(calls) == 4
     assert rounds_of(sweep) == [5]
@@ -550,7 +550,7 @@ def test_out_of_memory_in_a_later_round_keeps_the_whole_rounds(
             raise REFUSALS[0]
         return plain(*args, **options)
 
-    monkeypatch.setattr(size_run_module, "run_whole", once_too_often)
+    monkeypatch.setattr(size_passes_module, "run_whole", once_too_often)
     sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), [1], parts=True)
     rounds = sweep.runs[0].rounds
     assert [len(passes) for passes in (rounds.layers, rounds.whole, rounds.parts)] == [3, 3, 3]

@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn import functional as F
 
-from pplan.profiler.chain.layers import build_chain, find_tensor_users
+from pplan.profiler.chain.cut_reasons import find_tensor_users
+from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.chain.shared_parameters import Again, Borrowed
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions

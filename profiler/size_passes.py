@@ -1,0 +1,165 @@
+"""Passes at one micro-batch size: of the layers, of the whole model, and with backward in two parts."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from .chain.layers import Layer
+from .measurement_target import MeasurementTarget
+from .memory.live_bytes import build_meter
+from .memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
+from .passes.backward_parts import PartTimes, run_parts
+from .passes.launch_lead import LeadTuner
+from .passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
+from .passes.timing import OutputGradients, WholeTimes, run_layers, run_whole
+from .passes.watchers import SavedBytes, Watcher
+from .user_model.flat_output import tensors_in
+from .user_model.loaded_model import ModelInput
+from .user_model.losses import Loss
+
+
+class SizePasses:
+    """Runs the model that is measured, and its layers, at one micro-batch size.
+
+    The input, and the gradients that backward starts from, are made for the first pass and used by all.
+    `leads`: how long a device is held back before each pass, so that its host is ahead; the passes tell.
+    """
+
+    def __init__(self, subject: MeasurementTarget, size: int) -> None:
+        self._subject, self._size = subject, size
+        modes = subject.modes
+        self._input: ModelInput | None = None
+        modes.forget_compiled()
+        self.layers = modes.layers(subject.chain.layers)
+        self._model = modes.whole(subject.loaded.module)
+        self._gradients = OutputGradients(subject.seed)
+        self._context = partial(modes.forward_context, subject.device)
+        self.leads = LeadTuner()
+
+    def run_layers(self, watcher: Watcher, loss: Loss | None = None) -> None:
+        """One layer after another, forward and backward."""
+        given = self._fresh_input().handed
+        self._subject.clock.settle()
+        run_layers(self.layers, given, self._gradients, watcher, loss=loss, context=self._context)
+
+    def time_layers(self) -> LayerTimes:
+        """The seconds of each layer, and of the loss that ends the pass."""
+        stamps = LayerStamps(self._subject.clock, len(self.layers), self.leads.leads)
+        self.run_layers(stamps, self._subject.loss)
+        times = stamps.times()
+        tell_leads(self.leads, times)
+        return times
+
+    def run_layers_unled(self) -> None:
+        """A pass as `time_layers` makes it, without holding the device back: to warm up."""
+        self.run_layers(LayerStamps(self._subject.clock, len(self.layers)), self._subject.loss)
+
+    def time_whole(self) -> WholeTimes:
+        """The seconds of the untouched model."""
+        given, clock = self._fresh_input(), self._subject.clock
+        clock.settle()
+        return run_whole(
+            self._model, given, self._gradients, clock, leads=self.leads.leads, context=self._context
+        )
+
+    def time_parts(self) -> PartTimes:
+        """The seconds of each layer's backward in two parts: gradients of the input, and of the weights."""
+        given, clock = self._fresh_input().handed, self._subject.clock
+        clock.settle()
+        times = run_parts(
+            self.layers, given, self._gradients, clock, leads=self.leads.leads, context=self._context
+        )
+        if times.weight_host is not None:
+            self.leads.weights_seen(times.weight_host[::-1], times.weight[::-1])
+        return times
+
+    def find_leads(self) -> None:
+        """Passes that show how long the host takes to launch: the first without a lead."""
+        self._subject.clock.calibrate()
+        while not self.leads.is_settled:
+            self.time_layers()
+
+    def step_memory(self, saved: SavedBytes) -> StepMemory:
+        """Without the loss, as the whole model's pass is."""
+        module, device = self._subject.loaded.module, self._subject.device
+        # Those that backward starts from are of the pass: they are drawn in it.
+        self._gradients.forget()
+        with build_meter(device, module) as meter:
+            given = self._fresh_input().handed
+            workspace = Workspace(module, len(self.layers), meter, tensors_in(given))
+            run_layers(self.layers, given, self._gradients, workspace, context=self._context)
+        return workspace.memory(saved.saved_bytes)
+
+    def loss_workspace(self, saved: SavedBytes) -> LossWorkspace | None:
+        """Of a pass that the loss ends; None without one."""
+        subject = self._subject
+        if subject.loss is None:
+            return None
+        module, count = subject.loaded.module, len(self.layers)
+        with build_meter(subject.device, module) as meter:
+            given = self._fresh_input().handed
+            workspace = Workspace(module, count, meter, tensors_in(given))
+            # Its targets are of the pass.
+            loss = subject.loss.without_targets()
+            run_layers(self.layers, given, self._gradients, workspace, loss=loss, context=self._context)
+        return workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
+
+    def peak_bytes(self) -> int:
+        """Most bytes allocated in a step of the untouched model, gradients existing."""
+        meter = build_meter(self._subject.device, self._subject.loaded.module)
+        self._gradients.forget()
+        release(self._subject.device)
+        return peak_of_step(self.time_whole, meter)
+
+    def free_inputs(self) -> None:
+        """Frees the input and the gradients that backward starts from; the next pass makes them again."""
+        self._input = None
+        self._gradients.forget()
+
+    def _fresh_input(self) -> ModelInput:
+        """A clone, made before the time counts: the model may work in place."""
+        if self._input is None:
+            subject = self._subject
+            given = ModelInput.of(subject.loaded.example_input_for(self._size))
+            self._input = given.to(subject.device, subject.dtype, subject.modes.memory_format)
+        return self._input.clone()
+
+
+class VisitingWatcher:
+    """Passes everything on to another watcher, and says before each layer which it is."""
+
+    def __init__(self, watcher: Watcher, layers: Sequence[Layer], visit: Callable[[Layer], None]) -> None:
+        self._watcher, self._layers, self._visit = watcher, layers, visit
+        self.after = watcher.after
+        self.backward_starts = watcher.backward_starts
+        self.gradient = watcher.gradient
+        self.backward_ends = watcher.backward_ends
+
+    def before(self, index: int, given: object) -> None:
+        if index < len(self._layers):
+            self._visit(self._layers[index])
+        self._watcher.before(index, given)
+
+
+def release(device: torch.device) -> None:
+    """Gives back what a failed pass left."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collector would stop some passes and not others."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
