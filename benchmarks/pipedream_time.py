@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 
 from pplan.planner.planners.pipedream_instance import Bools, Floats, Instance, Tier
-from pplan.planner.planners.pipedream_search import fastest
+from pplan.planner.planners.pipedream_planner import shortest_bottleneck
 
 REPEATS = 3
 CASES = (
@@ -60,7 +60,7 @@ def main() -> None:
             for seed in range(REPEATS):
                 instance = chain(seed, layers, machines, limited=limited)
                 start = time.perf_counter()
-                found = fastest(instance)
+                found = shortest_bottleneck(instance)
                 taken.append(time.perf_counter() - start)
                 places = min(places, found.places if found else 0)
             levels, memory = " x ".join(map(str, machines)), "limited" if limited else "any"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.planners.dapple_planner import ANY, DapplePlan, StageLimits, plan
+from pplan.planner.planners.dapple_planner import UNLIMITED, DapplePlan, StageLimits, find_dapple_plan
 from pplan.planner.planners.pipedream_instance import PAPER, PUBLISHED
 from pplan.planner.planners.pipedream_planner import plan_asynchronous
 from pplan.planner.planners.replica_groups import MicroBatchChoice
@@ -63,9 +63,13 @@ def pipedream(folder: Path) -> Iterator[Row]:
     chain = imported(folder, "pipedream-vgg16", 128)
     for name, recurrence, devices, published in PIPEDREAM:
         space = Space(chain, one_level(devices, 1e9), "sgd")
-        plan = plan_asynchronous(space, 128, recurrence=recurrence, use_all=True)
+        plan, smallest = (
+            plan_asynchronous(space, 128, recurrence=recurrence, use_all=use_all) for use_all in (True, False)
+        )
+        assert plan is not None
+        assert smallest is not None
         replicas = "-".join(map(str, plan.replicas))
-        fewest = sum(plan_asynchronous(space, 128, recurrence=recurrence).replicas)
+        fewest = sum(smallest.replicas)
         enough = f" ({fewest} devices are enough)" if fewest < devices else ""
         ours = f"{1e3 * plan.seconds_per_mini_batch:.1f} ms, {replicas}{enough}"
         yield Row(name, "VGG-16", devices, ours, published)
@@ -91,8 +95,8 @@ def dapple(folder: Path) -> Iterator[Row]:
         Space(chain, two_machines(), "sgd"),
         MicroBatchChoice("1f1b", MICRO_BATCHES, PARTS, ("never",)),
     )
-    for limit, whole in ((", <= 2 stages", StageLimits(most_stages=2)), ("", ANY)):
-        found = plan(space, trial, space.topology.gpus, whole)
+    for limit, whole in ((", <= 2 stages", StageLimits(most_stages=2)), ("", UNLIMITED)):
+        found = find_dapple_plan(space, trial, space.topology.gpus, whole)
         ours = "none" if found is None else in_words(found, chain)
         yield Row(f"dapple{limit}", "VGG-19", space.topology.gpus, ours, "15:1 after conv5_2")
 

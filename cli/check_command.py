@@ -130,7 +130,7 @@ def _tell(check: Check, read: PlanAndProfile, *, save: bool, as_json: bool, cali
 def _write_calibration(check: Check, read: PlanAndProfile, stem: str) -> None:
     """Writes the calibration and the topology beside the plan, and says what solving again finds."""
     from ..api.calibrate import calibrate
-    from ..cost_models.file_kind import file_kind
+    from ..cost_models.text_files import file_kind
     from .output import Target
 
     calibration = calibrate(check, read, stem)

@@ -92,9 +92,8 @@ def export_command(
     """Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."""
     from ..api.provenance import made_by
     from ..cost_models.document import MadeBy
-    from ..cost_models.file_kind import FOR_A_RUNTIME, TEXT
     from ..cost_models.runtime import runtime_named
-    from ..cost_models.text_files import write_whole
+    from ..cost_models.text_files import FOR_A_RUNTIME, TEXT, write_whole
     from ..planner.plan_file import Plan
     from ..runtimes.formats.export_document import default_device, hash_layers
     from ..runtimes.formats.exporters import SUFFIXES, export

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cost_models.errors import FileError
-from ..cost_models.file_kind import TEXT, check_same_kind
-from ..cost_models.text_files import check_place, is_about, is_unchanged, sealed_lines, write_whole
+from ..cost_models.text_files import (
+    TEXT,
+    check_place,
+    check_same_kind,
+    is_about,
+    is_unchanged,
+    sealed_lines,
+    write_whole,
+)
 from .streams import remark, result
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ _OTHERS = {
 def _parse_either(text: str, path: Path) -> Profile | Plan:
     """A profile or a plan, told apart by their keys (by the name where the keys do not tell)."""
     from ..cost_models.errors import FileError
-    from ..cost_models.file_kind import detect_kind
+    from ..cost_models.text_files import detect_kind
     from ..planner.plan_file import Plan
     from ..profiler.profile_file import Profile
 

@@ -11,8 +11,7 @@ from ..api.provenance import made_by
 from ..api.simulation import Simulation
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import FileError, UsageError
-from ..cost_models.file_kind import SVG
-from ..cost_models.text_files import write_whole
+from ..cost_models.text_files import SVG, write_whole
 from .invocation import command_line
 from .output import Target
 from .streams import console, remark, result

@@ -10,8 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
-from .quantities import format_rate, format_seconds
-from .ranges import LEAST_RATE, LEAST_SPEED, MOST_BYTES, MOST_MEMBERS, MOST_RATE, MOST_SECONDS, MOST_SPEED
+from .quantities import (
+    LEAST_RATE,
+    LEAST_SPEED,
+    MOST_BYTES,
+    MOST_MEMBERS,
+    MOST_RATE,
+    MOST_SECONDS,
+    MOST_SPEED,
+    format_rate,
+    format_seconds,
+)
 
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from .errors import UsageError
 from .hardware import Amount, Device, Group, Level, Link, Port
-from .quantities import format_bytes
-from .ranges import MOST_DEVICES
+from .quantities import MOST_DEVICES, format_bytes
 
 __all__ = [
     "Amount",

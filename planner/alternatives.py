@@ -1,22 +1,28 @@
-"""The best plans for runtimes that cannot run the best of all."""
+"""What a plan is compared with: simpler baselines, and the best plans for runtimes that cannot run it.
+
+All have the same costs and limits as the plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..cost_models.errors import UsageError
 from ..cost_models.precision import step_kernels
+from ..cost_models.quantities import counted
 from ..cost_models.runtime import RUNTIMES, Runtime
 from .candidate import ScoredPlan
-from .joint_search import JointSearchResult, is_small, run_search
+from .joint_search import OUT_OF_TIME, JointSearchResult, is_small, plan_with, run_search
 from .pipeline_config import SEARCHED
-from .plan_records import Alternative
-from .plan_stages import plan_recompute, plan_stages, shared_weights
+from .plan_records import Alternative, Baseline
+from .plan_stages import plan_recompute, plan_stages, run_in_words, shared_weights
+from .planners import planner_named
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult
 from .search.coarse import is_large
+from .search.space import divide_batch
 
 WORK = 2e9
 """What is spent on each."""
@@ -177,3 +183,67 @@ def _alternative(
         exact=result.exact,
         reason=reason,
     )
+
+
+FREE = ("one-gpu", "data-parallel")
+"""They do their best whatever the options: with any micro-batches, and in any runtime."""
+
+
+@dataclass(frozen=True)
+class ScoredBaseline:
+    """A baseline, and the samples of a micro-batch on one device (None: it has none)."""
+
+    record: Baseline
+    size: int | None = None
+
+
+def score_baselines(problem: Problem, answer: JointSearchResult) -> list[ScoredBaseline]:
+    """One GPU, data parallelism, and what each of the named planners came to."""
+    if problem.budget.over:
+        results = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
+    else:
+        free = accumulating(problem)
+        results = {name: plan_with(planner_named(name), free) for name in FREE}
+    rows = [_row(name, plan) for name, plan in results.items()]
+    return rows + [_row(name, plan) for name, plan in answer.by_planner.items() if name not in FREE]
+
+
+def accumulating(problem: Problem) -> Problem:
+    """What one GPU, or each of many, may do by accumulating gradients, whatever the options; where the
+    profile reaches no other micro-batch size, with the requested one."""
+    options = problem.options
+    free = replace(
+        options,
+        mini_batch=problem.mini_batch,
+        micro_batches=None,
+        schedule="1f1b",
+        recompute="auto",
+        runtime=None,
+        precision=problem.precision.name,
+        gradient_dtype=problem.precision.gradient_dtype,
+        use_all=False,
+        max_stages=None,
+        cut_after=(),
+        pins=(),
+    )
+    try:
+        return replace(problem, options=free)
+    except UsageError:
+        return replace(problem, options=replace(free, micro_batches=options.micro_batches))
+
+
+def _row(name: str, plan: ScoredPlan | str) -> ScoredBaseline:
+    if isinstance(plan, str):
+        return ScoredBaseline(Baseline(name=name, step_seconds=None, reason=plan))
+    proposal = plan.proposal
+    size = divide_batch(plan.config.micro_batch_size, min(proposal.replicas))
+    return ScoredBaseline(Baseline(name=name, step_seconds=plan.step_seconds, detail=_in_words(plan)), size)
+
+
+def _in_words(plan: ScoredPlan) -> str:
+    """Its stages and their replicas, where it has several, and how it runs."""
+    replicas, run = plan.proposal.replicas, run_in_words(plan)
+    stages = counted(len(replicas) // plan.config.virtual_stages, "stage")
+    if max(replicas) > 1:
+        return f"{stages}, replicas {'-'.join(map(str, replicas[:16]))}; {run}"
+    return f"{stages}; {run}" if len(replicas) > 1 else run

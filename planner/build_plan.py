@@ -8,12 +8,11 @@ from typing import Literal
 
 from ..cost_models.errors import DefectError, UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.machines.preset_lookup import is_gpu
+from ..cost_models.machines.catalogue import is_gpu
 from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.quantities import counted
 from ..cost_models.topology import Topology
-from .alternatives import find_alternatives
-from .baselines import score_baselines
+from .alternatives import find_alternatives, score_baselines
 from .candidate import ScoredPlan
 from .coverage import describe_coverage, describe_search
 from .infeasible import no_plan_fits
@@ -25,7 +24,7 @@ from .plan_records import TIE, Prediction, ProfileReference
 from .plan_simulation import of_same_layers
 from .plan_stages import bubble, list_prediction_limits, plan_recompute, plan_stages, shared_weights
 from .problem import Problem
-from .robust.interval import estimate_interval
+from .robust.resampling import estimate_interval
 from .scoring import assemble
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch

@@ -7,19 +7,21 @@ Neither is lowered to the step of a plan: a step below its bound is a defect, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
 from ..cost_models.errors import DefectError, UsageError
-from .candidate import Proposal, ScoredPlan
+from ..cost_models.schedules import schedule_named
+from .balance import balance
+from .candidate import Proposal, ScoredPlan, linear_pipeline
 from .coverage import as_searched, is_searched
 from .other_placements import along_other_orders, reassign
-from .other_schedules import transplant
-from .pipeline_config import SEARCHED
+from .pipeline_config import SEARCHED, PipelineConfig
 from .plan_records import TIE
 from .planners import PLANNERS, planner_named
-from .planners.base import Planner, refusal
+from .planners.base import Planner, add_counts, refusal, work_seconds
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult, search
@@ -226,3 +228,50 @@ def run_search(
     return search_large(
         problem.space, problem.families, problem.stage_counts, own, work, deeper=problem.may_be_deeper
     )
+
+
+def transplant(problem: Problem, schedules: Iterable[str], best: ScoredPlan | None) -> Iterator[Proposal]:
+    """The shape of the best plan, and of balanced ones, under other schedules with one stage a device; and
+    balanced ones with as many as a schedule is made for."""
+    own = [config for config in problem.configs if config.schedule in set(schedules)]
+    straight_ones = [s for s in own if schedule_named(s.schedule).default_virtual_stages == 1]
+    shapes: list[Proposal] = [] if best is None else [best.proposal]
+    for config in straight_ones:
+        for shape in (*shapes, *_balanced(problem, config.micro_batch_size, best)):
+            proposal = replace(shape, config=config)
+            if problem.allows(proposal):
+                yield proposal
+    for config in own:
+        yield from filter(problem.allows, _in_parts(problem, config))
+
+
+def _in_parts(problem: Problem, config: PipelineConfig) -> Iterator[Proposal]:
+    """Balanced pipelines with several parts of the layers on each device, where the schedule has them so."""
+    space, schedule = problem.space, schedule_named(config.schedule)
+    parts = schedule.default_virtual_stages
+    if parts == 1 or config.virtual_stages > 1 or not space.fits_someone(config.micro_batch_size, 1):
+        return
+    work = work_seconds(problem, config.micro_batch_size)
+    for stages in problem.stage_counts:
+        if stages * parts > space.chain.max_stages:
+            return
+        with suppress(UsageError):  # the schedule does not run with these numbers
+            pipe = schedule.program(stages, config.micro_batches, parts).pipes[0]
+            ends = add_counts(balance(work, stages * parts, cut_after=space.chain.cut_after))
+            devices = tuple((place.device,) for place in pipe)
+            yield Proposal(replace(config, virtual_stages=parts), ends, devices)
+
+
+def _balanced(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[Proposal]:
+    """Of as many stages as the best plan has, of 1, 2, 4 and so on, and of the most."""
+    space = problem.space
+    if not space.fits_someone(size, 1):
+        return
+    work = work_seconds(problem, size)
+    counts = problem.stage_counts
+    tried_counts = {count for count in counts if count & (count - 1) == 0} | {counts[-1]}
+    tried_counts |= set() if best is None else {len(best.proposal.ends)} & set(counts)
+    for stages in sorted(tried_counts):
+        yield linear_pipeline(
+            problem.configs[0], add_counts(balance(work, stages, cut_after=space.chain.cut_after))
+        )

@@ -8,9 +8,17 @@ from warnings import warn
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..cost_models.document import Document, MadeBy
+from ..cost_models.document import (
+    DeviceCount,
+    Document,
+    LayerCount,
+    MadeBy,
+    MemberCount,
+    MicroBatches,
+    MiniBatch,
+    ZeroStage,
+)
 from ..cost_models.errors import UsageError
-from ..cost_models.field_types import DeviceCount, LayerCount, MemberCount, MicroBatches, MiniBatch, ZeroStage
 from ..cost_models.option_fields import declared
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from .plan_options import PlanOptions

@@ -12,8 +12,7 @@ from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.option_fields import Options, option
 from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, known_word
-from ..cost_models.quantities import parse_seconds
-from ..cost_models.ranges import MOST_MINI_BATCH
+from ..cost_models.quantities import MOST_MINI_BATCH, parse_seconds
 from ..cost_models.runtime import RUNTIMES, runtime_named
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.typed_text import number_or_auto, one_of

@@ -6,8 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..cost_models.document import Record
-from ..cost_models.field_types import (
+from ..cost_models.document import (
     Bytes,
     DeviceCount,
     DeviceIndex,
@@ -18,6 +17,7 @@ from ..cost_models.field_types import (
     PredictedSeconds,
     Rate,
     Ratio,
+    Record,
     StepSeconds,
     TotalBytes,
 )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..cost_models.hardware import Device
 from ..cost_models.layer import Chain, LayerCosts, list_cut_points
-from ..cost_models.machines.preset_lookup import device_context
+from ..cost_models.machines.catalogue import device_context
 from ..cost_models.memory import LedgerOptions, StageBytes, ledger, total
 from ..cost_models.optimizers import Precision
 from ..cost_models.precision import training_precision

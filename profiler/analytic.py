@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.preset_lookup import match_device
+from ..cost_models.machines.catalogue import match_device
 from ..cost_models.machines.rooflines import ROOFLINES, Roofline, find_roofline, load_roofline
 from .build_profile import build_profile
 from .chain.layers import Layer

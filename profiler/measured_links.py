@@ -10,7 +10,7 @@ from typing import Literal
 from ..cost_models.communication import all_reduce_seconds
 from ..cost_models.document import MadeBy, Record
 from ..cost_models.hardware import Device, Link
-from ..cost_models.machines.preset_lookup import match_device
+from ..cost_models.machines.catalogue import match_device
 from ..cost_models.quantities import counted, format_bytes, format_rate, format_seconds
 from ..cost_models.topology import Topology, two_level_topology
 from .link_fit import LinkFit, fit_link

@@ -7,12 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from ..cost_models.document import Document, MadeBy
+from ..cost_models.document import Bytes, Document, MadeBy
 from ..cost_models.errors import UsageError
-from ..cost_models.field_types import Bytes
 from ..cost_models.layer import Chain
 from ..cost_models.memory import workspace_before_loss
-from ..cost_models.ranges import MOST_LAYERS
+from ..cost_models.quantities import MOST_LAYERS
 from ..cost_models.text_files import sha256
 from ..cost_models.tied_weights import SharedBuffer, TiedWeight
 from .gpu_state import GpuRecord

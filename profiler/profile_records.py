@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..cost_models.document import Record
-from ..cost_models.field_types import Bytes, Samples, Seconds
+from ..cost_models.document import Bytes, Record, Samples, Seconds
 
 Spread = Annotated[float, Field(ge=0, le=1e9)]
 ClosingRatio = Annotated[float, Field(gt=0, le=1e9)]

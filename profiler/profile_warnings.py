@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..cost_models.machines.preset_lookup import is_gpu, same_device
-from ..cost_models.machines.processor_seconds import gpus_with_the_seconds
-from ..cost_models.machines.topology_options import ProfiledDevice
+from ..cost_models.machines.catalogue import is_gpu, same_device
+from ..cost_models.machines.topology_options import ProfiledDevice, gpus_as_profiled
 from ..cost_models.topology import Topology
 from .profile_file import Profile
 from .profile_records import WholeMeasurement
@@ -80,7 +79,7 @@ def _of_the_device(profile: Profile, topology: Topology) -> Iterator[str]:
 
 
 def _of_a_processor(name: str, topology: Topology) -> str:
-    gpus = [kind.name for kind in gpus_with_the_seconds(topology)]
+    gpus = [kind.name for kind in gpus_as_profiled(topology)]
     if gpus:
         return (
             f"the seconds are those of a processor, {name}, and not of {' and '.join(gpus)}: "

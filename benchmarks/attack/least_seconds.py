@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
-from pplan.cost_models.routes import Routes
+from pplan.cost_models.port_sharing import Routes
 from pplan.cost_models.schedules import Program
 from pplan.cost_models.topology import Device
 from pplan.planner.search.space import Space

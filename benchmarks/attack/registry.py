@@ -26,7 +26,7 @@ BOUNDS: dict[str, str] = {
     "explanation/runner_up.py:_rival": EXPLAINED,
     "explanation/runner_up.py:_without": EXPLAINED,
     "explanation/runner_up.py:_without_cut": EXPLAINED,
-    "explanation/what_if.py:_answer": EXPLAINED,
+    "explanation/explanation.py:_solve_what_if": EXPLAINED,
     "joint_search.py:find": STEP,
     "joint_search.py:_with": STEP,
     "joint_search.py:joint_search": STEP,
@@ -89,13 +89,16 @@ BOUNDS: dict[str, str] = {
 """By name, the checks that hold it against all plans."""
 
 ATTACKED_BY_TESTS: dict[str, str] = {
-    "degrees/degree_search.py:lower_bound": "tests/planner/degrees/test_degree_search.py",
+    "degrees/stage_divisions.py:lower_bound": "tests/planner/degrees/test_degree_search.py",
+    "degrees/stage_divisions.py:interleaved_bound": "tests/planner/degrees/test_degree_search.py",
     "degrees/degree_search.py:search_degrees": "tests/planner/degrees/test_degree_search.py",
 }
 """Bounds on plans of transformers by degrees, which no problem of the attack has."""
 
 NOT_BOUNDS: dict[str, str] = {
     "candidate.py:Proposal.bounds": "first and last layers of stages",
+    "degrees/degree_search.py:_BestPlans.try_divisions": "a part of search_degrees, attacked with it",
+    "degrees/degree_search.py:_BestPlans.try_interleaved": "a part of search_degrees, attacked with it",
     "degrees/degree_search.py:DegreeAnswer.gap": "what the answer's bound leaves",
     "explanation/compare.py:_bound": "a bound that a plan's file says",
     "explanation/compare.py:_problem": "what plans have in common of whose steps one bound tells",

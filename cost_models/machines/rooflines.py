@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..errors import FileError, UsageError
 from ..quantities import parse_bytes, parse_rate, parse_seconds
 from ..text_files import read_text
-from .preset_lookup import find_preset, name_key
+from .catalogue import find_preset, name_key
 from .presets import Figure
 
 TERA = 1e12

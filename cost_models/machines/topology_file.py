@@ -47,7 +47,7 @@ from ..hardware import Device, Group, Level, Link
 from ..quantities import parse_bytes, parse_rate, parse_seconds
 from ..text_files import read_text
 from ..topology import Topology, check_devices
-from .preset_lookup import find_preset
+from .catalogue import find_preset
 
 Count = Annotated[int, Field(ge=1)]
 PerLevel = Annotated[list[str], Field(min_length=1, max_length=2)]

@@ -20,7 +20,7 @@ and overlapped all-to-all to gain from it. At least 2p micro-batches. Weight ver
 from __future__ import annotations
 
 from .action import Action, Program, Schedule, at_least, exactly
-from .v_shape import B0, B1, F0, F1, W1, Turn, number_actions, v_pipe
+from .zb_v import B0, B1, F0, F1, W1, Turn, number_actions, v_pipe
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:

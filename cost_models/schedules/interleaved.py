@@ -28,11 +28,20 @@ def program(stages: int, micro_batches: int, virtual_stages: int = 2, a_round: i
     size = stages if a_round is None else a_round
     at_least("interleaved", "micro-batches of a round", size, 1, "to make progress")
     multiple("interleaved", micro_batches, size, "the stages" if a_round is None else "a round")
+    actions = tuple(
+        tuple(device_actions(device, stages, micro_batches, virtual_stages, size)) for device in range(stages)
+    )
+    return Program(actions, looped(stages, virtual_stages), (0,) * micro_batches)
+
+
+def device_actions(
+    device: int, stages: int, micro_batches: int, virtual_stages: int, a_round: int | None = None
+) -> list[Action]:
+    """One device's list; numbers as of `program`."""
+    size = stages if a_round is None else a_round
     forwards = rounds(range(virtual_stages), micro_batches, size)
     backwards = rounds(range(virtual_stages - 1, -1, -1), micro_batches, size)
-    ahead = [(virtual_stages - 1) * size + 2 * (stages - 1 - stage) for stage in range(stages)]
-    actions = tuple(tuple(in_turn(forwards, backwards, count)) for count in ahead)
-    return Program(actions, looped(stages, virtual_stages), (0,) * micro_batches)
+    return in_turn(forwards, backwards, (virtual_stages - 1) * size + 2 * (stages - 1 - device))
 
 
 def rounds(chunks: Iterable[int], micro_batches: int, size: int) -> list[Turn]:

@@ -16,8 +16,36 @@ Staleness: 0.
 
 from __future__ import annotations
 
-from .action import Program, Schedule, exactly
-from .v_shape import B0, B1, F0, F1, W0, W1, Turn, number_actions, v_pipe
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from .action import Action, Kind, Program, Schedule, StageSlot, exactly
+
+Turn = tuple[Kind, int]
+"""A kind of action and its chunk, where two chunks are laid out as a V; its micro-batch is the next of the
+chunk."""
+
+F0: Turn = ("F", 0)
+B0: Turn = ("B", 0)
+W0: Turn = ("W", 0)
+F1: Turn = ("F", 1)
+B1: Turn = ("B", 1)
+W1: Turn = ("W", 1)
+
+
+def v_pipe(stages: int) -> tuple[tuple[StageSlot, ...], ...]:
+    """One pipe: down the devices with their first chunk, back up with their second."""
+    down = [StageSlot(device, 0) for device in range(stages)]
+    up = [StageSlot(device, 1) for device in reversed(range(stages))]
+    return (tuple(down + up),)
+
+
+def number_actions(turns: Iterable[Turn]) -> Iterator[Action]:
+    """The actions of the turns: each kind goes through the micro-batches of each chunk in order."""
+    done: Counter[Turn] = Counter()
+    for turn in turns:
+        yield Action(turn[0], done[turn], turn[1])
+        done[turn] += 1
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .kernels import AttentionKernel, Collective, GroupedMatmul, Kernel, Matmul, MemoryPass
+from .kernel_table import AttentionKernel, Collective, GroupedMatmul, Kernel, Matmul, MemoryPass
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .transformer_shape import ExpertShape, TransformerShape
 
@@ -21,7 +21,10 @@ NUMBER = 2
 @dataclass(frozen=True)
 class Work:
     """Of one layer on one device, for one micro-batch: kernels of forward and backward, bytes that it saves
-    for backward, and bytes besides at its peak, while backward runs."""
+    for backward, and bytes besides at its peak, while backward runs.
+
+    `attention`: of the forward those kernels that selective recomputation runs again, from queries, keys and
+    values to the result; `attention_saved`: what need not be kept then."""
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
@@ -29,6 +32,8 @@ class Work:
     workspace: float
     exchanges_tokens: bool = False
     """Whether the host waits for how many tokens each expert takes."""
+    attention: tuple[Kernel, ...] = ()
+    attention_saved: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -37,6 +42,8 @@ class Work:
             self.saved + other.saved,
             max(self.workspace, other.workspace),
             self.exchanges_tokens or other.exchanges_tokens,
+            self.attention + other.attention,
+            self.attention_saved + other.attention_saved,
         )
 
 
@@ -130,6 +137,8 @@ def _attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens
         (*inner.backward, MemoryPass(3 * residual), MemoryPass(3 * residual)),
         2 * residual + inner.saved,
         inner.workspace + 2 * residual,
+        attention=inner.attention,
+        attention_saved=inner.attention_saved,
     )
 
 
@@ -181,6 +190,8 @@ def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens
         (*gather, *output[1:], *backward, rotary, *gather, *project[1:], *scatter),
         fused + result + statistics,
         2 * fused,
+        attention=tuple(forward),
+        attention_saved=statistics,
     )
 
 
@@ -201,6 +212,7 @@ def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens:
     up = NUMBER * count * attention.key_value_up_size / tensor
     values = NUMBER * count * attention.heads * attention.value_width / tensor
     latent = sum(gathered) / tensor
+    statistics = 4.0 * count * attention.heads / tensor
     # Queries are turned, keys put together of both parts, values copied.
     shuffle = (MemoryPass(2 * latent), MemoryPass(2 * queries), MemoryPass(up + queries + 2 * values))
     latents = [_gather_and_scatter(bytes, degrees) for bytes in gathered]
@@ -218,8 +230,10 @@ def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens:
             *gather,
             *(part for product in products for part in product[1:]),
         ),
-        2 * latent + 2 * queries + 2 * values + 4.0 * count * attention.heads / tensor,
+        2 * latent + 2 * queries + 2 * values + statistics,
         2 * queries + values,
+        attention=tuple(forward),
+        attention_saved=statistics,
     )
 
 

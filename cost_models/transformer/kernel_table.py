@@ -1,6 +1,7 @@
-"""A table of measured kernels: the share of the peak that products of some shapes reach on a device.
+"""The kernels of a training step, and a table of measured ones: the efficiency that a device reaches.
 
-A CSV file with the columns `operation`, `shape` and `efficiency` or `achieved_tflops`, and `peak_tflops`:
+Kernels are products, attention, passes over memory and collectives. The table is a CSV file with the columns
+`operation`, `shape`, `peak_tflops`, and `efficiency` (a share of the peak) or `achieved_tflops`:
 
     operation,shape,peak_tflops,efficiency
     matmul,"m=4096, k=8192, n=10240, layout=TN",2250,0.6452
@@ -21,12 +22,91 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from ..errors import FileError
 from ..text_files import read_text
-from .kernels import AttentionKernel, GroupedMatmul, Matmul, Product
+
+Layout = Literal["TN", "NN", "NT"]
+"""Of a linear layer: forward, gradient of its input, gradient of its weight (which is added up in
+float32)."""
+Pass = Literal["forward", "input_gradient", "weight_gradient"]
+Group = Literal["tensor", "context", "expert"]
+CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """[m, k] x [k, n]."""
+
+    m: int
+    k: int
+    n: int
+    layout: Layout
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n
+
+
+@dataclass(frozen=True)
+class GroupedMatmul:
+    """`groups` products of [m, k] x [k, n] in one kernel: one for each expert on the device."""
+
+    groups: int
+    m: int
+    n: int
+    k: int
+    part: Pass
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.groups * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Causal attention (flash attention) of `samples` sequences."""
+
+    sequence: int
+    heads: int
+    key_value_heads: int
+    head_width: int
+    value_width: int
+    backward: bool
+    samples: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Of the half below the diagonal: two products forward, five backward (Dao, "FlashAttention-2",
+        ICLR 2024, section 3.1)."""
+        half = self.samples * float(self.sequence) ** 2 * self.heads * (self.head_width + self.value_width)
+        return 2.5 * half if self.backward else half
+
+
+@dataclass(frozen=True)
+class MemoryPass:
+    """An operation that takes what its bytes take: norms, activations, sums, copies."""
+
+    bytes: float
+    kind: str = "default"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`bytes`: of the whole tensor for all-gather, reduce-scatter and all-reduce, of what one device sends
+    (to itself included) for all-to-all."""
+
+    name: CollectiveName
+    bytes: float
+    group: Group
+
+
+Kernel: TypeAlias = Matmul | GroupedMatmul | AttentionKernel | MemoryPass | Collective
+Product: TypeAlias = Matmul | GroupedMatmul | AttentionKernel
+
 
 _Key = tuple[str, tuple[float, ...]]
 NEIGHBOURS = 3

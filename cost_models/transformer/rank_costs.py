@@ -12,13 +12,13 @@ from typing import NamedTuple, Protocol
 from ..collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from ..topology import Topology
 from .block_kernels import Work
-from .kernel_table import KernelTable
-from .kernels import (
+from .kernel_table import (
     AttentionKernel,
     Collective,
     CollectiveName,
     GroupedMatmul,
     Kernel,
+    KernelTable,
     Matmul,
     MemoryPass,
     Product,
@@ -137,9 +137,10 @@ class RankCosts:
         return self.limits.pass_seconds(MemoryPass(bytes)) + self.overheads.gap
 
     def _sum(self, kernels: Iterable[Kernel], degrees: ParallelDegrees) -> float:
-        return sum(self._kernel(kernel, degrees) for kernel in kernels)
+        return sum(self.kernel_seconds(kernel, degrees) for kernel in kernels)
 
-    def _kernel(self, kernel: Kernel, degrees: ParallelDegrees) -> float:
+    def kernel_seconds(self, kernel: Kernel, degrees: ParallelDegrees) -> float:
+        """Of one kernel, on a device of these degrees."""
         match kernel:
             case MemoryPass():
                 return self.limits.pass_seconds(kernel) + self.overheads.gap

@@ -11,7 +11,7 @@ from ...cost_models.errors import UsageError
 from ...cost_models.option_fields import Options, option
 from ...cost_models.typed_text import whole_number
 
-RECOMPUTES = ("auto", "none", "full")
+RECOMPUTES = ("auto", "none", "selective", "full")
 
 
 class DegreeKeywords(TypedDict, total=False):
@@ -26,6 +26,7 @@ class DegreeKeywords(TypedDict, total=False):
     ep: Sequence[int] | None
     zero: int
     micro_batch_size: Sequence[int] | None
+    virtual_stages: Sequence[int] | None
     recompute: str
 
 
@@ -91,11 +92,14 @@ class DegreeOptions(Options):
     cp: Sequence[int] | None = _allowed("Context-parallel degrees that may be; default: 1.")
     ep: Sequence[int] | None = _allowed("Expert-parallel degrees that may be.")
     micro_batch_size: Sequence[int] | None = _allowed("Sequences of a micro-batch that may be.")
+    virtual_stages: Sequence[int] | None = _allowed(
+        "Virtual stages of a device that may be; 1: 1F1B, more: interleaved 1F1B; default: 1 to 8."
+    )
     recompute: str = option(
         "auto",
         _recompute,
-        "Whether blocks run forward again before their backward: none, full, or auto.",
-        "auto|none|full",
+        "What of a block runs forward again before its backward: none, selective (attention), full, or auto.",
+        "auto|none|selective|full",
         panel="The search",
         words=RECOMPUTES,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from ...cost_models.layer import Chain, Vector
-from ...cost_models.ranges import LEAST_RATE, MOST_RATE
+from ...cost_models.quantities import LEAST_RATE, MOST_RATE
 from ...cost_models.topology import Topology
 from ..candidate import Proposal, ScoredPlan
 from ..joint_search import joint_search

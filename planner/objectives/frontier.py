@@ -14,9 +14,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from ...cost_models.document import Document, MadeBy, Record
+from ...cost_models.document import Document, MadeBy, Record, StepSeconds, TotalBytes
 from ...cost_models.errors import UsageError
-from ...cost_models.field_types import StepSeconds, TotalBytes
 from ..build_plan import list_warnings
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits

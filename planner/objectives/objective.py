@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from ...cost_models import arguments
 from ...cost_models.errors import UsageError
 from ...cost_models.option_fields import Options, option
-from ...cost_models.ranges import LEAST_PRICE, MOST_PRICE, MOST_SHARE
+from ...cost_models.quantities import LEAST_PRICE, MOST_PRICE, MOST_SHARE
 
 if TYPE_CHECKING:
     from ...cost_models.topology import Topology

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Literal
 
-from ...cost_models.errors import DefectError, InfeasibleError, UsageError
+from ...cost_models.errors import DefectError, UsageError
 from ..asynchronous import ASYNCHRONOUS, PIPEDREAM, TWO_VERSIONS, asynchronous_notes, steady_seconds
 from ..candidate import Proposal, ScoredPlan
 from ..joint_search import BEST, find
@@ -168,17 +169,18 @@ def _modes(problem: Problem) -> tuple[Mode, ...]:
 def _by_planner(problem: Problem) -> Iterator[ScoredPlan]:
     """What PipeDream's own programme comes to, in the simulator."""
     for config in asynchronous_configs(problem):
-        with suppress(InfeasibleError, UsageError, OutOfTime):
+        recompute: Literal["never", "always"] = "always" if config.recompute == "always" else "never"
+        with suppress(UsageError, OutOfTime):
             plan = plan_asynchronous(
                 problem.space,
                 config.micro_batch_size,
                 schedule=config.schedule,
-                recompute="always" if config.recompute == "always" else "never",
+                recompute=recompute,
                 use_all=problem.options.use_all,
             )
-            if _allows(problem, config, plan.ends):
+            if plan is not None and _allows(problem, config, plan.ends):
                 proposal = Proposal(config, plan.ends, plan.devices)
-                modes = (plan.recompute,) * len(plan.ends)
+                modes = (recompute,) * len(plan.ends)
                 yield ScoredPlan(proposal, modes, steady_seconds(problem.space, proposal, modes))
 
 

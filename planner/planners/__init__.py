@@ -9,7 +9,6 @@ from . import (
     alpa,
     dapple_planner,
     deepspeed_partition,
-    interleaved_planner,
     megatron,
     pipedream_planner,
     rules,
@@ -27,11 +26,11 @@ _ALL: tuple[Planner, ...] = (
     torchgpipe_balance.BY_SIZE,
     rules.GPIPE,
     megatron.MEGATRON,
-    interleaved_planner.PLANNER,
-    pipedream_planner.PLANNER,
-    pipedream_planner.PUBLISHED_PLANNER,
-    dapple_planner.PLANNER,
-    alpa.PLANNER,
+    megatron.INTERLEAVED,
+    pipedream_planner.PIPEDREAM,
+    pipedream_planner.PIPEDREAM_PUBLISHED,
+    dapple_planner.DAPPLE,
+    alpa.ALPA,
 )
 
 PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _ALL}

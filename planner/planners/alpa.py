@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 BLOCKS = 64
-"""Places for cuts are thinned to so many blocks."""
+"""Blocks of layers between which a search may cut."""
 STEPS = 100
 """How finely t_max is tried: a plan cheaper by more than one part in so many is not missed."""
-PROMISING, GLANCE = 3, 24
-"""Micro-batch sizes that are searched after a glance at all, at so many blocks."""
+PROMISING, QUICK_BLOCKS = 3, 24
+"""Micro-batch sizes that are searched fully, after a quick search of all with so many blocks."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,21 @@ class Alpa:
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """The cheapest plan of the most promising micro-batch sizes."""
         space, gpus = thin(problem.space, BLOCKS), problem.usable_gpus
-        coarse, most = thin(space, GLANCE), problem.stage_counts[-1]
-        glances = [
-            (glance.cost_seconds, choice)
+        coarse, most = thin(space, QUICK_BLOCKS), problem.stage_counts[-1]
+        quick_plans = [
+            (quick_plan.cost_seconds, choice)
             for choice in micro_batch_choices(problem.configs)
-            if (glance := plan(coarse, choice, gpus, most)) is not None
+            if (quick_plan := find_alpa_plan(coarse, choice, gpus, most)) is not None
         ]
         cut_points = space.table(space.chain.sizes[0]).cut_points
-        for _, choice in sorted(glances, key=lambda glance: glance[0])[:PROMISING]:
-            best = plan(space, choice, gpus, most)
+        for _, choice in sorted(quick_plans, key=lambda quick_plan: quick_plan[0])[:PROMISING]:
+            best = find_alpa_plan(space, choice, gpus, most)
             if best is not None:
                 ends = tuple(cut_points[end] for end in best.ends)
                 yield Proposal(choice.config(best.recomputes), ends, place_submeshes(best.replicas))
 
 
-PLANNER = Alpa()
+ALPA = Alpa()
 
 
 def submeshes(gpus: int, gpus_per_node: int) -> list[int]:
@@ -103,7 +103,7 @@ def place_submeshes(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(at, at + count)) for at, count in zip(starts, replicas, strict=True))
 
 
-def plan(
+def find_alpa_plan(
     space: Space,
     choice: MicroBatchChoice,
     gpus: int,

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.collectives import all_reduce_seconds
-from ...cost_models.routes import Routes
+from ...cost_models.port_sharing import Routes
 from ..search.space import Space
 from ..stage_table import Floats
 from .replica_groups import (
@@ -24,7 +24,6 @@ from .replica_groups import (
     MicroBatchChoice,
     ReplicaWork,
     cost_replicas,
-    count_replicas,
     group_devices,
 )
 
@@ -168,7 +167,7 @@ class Moves:
         return self._column("state")[moves]
 
     def costs_indices(self, moves: Ints) -> Ints:
-        """The cut points of their costs in `costs`."""
+        """Where their costs are in `costs`."""
         return self._column("costs_index")[moves]
 
     def free_devices(self, states: Ints) -> Ints:
@@ -296,11 +295,42 @@ class Moves:
         return self._joints[sender, receiver]
 
 
-def count_rules(space: Space, machines: Machines) -> Sequence[tuple[int, ...] | None]:
-    """The numbers of groups that stages may have, for each kind of plan that the runtime runs; None: any."""
-    rule = count_replicas(space)
-    if rule == "any":
-        return [None]
-    if rule == "none":
-        return [(1,)]
-    return [(count,) for count in range(1, sum(machines.rooms) + 1)]
+@dataclass(frozen=True)
+class DappleStage:
+    """A stage of many plans side by side: arrays that broadcast together. Forward and backward of one
+    micro-batch; the all-reduce of a step."""
+
+    forward: Floats
+    backward: Floats
+    all_reduce: Floats
+
+
+class CostedPlans:
+    """What the stages of plans cost that have so many `stages` when they are complete. `ends`, `moves`: by
+    stage and plan, where it ends and on which devices it is; `joints`: from each stage to the next."""
+
+    def __init__(self, costs: Moves, ends: Ints, moves: Ints, joints: Ints, stages: int) -> None:
+        self._costs, self._ends, self._moves, self._joints = costs, ends, moves, joints
+        plans = ends.shape[1]
+        self.fits = np.ones(plans, dtype=bool)
+        self.start_fits = self.fits
+        self.recomputes = np.zeros(plans, dtype=bool)
+        tables = [costs.table(name) for name in ("forward", "backward", "all_reduce", "never", "always")]
+        begin = np.zeros(plans, dtype=np.int64)
+        self._stages: list[DappleStage] = []
+        for stage, end in enumerate(ends):
+            at = (costs.costs_indices(moves[stage]), begin, end)
+            forward, backward, reduced, never, always = (table[at] for table in tables)
+            in_flight = costs.choice.in_flight(stages - stage)
+            recompute = in_flight > never
+            self.start_fits = self.fits
+            self.fits = self.fits & (~recompute | (in_flight <= always))
+            self.recomputes = self.recomputes | recompute
+            self._stages.append(DappleStage(forward, backward + recompute * forward, reduced))
+            begin = end
+
+    @property
+    def parts(self) -> tuple[list[DappleStage], list[Floats]]:
+        """The stages, and the transfers between them."""
+        each = zip(self._joints, self._moves, self._moves[1:], self._ends, strict=False)
+        return self._stages, [self._costs.transfer(*joint) for joint in each]

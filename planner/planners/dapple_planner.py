@@ -13,28 +13,28 @@ continuation is slower than the best plan known are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.routes import Routes
+from ...cost_models.port_sharing import Routes
 from ..candidate import Proposal
 from ..search.space import Space
 from ..stage_table import Floats
-from .dapple_moves import Ints, Moves, count_rules, split_machines
+from .dapple_moves import CostedPlans, DappleStage, Ints, Machines, Moves, split_machines
 from .replica_groups import MOST_GROUPS, MicroBatchChoice, count_replicas, micro_batch_choices, thin
 
 if TYPE_CHECKING:
     from ..problem import Problem
-from .dapple_latency import DappleStage, latency
 
-BLOCKS, GLANCE_BLOCKS = 100, 24
-"""Places for cuts are thinned to so many blocks; for a glance at a micro-batch size."""
+BLOCKS, QUICK_BLOCKS = 100, 24
+"""Blocks of layers between which a search may cut, and a quick search of each micro-batch size."""
 PROMISING = 3
-"""Micro-batch sizes that are searched after a glance at all."""
+"""Micro-batch sizes that are searched fully after a quick search of all."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class BeamLimits:
     plans_per_state: int = 4
 
 
-FULL, GLANCE = BeamLimits(), BeamLimits(groups=8, entries=20_000, plans_per_state=1)
+FULL, QUICK = BeamLimits(), BeamLimits(groups=8, entries=20_000, plans_per_state=1)
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class DapplePlan:
 
 @dataclass(frozen=True)
 class StageLimits:
-    """What a plan has to be: of so many stages at most (None: any number), and on all devices or not."""
+    """The most stages of a plan (None: any number), and whether it must use all devices."""
 
     most_stages: int | None = None
     use_all: bool = False
 
 
-ANY = StageLimits()
+UNLIMITED = StageLimits()
 
 
 @dataclass(frozen=True)
@@ -82,43 +82,108 @@ class Dapple:
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """The plan of least estimated latency for the most promising micro-batch sizes."""
         space, gpus = thin(problem.space, BLOCKS), problem.usable_gpus
-        coarse, routes = thin(space, GLANCE_BLOCKS), Routes(space.topology)
-        whole = StageLimits(problem.stage_counts[-1], problem.options.use_all)
-        glances = []
+        coarse, routes = thin(space, QUICK_BLOCKS), Routes(space.topology)
+        limits = StageLimits(problem.stage_counts[-1], problem.options.use_all)
+        quick_plans = []
         for choice in micro_batch_choices(problem.configs):
-            glance = plan(coarse, choice, gpus, whole, beam=GLANCE, routes=routes)
-            if glance is not None:
-                glances.append((glance.latency_seconds, choice))
+            quick_plan = find_dapple_plan(coarse, choice, gpus, limits, beam=QUICK, routes=routes)
+            if quick_plan is not None:
+                quick_plans.append((quick_plan.latency_seconds, choice))
         cut_points = space.table(space.chain.sizes[0]).cut_points
-        for _, choice in sorted(glances, key=lambda glance: glance[0])[:PROMISING]:
-            dapple_plan = plan(space, choice, gpus, whole, routes=routes)
+        for _, choice in sorted(quick_plans, key=lambda own: own[0])[:PROMISING]:
+            dapple_plan = find_dapple_plan(space, choice, gpus, limits, routes=routes)
             if dapple_plan is not None:
                 ends = tuple(cut_points[end] for end in dapple_plan.ends)
                 yield Proposal(choice.config(dapple_plan.recomputes), ends, dapple_plan.devices)
 
 
-PLANNER = Dapple()
+DAPPLE = Dapple()
 
 
-def plan(
+def find_dapple_plan(
     space: Space,
     choice: MicroBatchChoice,
     gpus: int,
-    whole: StageLimits = ANY,
+    limits: StageLimits = UNLIMITED,
     *,
     beam: BeamLimits = FULL,
     routes: Routes | None = None,
 ) -> DapplePlan | None:
-    """The plan found for one micro-batch size on the first `gpus` devices; None where none fits. `routes` are
-    remembered from one call to the next."""
+    """The plan for one micro-batch size on the first `gpus` devices; None where none fits. `routes` are kept
+    from one call to the next."""
     groups = gpus if count_replicas(space) == "none" else beam.groups
     machines = split_machines(gpus, min(gpus, space.topology.gpus_per_node), groups)
     routes = routes or Routes(space.topology)
     best: DapplePlan | None = None
     for counts in count_rules(space, machines):
-        faster = _DappleSearch(Moves(space, choice, machines, routes, counts), whole, beam).run(best)
+        faster = _DappleSearch(Moves(space, choice, machines, routes, counts), limits, beam).run(best)
         best = faster or best
     return best
+
+
+TIE = 1e-12
+"""Equal stages leave the pivot where it is, whatever the rounding."""
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of the step, and the pivot: 2 s for stage s, 2 s + 1 for the transfer after it."""
+
+    seconds: Floats
+    pivot: npt.NDArray[np.int64]
+
+
+def latency(stages: Sequence[DappleStage], transfers: Sequence[Floats], micro_batches: int) -> Latency:
+    """T = T_w + T_s + T_e of plans of `stages`, with a transfer of so many seconds after each but the last.
+
+    A transfer is a stage whose forward and backward take its seconds, without an all-reduce. With those, for
+    M micro-batches, the pivot Q, and F, B, AR of the stages:
+
+        T_w = sum of F_s up to Q                 T_s = (M - 1) (F_Q + B_Q)
+        T_e = max over s of AR_s + (sum of B_a for a = s..Q)         for s <= Q
+                            AR_s - (sum of B_a for a = Q+1..s-1)     for s > Q
+
+    The all-reduce of a stage is so hidden by the backwards that follow it on the stages before. Q is the last
+    stage, or from there backwards each stage whose (M - 1)(F + B) is above that of Q plus F + B of the stages
+    between. Both cases of T_e are AR_s + (backwards up to Q) - (backwards before s), so that
+    T = (F + B of the stages before Q) + M (F_Q + B_Q) + max over s of (AR_s - backwards before s).
+    """
+    before, backwards, exposed = np.zeros(1), np.zeros(1), np.full(1, -np.inf)
+    reaches, works = [], []
+    for stage in _with_transfers(stages, transfers):
+        work = stage.forward + stage.backward
+        reaches.append(before + micro_batches * work)
+        works.append(work)
+        exposed = np.maximum(exposed, stage.all_reduce - backwards)
+        before, backwards = before + work, backwards + stage.backward
+    seconds, pivot = reaches[-1], np.asarray(len(works) - 1)
+    hidden = seconds - works[-1]
+    for index in range(len(works) - 2, -1, -1):
+        # (M - 1) w_s > (M - 1) w_Q + between  <=>  before_s + M w_s > before_Q + (M - 1) w_Q
+        moves = reaches[index] > hidden * (1 + TIE)
+        seconds = np.where(moves, reaches[index], seconds)
+        hidden = np.where(moves, reaches[index] - works[index], hidden)
+        pivot = np.where(moves, index, pivot)
+    whole = seconds + exposed
+    return Latency(whole, np.broadcast_to(pivot, whole.shape))
+
+
+def _with_transfers(stages: Sequence[DappleStage], transfers: Sequence[Floats]) -> Iterator[DappleStage]:
+    for stage, transfer in zip_longest(stages, transfers):
+        yield stage
+        if transfer is not None:
+            yield DappleStage(transfer, transfer, np.zeros(1))
+
+
+def count_rules(space: Space, machines: Machines) -> Sequence[tuple[int, ...] | None]:
+    """The numbers of groups that stages may have, for each kind of plan that the runtime runs; None: any."""
+    rule = count_replicas(space)
+    if rule == "any":
+        return [None]
+    if rule == "none":
+        return [(1,)]
+    return [(count,) for count in range(1, sum(machines.rooms) + 1)]
 
 
 @dataclass(frozen=True)
@@ -133,6 +198,10 @@ class _Starts:
     def __len__(self) -> int:
         return int(self.ends.shape[1])
 
+    @property
+    def arrays(self) -> tuple[Ints, Ints, Ints]:
+        return self.ends, self.moves, self.joints
+
     def select(self, which: Ints) -> _Starts:
         """Some of them."""
         return _Starts(self.ends[:, which], self.moves[:, which], self.joints[:, which])
@@ -146,8 +215,8 @@ class _Starts:
 class _DappleSearch:
     """One search: a level for every number of stages."""
 
-    def __init__(self, moves: Moves, whole: StageLimits, beam: BeamLimits) -> None:
-        self.moves, self.whole, self.beam = moves, whole, beam
+    def __init__(self, moves: Moves, limits: StageLimits, beam: BeamLimits) -> None:
+        self.moves, self.limits, self.beam = moves, limits, beam
         self.choice = moves.choice
         self.last = moves.cut_points - 1
         self.best: DapplePlan | None = None
@@ -160,7 +229,7 @@ class _DappleSearch:
         while len(starts):
             self.moves.space.budget.check()
             self._finish(starts)
-            if len(starts.ends) + 1 == self.whole.most_stages:
+            if len(starts.ends) + 1 == self.limits.most_stages:
                 break
             starts = self._extend(starts)
         return self.best
@@ -172,11 +241,9 @@ class _DappleSearch:
 
     def _joints(self, starts: _Starts, moves: Ints) -> Ints:
         """From the last stage of each start to a move."""
-        return (
-            self.moves.joints(starts.moves[-1], moves)
-            if len(starts.moves)
-            else np.zeros(len(moves), np.int64)
-        )
+        if not len(starts.moves):
+            return np.zeros(len(moves), np.int64)
+        return self.moves.joints(starts.moves[-1], moves)
 
     def _finish(self, starts: _Starts) -> None:
         """All layers that are left in one last stage, on any devices."""
@@ -187,7 +254,7 @@ class _DappleSearch:
             return
         starts = starts.select(which)
         whole = starts.then(np.full(len(which), self.last), moves, self._joints(starts, moves))
-        costed = _Costed(self.moves, whole, len(whole.ends))
+        costed = CostedPlans(self.moves, *whole.arrays, len(whole.ends))
         seconds = np.where(costed.fits, latency(*costed.parts, self.choice.micro_batches).seconds, np.inf)
         first = int(seconds.argmin())
         if seconds[first] < self.limit:
@@ -199,7 +266,7 @@ class _DappleSearch:
                 recomputes=bool(costed.recomputes[first]),
             )
 
-    def _may_finish(self, starts: _Starts, which: Ints, moves: Ints) -> npt.NDArray[np.bool_]:
+    def _may_finish(self, starts: _Starts, which: Ints, moves: Ints) -> Bools:
         """Whether a last stage after a start may make the best plan, by its seconds alone, and takes all
         devices where it must."""
         if not len(which):
@@ -207,8 +274,8 @@ class _DappleSearch:
         begin = starts.ends[-1][which] if len(starts.ends) else 0
         works = self.moves.work(self.choice.in_flight(1))[self.moves.costs_indices(moves), begin, self.last]
         rounds = self.choice.micro_batches - 1
-        possible: npt.NDArray[np.bool_] = rounds * works < self.limit if rounds else works < np.inf
-        if self.whole.use_all:
+        possible: Bools = rounds * works < self.limit if rounds else works < np.inf
+        if self.limits.use_all:
             possible &= self.moves.free_devices(self.moves.states(moves)) == 0
         return possible
 
@@ -222,11 +289,8 @@ class _DappleSearch:
         ]
         if not parts:
             return starts.select(which)
-        longer = _Starts(
-            np.concatenate([starts.ends for starts, _, _ in parts], axis=1),
-            np.concatenate([starts.moves for starts, _, _ in parts], axis=1),
-            np.concatenate([starts.joints for starts, _, _ in parts], axis=1),
-        )
+        arrays = zip(*(starts.arrays for starts, _, _ in parts), strict=True)
+        longer = _Starts(*(np.concatenate(own, axis=1) for own in arrays))
         return self._best_of_states(
             longer, *(np.concatenate([part[index] for part in parts]) for index in (1, 2))
         )
@@ -243,7 +307,7 @@ class _DappleSearch:
         which, ends = np.nonzero(promising & (rest >= 0)[:, None])
         longer = starts.select(which).then(ends, moves[which], joints[which])
         whole = longer.then(np.full(len(which), self.last), rest[which], joints_on[which])
-        costed = _Costed(self.moves, whole, len(whole.ends))
+        costed = CostedPlans(self.moves, *whole.arrays, len(whole.ends))
         seconds = latency(*costed.parts, self.choice.micro_batches).seconds
         fitting = np.flatnonzero(costed.start_fits)
         return longer.select(fitting), seconds[fitting], least[which, ends][fitting]
@@ -258,7 +322,7 @@ class _DappleSearch:
         begin = starts.ends[-1] if level else np.zeros(len(moves), dtype=np.int64)
         before, slowest = np.zeros(len(moves)), np.zeros(len(moves))
         if level:
-            parts, transfers = _Costed(self.moves, starts, level + 2).parts
+            parts, transfers = CostedPlans(self.moves, *starts.arrays, level + 2).parts
             between = self.moves.transfer(joints, starts.moves[-1], moves, begin)
             for part, transfer in zip(parts, [*transfers, between], strict=True):
                 work = part.forward + part.backward
@@ -284,35 +348,3 @@ class _DappleSearch:
         order = order[place < self.beam.plans_per_state]
         width = max(self.beam.entries // (3 * self.last), 1)
         return starts.select(order[np.argsort(least[order], kind="stable")][:width])
-
-
-class _Costed:
-    """What the stages of plans cost that have `stages` stages when they are whole."""
-
-    def __init__(self, moves: Moves, plans: _Starts, stages: int) -> None:
-        self.moves, self.plans = moves, plans
-        self.fits = np.ones(len(plans), dtype=bool)
-        self.start_fits = self.fits
-        self.recomputes = np.zeros(len(plans), dtype=bool)
-        tables = {
-            name: moves.table(name) for name in ("forward", "backward", "all_reduce", "never", "always")
-        }
-        begin = np.zeros(len(plans), dtype=np.int64)
-        self._stages: list[DappleStage] = []
-        for stage, end in enumerate(plans.ends):
-            at = (moves.costs_indices(plans.moves[stage]), begin, end)
-            forward, backward, reduced, never, always = (table[at] for table in tables.values())
-            in_flight = moves.choice.in_flight(stages - stage)
-            recompute = in_flight > never
-            self.start_fits = self.fits
-            self.fits = self.fits & (~recompute | (in_flight <= always))
-            self.recomputes = self.recomputes | recompute
-            self._stages.append(DappleStage(forward, backward + recompute * forward, reduced))
-            begin = end
-
-    @property
-    def parts(self) -> tuple[list[DappleStage], list[Floats]]:
-        """The stages, and the transfers between them."""
-        plans = self.plans
-        each = zip(plans.joints, plans.moves, plans.moves[1:], plans.ends, strict=False)
-        return self._stages, [self.moves.transfer(*joint) for joint in each]

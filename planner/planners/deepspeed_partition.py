@@ -1,22 +1,30 @@
 """The cuts that DeepSpeed 0.19.8 makes of weights by `partition_balanced`: `parameters` and `type:REGEX`.
 
 Stage by stage it keeps, for the first i layers in j stages, one partition: of those that add a last stage to
-the partitions kept for j - 1 stages the one whose heaviest and lightest stage differ least, of equal ones
-that with the latest cut. It is no optimum, neither of the difference nor of the heaviest stage: a partition
-that is kept need not be the beginning of a good one. It knows no forbidden cuts.
+the partitions for j - 1 stages the one whose heaviest and lightest stage differ least, of equal ones that
+with the latest cut. It minimizes neither the difference nor the heaviest stage: a partition that it keeps
+need not be the beginning of a good one. It knows no forbidden cuts.
 
-`planner="deepspeed-type:REGEX"` searches the regular expression in the layers' names, in any case, where
-DeepSpeed searches it in the names of their classes. Without one, the first layers of the transformer blocks
-are counted, where the names tell them. Weights are 1 and 0: of equal cuts the latest are taken, so that what
-does not match stays with the matching layer before it.
+`planner="deepspeed-type:REGEX"` searches the regular expression in the layers' names, ignoring case, where
+DeepSpeed searches it in the names of their classes. Without an expression, the first layer of every
+transformer block is counted, where the names show them. Weights are 1 and 0: of equal cuts the latest are
+taken, so that layers that do not match stay with the matching layer before them.
+
+Python's regular expressions backtrack, and one from a file may never end. The time of a search is bounded by
+the ways in which the expression can match a text, times the places where the match may begin. The ways are
+counted from its parts: an alternation adds, a sequence multiplies, and a repetition of something that matches
+in one way has as many ways as the text has lengths.
 """
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, reduce
+from re import _constants, _parser  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +34,6 @@ from ...cost_models.layer import Chain
 from ..candidate import Proposal
 from .base import Ends, all_pipelines, allows, linear_configs, nearest_cuts
 from .megatron import repeated_blocks
-from .pattern import compiled, matching
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -115,6 +122,81 @@ class Parameters:
 PARAMETERS = Parameters()
 
 
+MOST_MATCH_STEPS = 1e9
+"""Of all searches together: about ten seconds."""
+LONGEST_PATTERN = 1000
+"""Characters of an expression."""
+
+
+def compile_pattern(pattern: str, *, ignore_case: bool = False) -> re.Pattern[str]:
+    """The expression. Raises ValueError with what is wrong with it."""
+    if len(pattern) > LONGEST_PATTERN:
+        raise ValueError(f"more than {LONGEST_PATTERN} characters")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return re.compile(pattern, re.IGNORECASE if ignore_case else 0)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{error} in the regular expression") from None
+
+
+def match_names(pattern: str, texts: Sequence[str]) -> list[bool]:
+    """In which of the texts the expression is found, in any case.
+
+    Raises ValueError where it is none, or where looking for it could take longer than MOST_MATCH_STEPS.
+    """
+    search = compile_pattern(pattern, ignore_case=True).search
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = _parser.parse(pattern, re.IGNORECASE)
+    steps = 0.0
+    for length in map(len, texts):
+        steps += (length + 1) * _ways(parts, length)
+        if steps > MOST_MATCH_STEPS:
+            raise ValueError("it repeats what repeats, or repeats too often: matching it could take for ever")
+    return [search(text) is not None for text in texts]
+
+
+def _ways(parts: Any, length: int) -> float:
+    """At most so many ways to match the parts, one after another, to a text of that length."""
+    return reduce(lambda ways, part: min(ways * _count_ways(part, length), MOST_MATCH_STEPS * 2), parts, 1.0)
+
+
+def _count_ways(part: tuple[Any, Any], length: int) -> float:
+    kind, about = part
+    if kind is _constants.BRANCH:
+        return sum(_ways(branch, length) for branch in about[1])
+    if kind is _constants.SUBPATTERN:
+        return _ways(about[3], length)
+    if kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT):
+        least, most, parts = about
+        return _ways_to_repeat(least, most, parts, length)
+    if kind in (_constants.ASSERT, _constants.ASSERT_NOT):
+        return _ways(about[1], length)
+    if kind is _constants.ATOMIC_GROUP:
+        return _ways(about, length)
+    if kind is _constants.GROUPREF_EXISTS:
+        return MOST_MATCH_STEPS * 2
+    return 1.0
+
+
+def _ways_to_repeat(least: int, most: int, parts: Any, length: int) -> float:
+    """Rounds of a part that may be empty do not go on for ever: at most one a character."""
+    longest = max(min(int(most), length), int(least))
+    ways = _ways(parts, length)
+    if ways <= 1.0 and _is_single(parts):
+        return float(longest - int(least) + 1)
+    # A part of any length is divided into rounds in every way.
+    one = max(ways, 1.0) if int(most) <= 1 else max(ways, 2.0)
+    return min(one ** min(longest, 64) + (longest - int(least)), MOST_MATCH_STEPS * 2)
+
+
+def _is_single(parts: Any) -> bool:
+    """Whether all that it matches has one length: then a text is divided into rounds in one way."""
+    least, most = parts.getwidth()
+    return bool(least == most and least > 0)
+
+
 KIND = "deepspeed-type"
 _SHORT = 80
 
@@ -127,7 +209,7 @@ class DeepSpeedType:
 
     def __post_init__(self) -> None:
         try:
-            compiled(self.pattern or "")
+            compile_pattern(self.pattern or "")
         except ValueError as error:
             raise UsageError(
                 f"planner='{self.name[:_SHORT]}': {error}",
@@ -170,7 +252,7 @@ class DeepSpeedType:
         """Which layers are counted: (layers,)."""
         if self.pattern is not None:
             try:
-                return np.array(matching(self.pattern, chain.names), dtype=np.bool_)
+                return np.array(match_names(self.pattern, chain.names), dtype=np.bool_)
             except ValueError as error:
                 raise UsageError(
                     f"planner='{self.name[:_SHORT]}': {error}",

@@ -1,9 +1,13 @@
-"""The transformer blocks of a chain, told by the names of the layers, and Megatron's plan of them.
+"""Megatron's plans: the same number of transformer blocks on every stage, and interleaved pipelines.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
-section 2.2: every stage has the same number of blocks, the embedding first, the head last. Ranks are ordered
-with the pipeline outermost (tp-cp-ep-dp-pp), so that the replicas of a stage are neighbours. A cut that is
-forbidden is moved to the nearest that is allowed.
+section 2.2. Transformer blocks are recognised by the names of the layers. Every stage has the same number of
+them, the embedding first, the head last. Ranks are ordered with the pipeline outermost (tp-cp-ep-dp-pp), so
+that the replicas of a stage are neighbours. A forbidden cut is moved to the nearest allowed one.
+
+Interleaved pipelines have several parts of the layers on each device, which it runs in turn. The parts are
+cut so that the largest has the least work and, where blocks are recognised, also with the same number of
+blocks in each.
 """
 
 from __future__ import annotations
@@ -11,14 +15,28 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ...cost_models.layer import Chain
 from ...cost_models.quantities import counted
+from ...cost_models.schedules import schedule_named
+from ..balance import balance
 from ..candidate import Proposal
-from .base import Ends, equal_pipelines, linear_configs, nearest_cuts, replicated_shapes, stage_counts
+from ..pipeline_config import PipelineConfig
+from .base import (
+    Ends,
+    add_counts,
+    equal_pipelines,
+    linear_configs,
+    nearest_cuts,
+    replicated_shapes,
+    shared_configs,
+    stage_counts,
+    work_seconds,
+)
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -122,3 +140,60 @@ def block_ends(chain: Chain, blocks: Blocks, stages: int) -> Ends | None:
 
 
 MEGATRON = Megatron()
+
+
+INTERLEAVED_SCHEDULE = "interleaved"
+VIRTUAL_STAGES = (2, 3, 4)
+
+
+class Interleaved:
+    """Interleaved 1F1B on balanced parts."""
+
+    name = "interleaved"
+
+    def propose(self, problem: Problem) -> Iterator[Proposal]:
+        """Two or more devices whose number divides the micro-batches, each with 2, 3 or 4 parts."""
+        cuts = cache(partial(_cuts, problem))
+        for config in interleaved_configs(problem):
+            chunks, size = config.virtual_stages, config.micro_batch_size
+            for stages in stage_counts(problem, chunks):
+                if stages > 1 and config.micro_batches % stages == 0:
+                    for ends in cuts(stages * chunks, size):
+                        yield Proposal(config, ends, place_chunks(stages, chunks))
+
+
+def interleaved_configs(problem: Problem) -> list[PipelineConfig]:
+    """Those of the problem; where schedule and runtime were left open, those of 1F1B. Each with several parts
+    a device."""
+    runtime = problem.runtime
+    if runtime is not None and not runtime.virtual_stages:
+        return []
+    free = runtime is None and problem.options.schedule == "auto"
+    base = [
+        s for s in problem.configs if s.schedule == INTERLEAVED_SCHEDULE or (free and s.schedule == "1f1b")
+    ]
+    configs_by_count = {
+        replace(config, schedule=INTERLEAVED_SCHEDULE, virtual_stages=chunks): None
+        for config in shared_configs(problem, base, 1)
+        for chunks in VIRTUAL_STAGES
+    }
+    return list(configs_by_count)
+
+
+@cache
+def place_chunks(stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """By part, the device that has it: as the schedule's program says."""
+    pipe = schedule_named(INTERLEAVED_SCHEDULE).program(stages, stages, chunks).pipes[0]
+    return tuple((place.device,) for place in pipe)
+
+
+def _cuts(problem: Problem, parts: int, size: int) -> list[Ends]:
+    """Ends of the parts, by each way to cut."""
+    chain = problem.space.chain
+    cuts = [add_counts(balance(work_seconds(problem, size), parts, cut_after=chain.cut_after))]
+    blocks = repeated_blocks(chain)
+    even = None if blocks is None else block_ends(chain, blocks, parts)
+    return cuts if even is None or even in cuts else [*cuts, even]
+
+
+INTERLEAVED = Interleaved()

@@ -9,7 +9,7 @@ the weight bytes of the layers i..j, and a_s the bytes that cross the cut at s:
     A^k(i..j, m) = min(T^k(i..j, m), min over s, m' of max(T^k(i..s, m'), 2 a_s / B_k, A^k(s..j, m-m')))
 
 A^{k-1} without a number is that of a whole component. Where fewer machines are faster the others stay idle,
-unless all are to be used. `pipedream_search` runs it.
+unless all are to be used. `pipedream_planner` runs it.
 
 The tables are filled from the last layer back. So a stage is placed when the number of stages behind it is
 known, which its memory depends on: tables are kept apart by that number.

@@ -23,8 +23,7 @@ from ..search.branch_and_bound import search
 from ..search.budget import WORK_A_SECOND
 from ..search.coarse import is_large
 from ..search.subproblem import Family
-from .interval import percentiles
-from .resampling import Draws, StepSampler, has_spread, make_draws
+from .resampling import Draws, StepSampler, has_spread, make_draws, percentiles
 
 NEAR = 0.2
 """Share by which the step of a plan that is compared may be longer than the fastest one's."""

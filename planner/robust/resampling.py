@@ -1,13 +1,15 @@
-"""Seconds of layers as they might have been measured: random factors, the same ones for every plan.
+"""Random seconds of layers, the same for every plan, and the interval of a plan's step over them.
 
 A profile holds, of each layer, the median of forward + backward and its interquartile range as a share of
 that median, the spread s. The layer's seconds are taken as lognormal around the median: exp(sigma z) times as
 long, z standard normal. The quartiles of that are exp(+-q sigma) with q = 0.6745, so 2 sinh(q sigma) = s, and
 sigma = asinh(s / 2) / q. Layers vary independently of each other; forward and backward of one together, as
-it is their sum of which the spread is known.
+only the spread of their sum is known.
 
-What the layers miss of the whole model (the closing error e, see `Chain.uncertainty`) is common to all of
-them: one more factor (1 + e)^z, so that e is one standard deviation.
+The difference between the layers' sum and the whole model (the closing error e, see `Chain.uncertainty`) is
+common to all layers: one more factor (1 + e)^z, so that e is one standard deviation.
+
+The interval of a step, flushed or asynchronous, is between two percentiles of the simulated steps.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ import numpy as np
 from ...cost_models.communication import exposed_all_reduces
 from ...cost_models.layer import Chain, LayerCosts
 from ...cost_models.schedules import StageSlot
-from ...cost_models.simulator.costs import Costs
-from ...cost_models.timeline import step_seconds
+from ...cost_models.simulator.costs import Array, Costs
+from ...cost_models.timeline import runs_side_by_side, step_seconds
 from ..assembly import Assembly
+from ..asynchronous import assemble_endless
 from ..candidate import ScoredPlan
+from ..plan_options import ASYNCHRONOUS
 from ..replica_exchange import gradient_bytes
 from ..scoring import assemble
 from ..search.space import Space
@@ -198,3 +202,76 @@ def _part(costs: Costs, first: int, end: int) -> Costs:
     """Some of the candidates."""
     cut = {name: values[..., first:end] for name, values in costs.arrays().items()}
     return replace(costs, **cut)  # type: ignore[arg-type] # arrays only
+
+
+LOW, HIGH = 10, 90
+"""Percentiles of the step."""
+ONE_BY_ONE = 200_000
+FEWEST = 40
+"""Actions that are simulated where draws cannot be taken side by side, and draws at the least."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The percentiles `LOW` and `HIGH` of the step over the draws. Both may lie above the step of the
+    medians: a pipeline is as slow as its slowest stage, and each time another one may be that."""
+
+    low_seconds: float
+    high_seconds: float
+
+
+def estimate_interval(space: Space, plan: ScoredPlan, draws: Draws | None = None) -> Interval | None:
+    """Of the plan's step; None where the profile does not tell the spread of its layers."""
+    if not has_spread(space):
+        return None
+    draws = draws or make_draws(len(space.chain))
+    if plan.config.schedule in ASYNCHRONOUS:
+        assembly = assemble_endless(space, plan.proposal, plan.recompute)
+        return percentiles(steady_steps(StepSampler(space, draws).costs(assembly), plan.config.micro_batches))
+    assembly = assemble(space, plan.proposal, plan.recompute)
+    own = draws.part(0, _affordable(assembly, len(draws)))
+    return percentiles(StepSampler(space, own).steps(assembly))
+
+
+def _affordable(assembly: Assembly, draws: int) -> int:
+    """How many of the draws are simulated."""
+    if runs_side_by_side(assembly.program, assembly.costs()):
+        return draws
+    actions = sum(len(own) for own in assembly.program.actions)
+    return min(draws, max(FEWEST, ONE_BY_ONE // actions))
+
+
+def percentiles(steps: Floats) -> Interval:
+    """Of the steps of all draws, (samples,)."""
+    low, high = np.percentile(steps, (LOW, HIGH))
+    return Interval(float(low), float(high))
+
+
+def steady_steps(costs: Costs, micro_batches: int) -> Floats:
+    """(candidates,): seconds of a further global batch, of `micro_batches`, of a linear pipeline whose stage
+    i of p holds p - i of them: the formula at the head of objectives/steady_search.py."""
+    work = _by_stage(costs.backward) + _by_stage(costs.forward) * (1 + _by_stage(costs.recompute))
+    occupancy, latency = _by_cut(costs.forward_occupancy), _by_cut(costs.forward_latency)
+    way = occupancy + latency
+    longest = np.max(np.broadcast_to(work, (len(work), costs.candidates or 1)), axis=0)
+    for start in range(len(work)):
+        seconds = work[start]
+        for end in range(start + 1, len(work)):
+            seconds = seconds + work[end] + 2 * way[end - 1]
+            longest = np.maximum(longest, seconds / (end - start + 1))
+    if len(occupancy):
+        longest = np.maximum(longest, occupancy.max(axis=0))
+    if costs.all_reduce is not None:
+        longest = np.maximum(longest, costs.all_reduce[:, 0].max(axis=0) / micro_batches)
+    steps: Floats = longest * micro_batches
+    return steps
+
+
+def _by_stage(values: Array | None) -> Array:
+    """(stages, candidates) of what is the same for all micro-batches."""
+    return np.zeros((1, 1)) if values is None else values[:, 0, 0]
+
+
+def _by_cut(values: Array | None) -> Array:
+    """(cuts, candidates) of the one pipe."""
+    return np.zeros((0, 1)) if values is None else values[0]

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.memory import Recompute
-from ...cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced, ends_reduced
-from ...cost_models.routes import Ranks
+from ...cost_models.port_sharing import Hop, PortSharing, PortSharings, Ranks, Reduced, ends_reduced
 from ...cost_models.schedules import Program, cached_program, schedule_named
 from ...cost_models.simulator.costs import Costs, transfers_named
 from ...cost_models.simulator.pipeline_costs import PipelineCosts

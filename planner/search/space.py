@@ -16,9 +16,8 @@ from ...cost_models.errors import UsageError
 from ...cost_models.hardware import Device
 from ...cost_models.layer import Chain, LayerCosts
 from ...cost_models.optimizers import Precision
-from ...cost_models.port_sharing import PortSharings
+from ...cost_models.port_sharing import PortSharings, Routes
 from ...cost_models.precision import training_precision
-from ...cost_models.routes import Routes
 from ...cost_models.runtime import Runtime
 from ...cost_models.tied_weights import least_seconds_after, reduction_seconds
 from ...cost_models.topology import Topology

@@ -9,8 +9,8 @@ from typing import Any, Unpack
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
+from ..cost_models.machines.catalogue import device_context, device_preset
 from ..cost_models.machines.machine_options import MachineOptions
-from ..cost_models.machines.preset_lookup import device_context, device_preset
 from ..cost_models.machines.rooflines import ROOFLINES
 from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
 from ..cost_models.memory import FRAGMENTATION_RESERVE
@@ -117,7 +117,9 @@ def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
         "--tensor-model-parallel-size": degrees.tensor,
         "--pipeline-model-parallel-size": degrees.pipeline,
     }
-    if len(set(plan.blocks)) > 1:
+    if plan.virtual_stages > 1 and len(set(plan.blocks)) == 1:
+        flags["--num-layers-per-virtual-pipeline-stage"] = plan.blocks[0]
+    elif len(set(plan.blocks)) > 1:
         flags["--pipeline-model-parallel-layout"] = write_layout(plan.blocks)
     if degrees.context > 1:
         flags["--context-parallel-size"] = degrees.context
@@ -125,6 +127,8 @@ def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
     if degrees.expert > 1:
         flags["--expert-model-parallel-size"] = degrees.expert
         flags["--expert-tensor-parallel-size"] = 1
+    if plan.recompute == "selective":
+        flags["--recompute-granularity"] = "selective"
     if plan.recompute == "full":
         flags["--recompute-granularity"] = "full"
         flags["--recompute-method"] = "uniform"

@@ -7,8 +7,12 @@ from pathlib import Path
 from ..cost_models import arguments
 from ..cost_models.errors import FileError
 from ..cost_models.layer import Chain
-from ..cost_models.machines.processor_seconds import PROCESSOR, check_seconds_on_kind
-from ..cost_models.machines.topology_options import described_topology, make_topology
+from ..cost_models.machines.topology_options import (
+    PROCESSOR,
+    check_seconds_on_kind,
+    described_topology,
+    make_topology,
+)
 from ..cost_models.topology import Topology
 from ..planner.layout import devices_needed, read_machine
 from ..planner.overrides import Overrides

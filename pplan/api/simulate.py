@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TypeVar, Unpack
 
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.processor_seconds import check_processor_seconds
-from ..cost_models.machines.topology_options import make_topology
+from ..cost_models.machines.topology_options import check_processor_seconds, make_topology
 from ..cost_models.quantities import format_seconds
 from ..cost_models.schedules import SCHEDULES, Program
 from ..cost_models.timeline import Timeline

@@ -10,8 +10,7 @@ from typing import Any, Unpack
 from ..cost_models import arguments
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.processor_seconds import check_processor_seconds
-from ..cost_models.machines.topology_options import make_topology
+from ..cost_models.machines.topology_options import check_processor_seconds, make_topology
 from ..cost_models.option_fields import check_values
 from ..planner.build_plan import build_problem
 from ..planner.joint_search import BEST

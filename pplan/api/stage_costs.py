@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Options, option
-from ..cost_models.ranges import MOST_ACTIONS
+from ..cost_models.quantities import MOST_ACTIONS
 
 if TYPE_CHECKING:
     from ..cost_models.schedules import Program, StageSlot

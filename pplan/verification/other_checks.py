@@ -10,9 +10,8 @@ from .documents import Table
 from .orders import SYNCHRONOUS, order_of
 from .pipeline import Figures
 from .report import EXACT, ROUNDING, TOLERANCE, LineCheck, Sheet
-from .runtime_rules import check_runtime, one_process
 from .stated_training import kernels_of_a_step
-from .verification_inputs import VerificationInputs
+from .verification_inputs import VerificationInputs, check_runtime, one_process
 
 _ONE_STAGE = re.compile(
     r"(?:1 stage, replicas (\d{1,9}); )?(\d{1,9}) x (\d{1,9}), ([\w-]+), recompute ([a-z ]+)"

@@ -11,14 +11,13 @@ from math import inf
 import numpy as np
 
 from .device_ledger import Ledger, PartBytes, ledger, part_bytes
-from .events import Ran, StepWork, run
 from .layer_costs import HOST, Layers
 from .orders import ScheduleOrder
 from .report import NotChecked, NotLegal
 from .stated_machine import Port, StatedDevice, StatedMachine
 from .stated_training import Exchange, StatedTraining
 from .traffic import Way, all_reduce_seconds, exposed_seconds, sum_loads, way
-from .wiring import NONE, Wired, check_order, cuts_crossed
+from .wiring import NONE, Ran, StepWork, Wired, check_order, cuts_crossed, run
 
 COPIES = {"chimera": 2, "avgpipe": 3}
 """Of the weights that a schedule keeps; of others one."""

@@ -7,10 +7,9 @@ from fnmatch import fnmatchcase
 
 from .documents import Table
 from .report import LineCheck, Sheet
-from .runtime_rules import RULES, check_runtime, one_process
 from .stated_plan import RECOMPUTES, StatedPlan
 from .stated_training import training_of
-from .verification_inputs import VerificationInputs
+from .verification_inputs import RULES, VerificationInputs, check_runtime, one_process
 
 
 def check_shape(sheet: Sheet, inputs: VerificationInputs) -> None:

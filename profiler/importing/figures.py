@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ...cost_models.errors import FileError, short_repr
-from ...cost_models.ranges import MOST_BYTES, MOST_SAMPLES, MOST_SECONDS
+from ...cost_models.quantities import MOST_BYTES, MOST_SAMPLES, MOST_SECONDS
 
 _MOST_NAMES = 12
 """Names that an error shows."""

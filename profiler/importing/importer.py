@@ -10,9 +10,8 @@ from typing import Literal
 from pydantic import ValidationError
 
 from ...cost_models.errors import FileError, UsageError
-from ...cost_models.file_kind import detect_kind
 from ...cost_models.quantities import counted, format_seconds
-from ...cost_models.text_files import read_text
+from ...cost_models.text_files import detect_kind, read_text
 from ..profile_file import Profile
 from ..profile_options import ProfileImportOptions
 from ..profile_records import ProfiledLayer

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ...cost_models.document import Record
-from ...cost_models.field_types import Seconds
-from ...cost_models.ranges import LEAST_RATE, MOST_RATE, MOST_SPEED
+from ...cost_models.document import Record, Seconds
+from ...cost_models.quantities import LEAST_RATE, MOST_RATE, MOST_SPEED
 from ...cost_models.simulator.costs import Costs
 from ...cost_models.tied_weights import TiedSum
 from ..formats.deepspeed_export import DeepspeedExport

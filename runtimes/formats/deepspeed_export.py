@@ -7,9 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ...cost_models.document import MadeBy
+from ...cost_models.document import DeviceCount, LayerBound, LayerCount, MadeBy
 from ...cost_models.errors import ExportError
-from ...cost_models.field_types import DeviceCount, LayerBound, LayerCount
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
 from .export_document import ExportDocument, stage_bounds

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from pydantic import model_validator
 
-from ...cost_models.document import Document, MadeBy
+from ...cost_models.document import Document, MadeBy, MiniBatch, StepSeconds
 from ...cost_models.errors import ExportError, MachineError, UsageError
-from ...cost_models.field_types import MiniBatch, StepSeconds
 from ...cost_models.text_files import sha256
 from ...planner.plan_file import Plan
 

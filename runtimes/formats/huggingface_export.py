@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from ...cost_models.document import MadeBy
+from ...cost_models.document import MadeBy, MicroBatches
 from ...cost_models.errors import ExportError
-from ...cost_models.field_types import MicroBatches
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
 from .export_document import ExportDocument

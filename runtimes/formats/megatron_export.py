@@ -14,9 +14,8 @@ from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any, ClassVar, Literal, TypeVar
 
-from ...cost_models.document import MadeBy
+from ...cost_models.document import LayerCount, MadeBy
 from ...cost_models.errors import ExportError
-from ...cost_models.field_types import LayerCount
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
 from .plan_choice import Choice, choose

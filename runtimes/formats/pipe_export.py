@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ...cost_models.document import MadeBy
-from ...cost_models.field_types import LayerCount, MicroBatches
+from ...cost_models.document import LayerCount, MadeBy, MicroBatches
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
 from .export_document import ExportDocument

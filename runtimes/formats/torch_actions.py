@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ...cost_models.errors import ExportError
-from ...cost_models.ranges import MOST_ACTIONS
+from ...cost_models.quantities import MOST_ACTIONS
 from ...cost_models.schedules import Program, StageSlot, schedule_named
 
 OWN_ORDER = "_PipelineScheduleRuntime"

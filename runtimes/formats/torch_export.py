@@ -12,16 +12,16 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ...cost_models.document import MadeBy
-from ...cost_models.errors import ExportError
-from ...cost_models.field_types import (
+from ...cost_models.document import (
     DeviceCount,
     DeviceIndex,
     LayerBound,
     LayerIndex,
+    MadeBy,
     MemberCount,
     MicroBatches,
 )
+from ...cost_models.errors import ExportError
 from ...cost_models.runtime import runtime_named
 from ...planner.plan_file import Plan
 from ...planner.plan_records import ScheduleName

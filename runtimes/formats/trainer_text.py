@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ...cost_models.field_types import DeviceCount, LayerCount
+from ...cost_models.document import DeviceCount, LayerCount
 from ...cost_models.quantities import format_seconds
 from ...planner.plan_file import Plan
 from ...planner.plan_records import ScheduleName

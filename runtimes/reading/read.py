@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import Any
 
 from ...cost_models.errors import UsageError, short_repr
-from ...cost_models.file_kind import detect_kind
 from ...cost_models.runtime import RUNTIMES
+from ...cost_models.text_files import detect_kind
 from ..formats.deepspeed_export import DeepspeedExport
 from ..formats.export_document import ExportDocument, hash_names
 from ..formats.huggingface_export import HuggingfaceExport

@@ -13,9 +13,8 @@ from pydantic import Field, model_validator
 
 from pplan.cost_models.document import Document, Record
 from pplan.cost_models.errors import FileError
-from pplan.cost_models.file_kind import detect_kind
 from pplan.cost_models.machines.topology_file import load_topology
-from pplan.cost_models.text_files import as_text, read_text, sha256, write_whole
+from pplan.cost_models.text_files import as_text, detect_kind, read_text, sha256, write_whole
 
 
 class Part(Record):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pplan.cost_models.machines.preset_lookup import device_context
+from pplan.cost_models.machines.catalogue import device_context
 from pplan.cost_models.machines.presets import MIB, PRESETS, Preset
 
 

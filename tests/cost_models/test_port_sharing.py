@@ -9,8 +9,7 @@ import pytest
 
 from pplan.cost_models.collectives import all_reduce_loads, all_reduce_seconds, is_even
 from pplan.cost_models.hardware import Device, Group, Level, Link, Port
-from pplan.cost_models.port_sharing import Hop, PortSharings, Reduced, end_on_ports, ends_reduced
-from pplan.cost_models.routes import Routes
+from pplan.cost_models.port_sharing import Hop, PortSharings, Reduced, Routes, end_on_ports, ends_reduced
 from pplan.cost_models.topology import Topology
 
 GPU = Device("gpu", None)

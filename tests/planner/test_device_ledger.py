@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.machines.preset_lookup import device_context
+from pplan.cost_models.machines.catalogue import device_context
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.build_plan import solve
 from pplan.planner.plan_file import Plan

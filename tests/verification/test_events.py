@@ -11,9 +11,8 @@ import pytest
 from pplan.cost_models.schedules import schedule_named
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import simulate
-from pplan.verification.events import StepWork, run
 from pplan.verification.orders import order_of
-from pplan.verification.wiring import NONE, wired
+from pplan.verification.wiring import NONE, StepWork, run, wired
 
 
 def work(

@@ -8,10 +8,10 @@ import pytest
 
 from pplan.cost_models.collectives import all_reduce_seconds as modelled
 from pplan.cost_models.communication import exposed_all_reduce_seconds
-from pplan.cost_models.machines.preset_lookup import device_context
+from pplan.cost_models.machines.catalogue import device_context
 from pplan.cost_models.machines.presets import PRESETS
 from pplan.cost_models.machines.topology_text import to_toml
-from pplan.cost_models.routes import Routes
+from pplan.cost_models.port_sharing import Routes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.verification.stated_machine import StatedDevice, StatedMachine, machine_of
 from pplan.verification.traffic import all_reduce_seconds, exposed_seconds, sum_loads, way

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.machines.preset_lookup import find_preset, match_device
+from pplan.cost_models.machines.catalogue import find_preset, match_device
 from pplan.cost_models.machines.presets import PRESETS, Figure, Preset
 
 GIB = 2**30

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pplan.cost_models.errors import FileError, UsageError
-from pplan.cost_models.machines.preset_lookup import match_device
+from pplan.cost_models.machines.catalogue import match_device
 from pplan.cost_models.machines.presets import PRESETS
 from pplan.cost_models.machines.rooflines import ROOFLINES, find_roofline, load_roofline
 

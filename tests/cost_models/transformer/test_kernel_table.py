@@ -10,8 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError
-from pplan.cost_models.transformer.kernel_table import KernelTable, load_kernel_table
-from pplan.cost_models.transformer.kernels import AttentionKernel, GroupedMatmul, Matmul
+from pplan.cost_models.transformer.kernel_table import (
+    AttentionKernel,
+    GroupedMatmul,
+    KernelTable,
+    Matmul,
+    load_kernel_table,
+)
 
 ROWS = """operation,shape,peak_tflops,efficiency,achieved_tflops,note
 matmul,"b=1, m=64, k=128, n=256, layout=TN, accumulate=False",100,0.5,,first

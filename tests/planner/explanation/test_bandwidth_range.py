@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from pplan.cost_models.ranges import LEAST_RATE, MOST_RATE
+from pplan.cost_models.quantities import LEAST_RATE, MOST_RATE
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.explanation.resolve import bandwidth_range, with_bandwidth
 

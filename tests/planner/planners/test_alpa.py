@@ -12,7 +12,7 @@ from pplan.cost_models.collectives import all_reduce_seconds
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import ledger, stage_bytes, total
 from pplan.cost_models.topology import Topology
-from pplan.planner.planners.alpa import PLANNER, place_submeshes, plan, submeshes
+from pplan.planner.planners.alpa import ALPA, find_alpa_plan, place_submeshes, submeshes
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
@@ -87,8 +87,8 @@ def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None
     infeasible = several = replicated_pipeline = recomputing = 0
     for seed in range(150):
         space, choice, gpus = case(seed, make_chain, make_topology)
-        expected, found = least(space, choice, gpus), plan(space, choice, gpus, steps=None)
-        stepped = plan(space, choice, gpus)
+        expected, found = least(space, choice, gpus), find_alpa_plan(space, choice, gpus, steps=None)
+        stepped = find_alpa_plan(space, choice, gpus)
         if found is None:
             assert expected == np.inf
             assert stepped is None
@@ -112,7 +112,7 @@ def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None
 def test_at_most_so_many_stages(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     space = Space(make_chain(1, 8, traffic=0.01, cuts=1.0), make_topology(4, per_node=2), "sgd")
     choice = MicroBatchChoice("1f1b", 8, 2, ("never",))
-    more, two = plan(space, choice, 4), plan(space, choice, 4, 2)
+    more, two = find_alpa_plan(space, choice, 4), find_alpa_plan(space, choice, 4, 2)
     assert more is not None
     assert two is not None
     assert len(more.ends) > len(two.ends) == 2
@@ -156,7 +156,7 @@ def test_proposals_of_a_runtime(
     runtime: str | None, make_chain: MakeChain, make_problem: Callable[..., Problem]
 ) -> None:
     problem = make_problem(make_chain(2, 8, cuts=1.0), 4, mini_batch=16, runtime=runtime)
-    proposals = list(PLANNER.propose(problem))
+    proposals = list(ALPA.propose(problem))
     assert proposals
     for proposal in proposals:
         assert problem.allows(proposal)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pplan.planner.planners.dapple_latency import DappleStage, Latency, latency
+from pplan.planner.planners.dapple_moves import DappleStage
+from pplan.planner.planners.dapple_planner import Latency, latency
 
 
 def of(

@@ -18,7 +18,7 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners.dapple_moves import POLICIES, split_machines
-from pplan.planner.planners.dapple_planner import ANY, PLANNER, BeamLimits, StageLimits, plan
+from pplan.planner.planners.dapple_planner import DAPPLE, UNLIMITED, BeamLimits, StageLimits, find_dapple_plan
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
@@ -122,7 +122,7 @@ def placed(stages: int, size: int, gpus: int, per_node: int) -> Iterator[Devices
     return extended(stages, (0,) * len(machines.rooms))
 
 
-def least(space: Space, trial: MicroBatchChoice, gpus: int, whole: StageLimits = ANY) -> float:
+def least(space: Space, trial: MicroBatchChoice, gpus: int, whole: StageLimits = UNLIMITED) -> float:
     """Of all plans."""
     cuts = [int(i) + 1 for i in np.flatnonzero(space.chain.cut_after)]
     per_node = space.topology.gpus_per_node
@@ -163,7 +163,10 @@ def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None
     for seed in range(120):
         space, trial, gpus = case(seed, make_chain, make_topology)
         expected = least(space, trial, gpus)
-        found, kept_one = plan(space, trial, gpus, beam=EVERY), plan(space, trial, gpus, beam=PAPER)
+        found, kept_one = (
+            find_dapple_plan(space, trial, gpus, beam=EVERY),
+            find_dapple_plan(space, trial, gpus, beam=PAPER),
+        )
         if found is None:
             assert expected == np.inf
             assert kept_one is None
@@ -195,7 +198,10 @@ def test_brute_force_of_some_plans(
     differ = 0
     for seed in range(40):
         space, trial, gpus = case(seed, make_chain, make_topology)
-        expected, found = least(space, trial, gpus, whole), plan(space, trial, gpus, whole, beam=EVERY)
+        expected, found = (
+            least(space, trial, gpus, whole),
+            find_dapple_plan(space, trial, gpus, whole, beam=EVERY),
+        )
         if found is None:
             assert expected == np.inf
             continue
@@ -212,7 +218,7 @@ def test_replicas_that_the_runtime_runs(
 ) -> None:
     chain = make_chain(2, gpus + 4, traffic=0.01, cuts=1.0)
     problem = make_problem(chain, gpus, mini_batch=4 * gpus, runtime=runtime)
-    proposals = list(PLANNER.propose(problem))
+    proposals = list(DAPPLE.propose(problem))
     assert proposals
     for proposal in proposals:
         assert len(set(proposal.replicas)) == 1
@@ -239,11 +245,11 @@ def test_weights_at_the_end_stay_on_one_device(make_chain: MakeChain) -> None:
     adapter = Level("network", None, Link(10.0, 0.0), devices_per_port=4)
     topology = Topology((Group(Device("toy", None), 8),), (Level("node", 4, Link(1000.0, 0.0)), adapter))
     problem = Problem(chain, topology, PlanOptions(mini_batch=28 * 8))
-    best = plan(problem.space, MicroBatchChoice("1f1b", 8, 28, ("never",)), 8)
+    best = find_dapple_plan(problem.space, MicroBatchChoice("1f1b", 8, 28, ("never",)), 8)
     assert best is not None
     assert [len(own) for own in best.devices] == [7, 1]
     assert best.ends == (6, 7)
-    assert Proposal(PipelineConfig("1f1b", "by_stage", 8, 28), best.ends, best.devices) in PLANNER.propose(
+    assert Proposal(PipelineConfig("1f1b", "by_stage", 8, 28), best.ends, best.devices) in DAPPLE.propose(
         problem
     )
 
@@ -251,7 +257,7 @@ def test_weights_at_the_end_stay_on_one_device(make_chain: MakeChain) -> None:
 def test_many_devices_and_layers(make_chain: MakeChain, make_problem: Callable[..., Problem]) -> None:
     """Cuts are thinned and neighbours stay together; the proposals are whole plans all the same."""
     problem = make_problem(make_chain(1, 150, cuts=1.0), 40, mini_batch=64, micro_batches=4)
-    for proposal in PLANNER.propose(problem):
+    for proposal in DAPPLE.propose(problem):
         assert proposal.ends[-1] == 150
         assert problem.allows(proposal)
         assert proposal.device_count > 20

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pplan.planner.planners.pattern import compiled, matching
+from pplan.planner.planners.deepspeed_partition import compile_pattern, match_names
 
 NAMES = [f"encoder.layers.{i}.attention.self.query" for i in range(100)] + ["head", "a" * 60 + "!"]
 
@@ -26,7 +26,7 @@ NAMES = [f"encoder.layers.{i}.attention.self.query" for i in range(100)] + ["hea
 )
 def test_what_it_finds_is_what_python_finds(pattern: str) -> None:
     expected = [re.search(pattern, name, re.IGNORECASE) is not None for name in NAMES]
-    assert matching(pattern, NAMES) == expected
+    assert match_names(pattern, NAMES) == expected
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,10 @@ def test_what_it_finds_is_what_python_finds(pattern: str) -> None:
 )
 def test_what_may_match_for_ever_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="for ever"):
-        matching(pattern, NAMES)
+        match_names(pattern, NAMES)
 
 
 @pytest.mark.parametrize("pattern", ["(", "a" * 1001, "(" * 999, "a{1,99999999999}", "[z-a]"])
 def test_what_is_no_expression(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"characters|in the regular expression"):
-        compiled(pattern)
+        compile_pattern(pattern)

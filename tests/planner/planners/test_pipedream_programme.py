@@ -19,7 +19,7 @@ from pplan.planner.planners.pipedream_instance import (
     Recurrence,
     Tier,
 )
-from pplan.planner.planners.pipedream_search import Solution, fastest
+from pplan.planner.planners.pipedream_planner import Solution, shortest_bottleneck
 
 Parts = tuple[NestedStage, ...]
 
@@ -147,13 +147,13 @@ def test_no_plan_is_faster(levels: str, published: bool) -> None:
     feasible = bitten = 0
     for seed in range(80):
         at = random_instance(seed, levels, published)
-        expected, found = best_of_all(at, published), fastest(at)
+        expected, found = best_of_all(at, published), shortest_bottleneck(at)
         if found is None:
             assert expected == inf
             continue
         check(at, found, expected, published)
         feasible += 1
-        free = fastest(Instance(**{**vars(at), "fits": None}))
+        free = shortest_bottleneck(Instance(**{**vars(at), "fits": None}))
         bitten += free is not None and free.seconds < found.seconds
     assert feasible >= 15
     assert bitten >= 3
@@ -186,24 +186,24 @@ class TestByHand:
 
     def test_layers_without_weights_are_replicated(self) -> None:
         # 9 s on three devices; the cut takes 2 * 5 / 10 s. Of four on everything: 2 * 3 * 100 / 10 / 4 s.
-        found = fastest(self.at(4))
+        found = shortest_bottleneck(self.at(4))
         assert found is not None
         assert (found.seconds, counts(found)) == (3.0, [(2, 3), (3, 1)])
 
     def test_the_cut_is_charged(self) -> None:
         # The cut before the second layer takes 2 * 50 / 10 s: 6 and 4 s would be faster.
-        found = fastest(self.at(2))
+        found = shortest_bottleneck(self.at(2))
         assert found is not None
         assert (found.seconds, counts(found)) == (9.0, [(2, 1), (3, 1)])
 
     def test_machines_that_help_nothing_stay_idle(self) -> None:
         # Nine on the first stage take 1 s, as long as the last one and the cut: an eleventh does not help.
-        found = fastest(self.at(12))
+        found = shortest_bottleneck(self.at(12))
         assert found is not None
         assert (found.seconds, counts(found)) == (1.0, [(2, 9), (3, 1)])
 
     def test_all_machines_if_wished(self) -> None:
-        found = fastest(self.at(12, use_all=True))
+        found = shortest_bottleneck(self.at(12, use_all=True))
         assert found is not None
         assert (found.seconds, counts(found)) == (1.0, [(2, 11), (3, 1)])
 
@@ -213,15 +213,15 @@ class TestByHand:
             "fits": lambda *_: np.array([[i == 0 and j == 3 for j in range(4)] for i in range(4)])
         }
         paper, published = (
-            fastest(self.at(2, use_all=True, **alone)),
-            fastest(self.at(2, PUBLISHED, use_all=True, **alone)),
+            shortest_bottleneck(self.at(2, use_all=True, **alone)),
+            shortest_bottleneck(self.at(2, PUBLISHED, use_all=True, **alone)),
         )
         assert paper is not None
         assert published is not None
         assert (paper.seconds, published.seconds) == (10.0, 15.0)
         # With the last two layers on two devices and no weights, what they receive comes in half the time.
         light = instance([1, 1], [0, 0], [30], (Tier(3, 10.0),), use_all=True, most_replicas=2)
-        published = fastest(Instance(**{**vars(light), "recurrence": PUBLISHED}))
+        published = shortest_bottleneck(Instance(**{**vars(light), "recurrence": PUBLISHED}))
         assert published is not None
         assert (published.seconds, counts(published)) == (3.0, [(1, 1), (2, 2)])
 
@@ -229,7 +229,7 @@ class TestByHand:
         # Two nodes of two: the pipeline of 4 and 4 s fits one node, and two of them take 2 s. Replicas of
         # all layers would exchange 2 * 60 bytes in a node, at 10 bytes/s.
         tiers = (Tier(2, 10.0), Tier(2, 1e6))
-        found = fastest(instance([4, 4], [30, 30], [1], tiers))
+        found = shortest_bottleneck(instance([4, 4], [30, 30], [1], tiers))
         assert found is not None
         assert found.parts == (NestedStage(0, 2, 2, (NestedStage(0, 1, 1), NestedStage(1, 2, 1))),)
         assert (found.seconds, counts(found)) == (2.0, [(1, 2), (2, 2)])
@@ -241,7 +241,7 @@ def test_memory_counts_the_stages_behind() -> None:
     def limited(limit: float) -> Solution | None:
         in_flight = between(np.full(4, 2.0))
         fits = {"fits": lambda _, behind: in_flight * (behind + 1) <= limit}
-        return fastest(instance([1] * 4, [1e9] * 4, [0] * 3, (Tier(4, 1.0),), **fits))
+        return shortest_bottleneck(instance([1] * 4, [1e9] * 4, [0] * 3, (Tier(4, 1.0),), **fits))
 
     assert counts(limited(8)) == [(1, 1), (2, 1), (3, 1), (4, 1)]
     # With less than 8 the first of four stages does not fit, but three do not fit better: 2, 1, 1 layers
@@ -254,7 +254,7 @@ def test_too_many_places_are_thinned() -> None:
     rng = np.random.default_rng(1)
     tiers, anything = (Tier(4, 10.0), Tier(2, 5.0)), lambda *_: np.ones((121, 121), dtype=bool)
     at = instance(rng.random(120), rng.random(120), rng.random(119), tiers, fits=anything)
-    exact, thin = fastest(at), fastest(at, work=1e5)
+    exact, thin = shortest_bottleneck(at), shortest_bottleneck(at, work=1e5)
     assert exact is not None
     assert thin is not None
     assert exact.places == 121
@@ -265,4 +265,4 @@ def test_too_many_places_are_thinned() -> None:
 
 def test_same_plan_every_time() -> None:
     at = instance([1.0] * 12, [0.0] * 12, [0.0] * 11, (Tier(2, 1.0), Tier(3, 1.0)))
-    assert fastest(at) == fastest(at)
+    assert shortest_bottleneck(at) == shortest_bottleneck(at)

@@ -20,8 +20,7 @@ from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
 from pplan.planner.robust.choice import RobustPlan, most_robust, variations
-from pplan.planner.robust.interval import estimate_interval, percentiles
-from pplan.planner.robust.resampling import StepSampler, make_draws
+from pplan.planner.robust.resampling import StepSampler, estimate_interval, make_draws, percentiles
 from pplan.planner.scoring import fastest
 
 MakeProblem = Callable[..., Problem]

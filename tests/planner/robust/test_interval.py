@@ -13,9 +13,16 @@ from pplan.planner.asynchronous import assemble_endless, steady_seconds
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
-from pplan.planner.robust import interval
-from pplan.planner.robust.interval import FEWEST, estimate_interval, percentiles, steady_steps
-from pplan.planner.robust.resampling import Draws, StepSampler, make_draws
+from pplan.planner.robust import resampling
+from pplan.planner.robust.resampling import (
+    FEWEST,
+    Draws,
+    StepSampler,
+    estimate_interval,
+    make_draws,
+    percentiles,
+    steady_steps,
+)
 from pplan.planner.scoring import fastest
 
 MakeProblem = Callable[..., Problem]
@@ -89,7 +96,7 @@ def test_fewer_draws_where_they_go_one_by_one(
     assert plan is not None
     steps = StepSampler(problem.space, make_draws(6)).step_seconds(plan)
     assert estimate_interval(problem.space, plan) == percentiles(steps)
-    monkeypatch.setattr(interval, "ONE_BY_ONE", 1)
+    monkeypatch.setattr(resampling, "ONE_BY_ONE", 1)
     assert estimate_interval(problem.space, plan) == percentiles(steps[:FEWEST])
 
 

@@ -21,7 +21,7 @@ from pplan.runtimes.formats.export_document import ExportDocument
 from pplan.runtimes.formats.exporters import EXPORTERS, export
 from pplan.runtimes.formats.pipe_export import FairscaleExport, PipeExport, TorchgpipeExport
 from pplan.runtimes.reading.read import KINDS
-from pplan.verification.runtime_rules import RULES
+from pplan.verification.verification_inputs import RULES
 
 MakePlan = Callable[..., Plan]
 MakeAlternative = Callable[..., dict[str, Any]]
