@@ -11,7 +11,7 @@ from ..cost_models.communication import all_reduce_seconds
 from ..cost_models.document import MadeBy, Record
 from ..cost_models.hardware import Device, Link
 from ..cost_models.machines.catalogue import match_device
-from ..cost_models.quantities import counted, format_bytes, format_rate, format_seconds
+from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
 from ..cost_models.topology import Topology, two_level_topology
 from .link_fit import LinkFit, fit_link
 
@@ -151,7 +151,7 @@ class MeasuredLinks(Record):
         counts = ", ".join(f"{count} x {name}" for name, count in sorted(devices.items()))
         lines = [
             f"Links measured by pplan {self.made_by.pplan} at {self.made_by.time}.",
-            f"World size {len(self.members)} on {counted(len(self._on_nodes), 'node')}: {counts}.",
+            f"World size {len(self.members)} on {format_count(len(self._on_nodes), 'node')}: {counts}.",
             f"Backend {self.backend}, torch {self.made_by.torch}; medians of {self.repeats} transfers.",
             *(f"Note: {remark}." for remark in self.remarks),
         ]
@@ -180,7 +180,7 @@ class MeasuredLinks(Record):
         for level, fit in self.levels.items():
             there, back = self.medians(level)
             pairs = self.pairs_of(level)
-            lines += [f"Transfers {LEVEL_TITLES[level]}, median of {counted(len(pairs), 'pair')}:"]
+            lines += [f"Transfers {LEVEL_TITLES[level]}, median of {format_count(len(pairs), 'pair')}:"]
             lines += [_row("size", "there", "back", "fitted")]
             for size, one, other in zip(self.sizes, there, back, strict=True):
                 lines.append(_row(format_bytes(size), *map(format_seconds, (one, other, fit.seconds(size)))))

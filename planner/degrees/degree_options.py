@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from ...cost_models import arguments
 from ...cost_models.errors import UsageError
 from ...cost_models.option_fields import Options, option
-from ...cost_models.typed_text import whole_number
+from ...cost_models.option_readers import read_whole_number
 
 RECOMPUTES = ("auto", "none", "selective", "full")
 
@@ -40,7 +40,7 @@ def _counts(name: str, value: Any) -> tuple[int, ...] | None:
 
 
 def _read_counts(text: str, name: str) -> tuple[int, ...]:
-    return tuple(whole_number(1)(part.strip(), name) for part in text.split(","))
+    return tuple(read_whole_number(1)(part.strip(), name) for part in text.split(","))
 
 
 def _allowed(what: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from ...cost_models.errors import FileError, UsageError
-from ...cost_models.quantities import counted, format_seconds
+from ...cost_models.quantities import format_count, format_seconds
 from ...cost_models.text_files import detect_kind, read_text
 from ..profile_file import Profile
 from ..profile_options import ProfileImportOptions
@@ -77,7 +77,7 @@ def _of_graph(text: str, path: Path, options: ProfileImportOptions) -> Profile:
     graph = parse_graph(text, str(path))
     layers = graph_layers.layers_of(graph, str(path), granularity, size)
     loading = sum(node.forward_seconds for node in layers.inputs)
-    notes = [f"imported from {path.name}, a PipeDream graph of {counted(len(graph.nodes), 'node')}"]
+    notes = [f"imported from {path.name}, a PipeDream graph of {format_count(len(graph.nodes), 'node')}"]
     if options.micro_batch_size is None:
         notes.append(
             f"the graph does not say its micro-batch size: {size} is assumed, as in PipeDream's own; "
@@ -115,7 +115,7 @@ def _of_table(rows: list[Row], path: Path, options: ProfileImportOptions) -> Pro
         )
     size = options.micro_batch_size or TABLE_SAMPLES
     layers = table_layers.layers_of(rows, str(path), size)
-    notes = [f"imported from {path.name}, a table of {counted(len(layers.layers), 'layer')}"]
+    notes = [f"imported from {path.name}, a table of {format_count(len(layers.layers), 'layer')}"]
     if not has_sizes and options.micro_batch_size is None:
         notes.append(
             f"the table does not say its micro-batch size: {size} is assumed; "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...cost_models.errors import FileError
-from ...cost_models.quantities import counted
+from ...cost_models.quantities import format_count
 from ..profile_records import LayerMeasurement, ProfiledLayer
 from .cost_table import Row
 
@@ -126,7 +126,7 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
 def _how_many(without: int, rows: Sequence[Row]) -> str:
     if without == len(rows):
         return "the table has"
-    return f"{counted(without, 'row')} of {len(rows)} {'has' if without == 1 else 'have'}"
+    return f"{format_count(without, 'row')} of {len(rows)} {'has' if without == 1 else 'have'}"
 
 
 def _listed(sizes: Sequence[int]) -> str:

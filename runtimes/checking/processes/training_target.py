@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ....cost_models.errors import ModelError
-from ....cost_models.quantities import counted
+from ....cost_models.quantities import format_count
 from ....profiler.local_machine import dtype_named
 from ....profiler.models import load_model
 from ....profiler.named_model import LOSSES, quote_name
@@ -93,7 +93,7 @@ def _check_layers(layers: nn.Sequential, spec: ModelSpec) -> None:
         return
     raise ModelError(
         f"{spec.name} is not the model that was profiled as {quote_name(spec.profiled)}: it has "
-        f"{counted(len(names), 'layer')}, {quote_name(names[0])} to {quote_name(names[-1])}, "
+        f"{format_count(len(names), 'layer')}, {quote_name(names[0])} to {quote_name(names[-1])}, "
         "with other names",
         "Give that one as `model`, and as `settings` what it was profiled with.",
     )
