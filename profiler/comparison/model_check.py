@@ -125,10 +125,10 @@ class ModelCheck:
         """Before anything is traced: tables that forward keeps outside of the model, in a global or by
         functools.cache, are then made of real tensors, and not of a trace's stand-ins for good."""
         if not self._why_not:
-            side = SideBySide(self._model, self._given, self._name, lambda _: nn.Sequential())
+            side = SideBySide(self._model, self._example, self._name, lambda _: nn.Sequential())
             # What fails is told when it is compared.
             with suppress(Exception), fixed_seed(side.seed):
-                side.plain().forward_once(self._given.clone(), side.seed)
+                side.plain().forward_once(self._example.clone(), side.seed)
 
     def look(self) -> Comparison:
         """Of layers that are the model by construction: only what the model's own output tells."""

@@ -263,7 +263,7 @@ def scripted_parts(model: nn.Module) -> dict[str, nn.Module]:
 def _copy_of_scripted(part: nn.Module, device: str | None) -> nn.Module:
     """Written and read: copy.deepcopy gives a module that computes with the parameters of the original."""
     file = io.BytesIO()
-    torch.jit.save(part, file)  # type: ignore[no-untyped-call]
+    torch.jit.save(part, file)
     file.seek(0)
     copied: nn.Module = torch.jit.load(file, map_location=device)  # type: ignore[no-untyped-call]
     return copied

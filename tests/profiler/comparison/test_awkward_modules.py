@@ -1102,7 +1102,7 @@ class HyperNetwork(Base):
 
     def forward(self, x: Tensor) -> Any:
         weights = {"weight": self.h(self.z).view(8, 8)}
-        return self.c(torch.func.functional_call(self.b, weights, (self.a(x),)))  # type: ignore[no-untyped-call]
+        return self.c(torch.func.functional_call(self.b, weights, (self.a(x),)))
 
 
 class Reversed(torch.autograd.Function):
@@ -1115,7 +1115,7 @@ class Reversed(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         with torch.enable_grad():
             x = ctx.saved_tensors[0].detach().requires_grad_()
             y = x + ctx.run(x)
@@ -1126,17 +1126,17 @@ class Reversed(torch.autograd.Function):
 @module(X)
 class RecomputesByHand(Base):
     def forward(self, x: Tensor) -> Any:
-        return self.c(Reversed.apply(self.a(x), self.b, *self.b.parameters()))  # type: ignore[no-untyped-call]
+        return self.c(Reversed.apply(self.a(x), self.b, *self.b.parameters()))
 
 
 class Dirty(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor) -> Any:
         ctx.mark_dirty(x)
         return x.mul_(2)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         del ctx
         return gradient * 5
 
@@ -1145,7 +1145,7 @@ class Dirty(torch.autograd.Function):
 class FunctionInPlace(Base):
     def forward(self, x: Tensor) -> Any:
         h = self.a(x)
-        Dirty.apply(h)  # type: ignore[no-untyped-call]
+        Dirty.apply(h)
         return self.c(self.b(h))
 
 
@@ -1220,7 +1220,7 @@ class SparseBuffer(Base):
 class TracedPart(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.b = torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), X)
+        self.b = torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), X)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Any:
         return self.c(self.b(self.a(x)))
