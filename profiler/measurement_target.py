@@ -97,9 +97,9 @@ def build_target(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = refusal(error)
+        reason = refusal(error)
     raise DoesNotFit(
-        f"{loaded.name}: the model does not fit on {place}: {said}",
+        f"{loaded.name}: the model does not fit on {place}: {reason}",
         "Use a smaller `dtype`, a smaller model, or a device of more memory.",
     )
 
@@ -116,7 +116,7 @@ def _copied_to(place: torch.device, loaded: LoadedModel) -> nn.Module:
 
 def dtype_for(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple[str, ...]]:
     """What the model is converted to, and what is to be said of it. Raises UsageError, ModelError."""
-    asked = None if name is None else dtype_named(name)
+    dtype = None if name is None else dtype_named(name)
     module = loaded.module
     refuse_lazy(loaded.name, module)
     tensors = list(itertools.chain(module.named_parameters(), module.named_buffers()))
@@ -126,8 +126,8 @@ def dtype_for(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple
                 f"{loaded.name}: {path} is {_name(tensor.dtype)}; only real numbers can be measured",
                 "Keep real and imaginary parts in tensors of their own (torch.view_as_real).",
             )
-    if asked is not None:
-        return asked, ()
+    if dtype is not None:
+        return dtype, ()
     own = own_dtype(module)
     if own is not None and own in DTYPES.values():
         return own, ()

@@ -6,9 +6,13 @@ import functools
 import gc
 import importlib.util
 import itertools
+import multiprocessing
 import os
+import runpy
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,13 @@ import pytest
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
+FORKED_PYTHON = Path(__file__).with_name("forked_python.py")
+"""What a process that is forked from the server runs."""
+IMPORTED_ONCE = (
+    *("torch._dynamo", "torchgpipe", "fairscale.nn", "transformers.models.gpt2.modeling_gpt2"),
+    *("pplan.cli.app", "pplan.profiler.measure", "pplan.runtimes.torch_pipelining"),
+)
+"""By the server."""
 SHARED_PORTS = True
 """Whether the simulator lets transfers and sums of gradients wait at the ports that they share."""
 MOST_ACTIONS = 8_000
@@ -145,6 +156,45 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+class ForkedPython:
+    """`python COMMAND...` in a folder on one thread, forked from a server that has imported PyTorch.
+
+    Each process would take seconds to import it. Its outputs go to OUTPUT.out and OUTPUT.err.
+    """
+
+    def __init__(self, output: Path, folder: Path, *command: str | Path, **environment: str) -> None:
+        self.command, self._out, self._err = [str(word) for word in command], f"{output}.out", f"{output}.err"
+        job = {
+            "FOLDER": str(folder),
+            "COMMAND": self.command,
+            "ENVIRONMENT": os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | environment,
+            "OUTPUTS": (self._out, self._err),
+        }
+        context = multiprocessing.get_context("forkserver")
+        self.process = context.Process(target=runpy.run_path, args=(str(FORKED_PYTHON), job))
+        self.process.start()
+
+    def wait(self, seconds: float) -> subprocess.CompletedProcess[str]:
+        """What it printed; it is killed where it takes longer."""
+        self.process.join(seconds)
+        self.process.kill()
+        self.process.join()
+        status, texts = self.process.exitcode, [Path(file).read_text() for file in (self._out, self._err)]
+        assert status is not None
+        return subprocess.CompletedProcess(self.command, status, *texts)
+
+
+@pytest.fixture(scope="session")
+def forked_python() -> type[ForkedPython]:
+    """Processes that use PyTorch, where the start of Python is not what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTED_ONCE))
+        forkserver.ensure_running()
+    return ForkedPython
 
 
 @pytest.fixture

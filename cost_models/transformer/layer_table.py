@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from .block_kernels import NUMBER, Work, block_work, embedding_work, head_work
+from .block_kernels import NUMBER, LayerKernels, block_work, embedding_work, head_work
 from .kernel_table import CollectiveName
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .rank_costs import PassSeconds, RankCosts, rank_group
@@ -263,7 +263,7 @@ class LayerTable:
         devices = range(self.degrees.pipeline)
         return max(sum(self.ledger(self.own_blocks(ranges, each), each).values()) for each in devices)
 
-    def _block_seconds(self, work: Work) -> PassSeconds:
+    def _block_seconds(self, work: LayerKernels) -> PassSeconds:
         forward, backward = self.costs.seconds(work, self.degrees)
         match self.setting.recompute:
             case "full":

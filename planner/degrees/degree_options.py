@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from ...cost_models import arguments
 from ...cost_models.errors import UsageError
 from ...cost_models.option_fields import Options, option
-from ...cost_models.typed_text import whole_number
+from ...cost_models.option_readers import read_whole_number
 
 RECOMPUTES = ("auto", "none", "selective", "full")
 
@@ -24,7 +24,7 @@ class DegreeKeywords(TypedDict, total=False):
     pp: Sequence[int] | None
     cp: Sequence[int] | None
     ep: Sequence[int] | None
-    zero: Sequence[int]
+    zero: int | Sequence[int]
     micro_batch_size: Sequence[int] | None
     virtual_stages: Sequence[int] | None
     recompute: str
@@ -40,7 +40,7 @@ def _counts(name: str, value: Any) -> tuple[int, ...] | None:
 
 
 def _read_counts(text: str, name: str) -> tuple[int, ...]:
-    return tuple(whole_number(1)(part.strip(), name) for part in text.split(","))
+    return tuple(read_whole_number(1)(part.strip(), name) for part in text.split(","))
 
 
 def _allowed(what: str) -> Any:
@@ -58,7 +58,7 @@ def _zero(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _read_zero(text: str, name: str) -> tuple[int, ...]:
-    return tuple(whole_number(0)(part.strip(), name) for part in text.split(","))
+    return tuple(read_whole_number(0)(part.strip(), name) for part in text.split(","))
 
 
 def _recompute(name: str, value: Any) -> str:

@@ -52,12 +52,12 @@ def is_inside(path: str, modules: Iterable[str]) -> bool:
 def module_around(traced: TracedGraph, node: fx.Node) -> str:
     """The innermost module that the operation ran in by the way that the model called it: what several blocks
     share goes by one name, and ran in each of them."""
-    found = ""
+    around = ""
     for path in node.meta.get("modules_around") or _stack(node):
-        if found and not is_inside(path, [found]):
+        if around and not is_inside(path, [around]):
             break
-        found = path or found
-    return found or traced.paths.get(node, "").partition("@")[0]
+        around = path or around
+    return around or traced.paths.get(node, "").partition("@")[0]
 
 
 def _stack(node: fx.Node) -> list[str]:
@@ -84,7 +84,7 @@ def graph_module(graph: fx.Graph, *sources: nn.Module, name: str = "GraphModule"
     return module
 
 
-def named(target: str, *sources: nn.Module) -> Any:
+def find_attribute(target: str, *sources: nn.Module) -> Any:
     """The module or tensor of this dotted name, of the first of `sources` that has it."""
     value: Any = _first_having(target.partition(".")[0], sources)
     for part in target.split("."):

@@ -39,24 +39,24 @@ class ModelInput:
         if isinstance(example, cls):
             return example
         if isinstance(example, Mapping):
-            made = cls((), {str(key): value for key, value in example.items()})
+            inputs = cls((), {str(key): value for key, value in example.items()})
         elif isinstance(example, tuple | list):
-            made = cls(tuple(example), {})
+            inputs = cls(tuple(example), {})
         else:
-            made = cls((example,), {})
-        if not made.tensors:
+            inputs = cls((example,), {})
+        if not inputs.tensors:
             raise ModelError(
                 f"{name}: the example input is {describe_type(example)}, and holds no tensor",
                 "Give a tensor, a tuple of forward's arguments, or a dict of its keyword arguments; "
                 "dimension 0 of the tensors is the batch.",
             )
-        first = made.tensors[0]
+        first = inputs.tensors[0]
         if first.dim() == 0 or len(first) == 0:
             raise ModelError(
                 f"{name}: the example input has shape {tuple(first.shape)}, which holds no sample",
                 "Dimension 0 is the batch and must be at least 1.",
             )
-        return made
+        return inputs
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -70,7 +70,7 @@ class ModelInput:
         return len(self.tensors[0])
 
     @property
-    def handed(self) -> Tensor | tuple[Tensor, ...]:
+    def layer_input(self) -> Tensor | tuple[Tensor, ...]:
         """What the first layer of the model's chain takes: the tensor, or the tuple of all."""
         tensors = self.tensors
         return tensors[0] if len(tensors) == 1 else tensors
@@ -91,10 +91,10 @@ class ModelInput:
         """An input of `samples` samples, which repeats those there are."""
         index = torch.arange(samples) % self.batch
 
-        def picked(tensor: Tensor) -> Tensor:
+        def pick(tensor: Tensor) -> Tensor:
             return tensor.detach()[index.to(tensor.device)] if self._is_batched(tensor) else tensor.detach()
 
-        return self.mapped(picked)
+        return self.mapped(pick)
 
     def to(
         self,
@@ -131,11 +131,11 @@ class ModelInput:
         return tensor.dim() > 0 and len(tensor) == self.batch
 
 
-def layout_of(tensor: Tensor, wanted: torch.memory_format) -> torch.memory_format:
-    """What `wanted` is for a tensor of so many dimensions; torch.preserve_format where it says nothing."""
+def layout_of(tensor: Tensor, layout: torch.memory_format) -> torch.memory_format:
+    """What `layout` is for a tensor of so many dimensions; torch.preserve_format where it says nothing."""
     if tensor.dim() == 4:
-        return wanted
-    if tensor.dim() == 5 and wanted is torch.channels_last:
+        return layout
+    if tensor.dim() == 5 and layout is torch.channels_last:
         return torch.channels_last_3d
     return torch.preserve_format
 

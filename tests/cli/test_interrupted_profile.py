@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pplan.profiler.profile_file import Profile
 
+ForkedPython = Callable[..., Any]
 ZOO = """
 import os, time
 from pathlib import Path
@@ -61,52 +63,30 @@ def zoo(here: Path) -> Path:
     return here
 
 
-def stopped(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.Popen[str]:
+def profiling(forked: ForkedPython, zoo: Path, name: str, *options: str, **environment: str) -> Any:
+    return forked(zoo / name, zoo, "-c", MAIN, *PROFILE, *options, **environment)
+
+
+def stopped(forked: ForkedPython, zoo: Path) -> Any:
     """A child that is in the middle of a pass, and stays there."""
-    monkeypatch.setenv("STOP_AFTER", str(STOP_AFTER))
-    child = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *PROFILE],
-        cwd=zoo,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    child = profiling(forked, zoo, "stopped_child", STOP_AFTER=str(STOP_AFTER))
     end = time.monotonic() + LIMIT
     while not (zoo / "stopped").exists():
-        if child.poll() is not None:
-            pytest.fail(f"ended early: {child.communicate()[1]}")
-        if time.monotonic() > end:
-            child.kill()
-            pytest.fail(f"did not begin: {child.communicate()[1]}")
+        if not child.process.is_alive() or time.monotonic() > end:
+            pytest.fail(f"ended early, or did not begin: {child.wait(0).stderr}")
         time.sleep(0.01)
-    monkeypatch.delenv("STOP_AFTER")
     return child
-
-
-def ended(child: subprocess.Popen[str]) -> tuple[str, str]:
-    """What it printed; one that does not end is killed."""
-    try:
-        return child.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        return child.communicate()
-
-
-def resumed(zoo: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", MAIN, *PROFILE, "--resume"]
-    return subprocess.run(command, cwd=zoo, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 @pytest.mark.slow
 def test_killed_in_a_pass_it_goes_on_behind_the_pass_before(
-    zoo: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    zoo: Path, own_cache: Path, forked_python: ForkedPython
 ) -> None:
-    child = stopped(zoo, monkeypatch)
-    child.kill()
-    ended(child)
-    assert child.returncode == -signal.SIGKILL
+    child = stopped(forked_python, zoo)
+    os.kill(child.process.pid, signal.SIGKILL)
+    assert child.wait(LIMIT).returncode == -signal.SIGKILL
     assert not (zoo / "zoo_make.profile.json").exists()
-    ran = resumed(zoo)
+    ran = profiling(forked_python, zoo, "resumed", "--resume").wait(LIMIT)
     assert ran.returncode == 0, ran.stderr
     told = f"Continuing an interrupted profile: {STOP_AFTER} passes of it are kept"
     assert told in ran.stderr.splitlines()
@@ -117,11 +97,12 @@ def test_killed_in_a_pass_it_goes_on_behind_the_pass_before(
 
 
 @pytest.mark.slow
-def test_ctrl_c_writes_what_there_is(zoo: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = stopped(zoo, monkeypatch)
-    child.send_signal(signal.SIGINT)
-    out, err = ended(child)
-    assert child.returncode == 130, err
+def test_ctrl_c_writes_what_there_is(zoo: Path, own_cache: Path, forked_python: ForkedPython) -> None:
+    child = stopped(forked_python, zoo)
+    os.kill(child.process.pid, signal.SIGINT)
+    ended = child.wait(LIMIT)
+    out, err = ended.stdout, ended.stderr
+    assert ended.returncode == 130, err
     assert err.splitlines()[-1] == "pplan: interrupted"
     (file,) = zoo.glob("*.profile.json")
     assert f"Wrote {file.name}" in err.splitlines()

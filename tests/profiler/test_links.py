@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import socket
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from pplan.cost_models.errors import MachineError
 from pplan.cost_models.machines.topology_file import load_topology
 from pplan.profiler.links import EVERY_PAIR_UP_TO, _backend, _members, _Own, choose_pairs
 
+ForkedPython = Callable[..., Any]
 PPLAN = "import sys; from pplan.cli.app import main; sys.exit(main())"
 DIES = """
 import os, sys
@@ -31,50 +30,38 @@ QUICK = ("--sizes", "1KiB,1MiB", "--repeats", "3")
 LIMIT = 120
 
 
-def environment(**more: str) -> dict[str, str]:
-    mine = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PPLAN_DEBUG": "0"}
-    return {**os.environ, **mine, **more}
-
-
-def torchrun(folder: Path, options: Sequence[str], arguments: Sequence[str]) -> subprocess.Popen[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--no-python", *options]
-    return subprocess.Popen(
-        [*launcher, sys.executable, "-c", PPLAN, "profile-links", *QUICK, *arguments],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+def process(forked: ForkedPython, folder: Path, code: str, rank: int, port: int, *options: str) -> Any:
+    """One of the two processes of a machine, as torchrun would start it."""
+    return forked(
+        folder.with_name(f"{folder.name}.{rank}"),
+        folder,
+        *("-c", code, "profile-links", *QUICK, *options),
+        RANK=str(rank),
+        WORLD_SIZE="2",
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        PPLAN_DEBUG="0",
     )
 
 
-def process(folder: Path, code: str, rank: int, port: int) -> subprocess.Popen[str]:
-    """One of two processes, as torchrun would start it."""
-    told = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "profile-links", *QUICK, "--timeout", "2s" if port == 0 else "30s"],
-        cwd=folder,
-        env=environment(**told, **meeting),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+def torchrun(forked: ForkedPython, folder: Path, node: int, processes: int, port: int) -> Any:
+    """One of the two nodes, whose processes are started as a user's are."""
+    meeting = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}", f"--node-rank={node}"]
+    return forked(
+        folder.with_name(f"{folder.name}.{node}"),
+        folder,
+        *("-m", "torch.distributed.run", "--no-python", *meeting, f"--nproc-per-node={processes}"),
+        *(sys.executable, "-c", PPLAN, "profile-links", *QUICK),
+        PPLAN_DEBUG="0",
     )
 
 
-def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+def ended(*processes: Any) -> list[tuple[int, str, str]]:
     """Status, output and errors of each; none is left behind."""
-    results = []
-    try:
-        for each in processes:
-            out, err = each.communicate(timeout=LIMIT)
-            results.append((each.returncode, out, err))
-    finally:
-        for each in processes:
-            with contextlib.suppress(ProcessLookupError):
-                each.kill()
-            each.wait()
-    return results
+    results = [each.wait(LIMIT) for each in processes]
+    return [(each.returncode, each.stdout, each.stderr) for each in results]
 
 
 def free_port() -> int:
@@ -85,13 +72,15 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_two_processes_of_one_machine(tmp_path: Path) -> None:
-    ((status, out, err),) = ended(
-        torchrun(tmp_path, ["--standalone", "--nproc-per-node=2"], ["--json", "-o", "own.toml"])
+def test_two_processes_of_one_machine(forked_python: ForkedPython, tmp_path: Path) -> None:
+    port, options = free_port(), ("--json", "-o", "own.toml")
+    first, second = ended(
+        *(process(forked_python, tmp_path, PPLAN, rank, port, *options) for rank in range(2))
     )
-    assert status == 0, err
-    assert err.count("Wrote own.toml") == 1
-    found = json.loads(out)
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert (first[2] + second[2]).count("Wrote own.toml") == 1
+    assert second[1] == ""
+    found = json.loads(first[1])
     assert found["backend"] == "gloo"
     assert found["sizes"] == [1024, 2**20]
     assert [(pair["first"], pair["second"]) for pair in found["pairs"]] == [(0, 1)]
@@ -108,13 +97,10 @@ def test_two_processes_of_one_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_nodes(tmp_path: Path) -> None:
+def test_two_nodes(forked_python: ForkedPython, tmp_path: Path) -> None:
     """Two torchruns, as on two machines: node 0 has two processes, node 1 has one."""
-    meeting = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    first, second = ended(
-        torchrun(tmp_path, [*meeting, "--node-rank=0", "--nproc-per-node=2"], []),
-        torchrun(tmp_path, [*meeting, "--node-rank=1", "--nproc-per-node=1"], []),
-    )
+    port = free_port()
+    first, second = ended(*(torchrun(forked_python, tmp_path, node, 2 - node, port) for node in range(2)))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert "between nodes" in first[1]
     assert second[1] == ""
@@ -125,8 +111,8 @@ def test_two_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_never_comes(tmp_path: Path) -> None:
-    ((status, out, err),) = ended(process(tmp_path, PPLAN, rank=0, port=0))
+def test_a_process_that_never_comes(forked_python: ForkedPython, tmp_path: Path) -> None:
+    ((status, out, err),) = ended(process(forked_python, tmp_path, PPLAN, 0, 0, "--timeout", "2s"))
     assert (status, out) == (2, "")
     ours = err[err.index("pplan: ") :].splitlines()
     assert ours[0].startswith("pplan: profile-links: lost another process while meeting the others")
@@ -136,9 +122,12 @@ def test_a_process_that_never_comes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_gone(tmp_path: Path) -> None:
+def test_a_process_that_is_gone(forked_python: ForkedPython, tmp_path: Path) -> None:
     port = free_port()
-    first, second = ended(process(tmp_path, PPLAN, 0, port), process(tmp_path, DIES, 1, port))
+    codes = enumerate((PPLAN, DIES))
+    first, second = ended(
+        *(process(forked_python, tmp_path, code, rank, port, "--timeout", "30s") for rank, code in codes)
+    )
     assert second[0] == 7
     assert (first[0], first[1]) == (2, "")
     assert first[2].count("pplan: profile-links: lost another process while measuring") == 1

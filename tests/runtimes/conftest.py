@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,29 +17,17 @@ SECONDS = 240
 
 
 @pytest.fixture(scope="session")
-def run_processes() -> RunProcesses:
+def run_processes(forked_python: Callable[..., Any]) -> RunProcesses:
     """Runs so many processes of `python WORKER... FOLDER RANK COUNT` side by side; all must succeed."""
 
     def run(folder: Path, count: int, *worker: str) -> None:
-        outputs = [(folder / f"output.{rank}").open("w+") for rank in range(count)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, *worker, str(folder), str(rank), str(count)],
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, output in enumerate(outputs)
+        started = [
+            forked_python(folder / f"output.{rank}", folder, *worker, folder, str(rank), str(count))
+            for rank in range(count)
         ]
-        try:
-            statuses = [process.wait(SECONDS) for process in processes]
-        finally:
-            for process, output in zip(processes, outputs, strict=True):
-                process.kill()
-                process.wait()
-                output.close()
-        texts = "\n".join((folder / f"output.{rank}").read_text()[-3000:] for rank in range(count))
-        assert statuses == [0] * count, texts
+        ended = [process.wait(SECONDS) for process in started]
+        texts = "\n".join((own.stdout + own.stderr)[-3000:] for own in ended)
+        assert [own.returncode for own in ended] == [0] * count, texts
 
     return run
 

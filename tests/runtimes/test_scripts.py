@@ -7,8 +7,10 @@ import importlib.util
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.scripts.script import write_script
 
 MakePlan = Callable[..., Plan]
+ForkedPython = Callable[..., Any]
+SECONDS = 120
+"""After which a process that hangs is killed."""
 RUNTIMES = ("torchgpipe", "fairscale", "torch", "deepspeed")
 NAMES = ["first", "relu", "second", "head"]
 MODEL = """
@@ -76,27 +81,53 @@ def written(plan: Plan, measured: Profile | None, runtime: str, folder: Path, de
     return script.text
 
 
-def started(runtime: str, steps: int, folder: Path) -> subprocess.Popen[str]:
-    """By the command of the script's first line."""
+def command_of(runtime: str, folder: Path) -> list[str]:
+    """That of the script's first line, without the name of the program."""
     script = folder / f"train_{runtime}.py"
     program, *command = shlex.split(script.read_text().splitlines()[0].removeprefix("# "), comments=False)
     if runtime == "deepspeed":
         (folder / "without_compiler.py").write_text(WITHOUT_COMPILER)
         command.insert(-1, "without_compiler.py")
     modules = [] if program == "python" else ["-m", "torch.distributed.run", "--standalone"]
-    return subprocess.Popen(
-        [sys.executable, *modules, *command, str(steps)],
+    return [*modules, *command]
+
+
+def by_its_command(command: list[str], folder: Path) -> str:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command],
         cwd=folder,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        env=environment,
+        capture_output=True,
         text=True,
+        timeout=SECONDS,
+        check=False,
     )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def by_forked_processes(forked: ForkedPython, command: list[str], folder: Path, count: int) -> str:
+    """What the processes print whose ranks are told as torchrun tells them."""
+    outputs = Path(tempfile.mkdtemp(dir=folder))
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)} for rank in range(count)]
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(bound.getsockname()[1])}
+    started = [forked(outputs / own["RANK"], folder, *command, **own, **meeting) for own in ranks]
+    ended = [process.wait(SECONDS) for process in started]
+    assert [own.returncode for own in ended] == [0] * count, "\n".join(own.stderr[-3000:] for own in ended)
+    return "".join(own.stdout for own in ended)
 
 
 @pytest.fixture(scope="module")
-def outputs(make_plan: MakePlan, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each script says in a run of one step, and in another that is to go on to the second."""
+def outputs(
+    make_plan: MakePlan, forked_python: ForkedPython, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[str]]:
+    """What each script says in a run of one step, and in another that is to go on to the second.
+
+    torchrun is really started once; what comes after it is the same for the script.
+    """
     folder = tmp_path_factory.mktemp("scripts")
     (folder / "tiny_zoo.py").write_text(MODEL)
     said: dict[str, list[str]] = {}
@@ -106,17 +137,18 @@ def outputs(make_plan: MakePlan, tmp_path_factory: pytest.TempPathFactory) -> di
         plan = make_plan([1, 3], schedule=schedule, micro_batches=4, layer_names=NAMES, model="tiny_zoo:make")
         text = written(plan, profile("tiny_zoo:make", NAMES, settings={"width": 7}), runtime, folder)
         assert len(text.splitlines()) < 80
-    for steps in (1, 2):
-        running = {runtime: started(runtime, steps, folder) for runtime in installed}
-        try:
-            for runtime, process in running.items():
-                out, err = process.communicate(timeout=120)
-                assert process.returncode == 0, f"{runtime}: {err[-3000:]}"
-                said.setdefault(runtime, []).append(out)
-        finally:
-            for process in running.values():
-                process.kill()
-                process.communicate()
+        command = command_of(runtime, folder)
+        first, second = [*command, "1"], [*command, "2"]
+        if runtime == "deepspeed":
+            said[runtime] = [by_its_command(own, folder) for own in (first, second)]
+        elif runtime == "torch":
+            script = command[command.index(f"train_{runtime}.py") :]
+            said[runtime] = [
+                by_its_command(first, folder),
+                by_forked_processes(forked_python, [*script, "2"], folder, 2),
+            ]
+        else:
+            said[runtime] = [by_forked_processes(forked_python, own, folder, 1) for own in (first, second)]
     return said
 
 

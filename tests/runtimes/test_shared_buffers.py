@@ -4,12 +4,11 @@ blocks that read the same buffers. This file is also what the processes run."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from pplan.runtimes.pipelining.weight_copies import find_tied_weights, split_sta
 from pplan.runtimes.torch_pipelining import build
 
 MakePlan = Callable[..., Plan]
+RunProcesses = Callable[..., None]
 WIDTH, LENGTH, WORDS, STEPS = 8, 6, 20, 3
 
 
@@ -114,11 +114,11 @@ def plan_of(make_plan: MakePlan, balance: list[int], schedule: str) -> Plan:
 @pytest.mark.slow
 @pytest.mark.parametrize(("balance", "schedule"), [([3, 3], "1f1b"), ([2, 2, 2], "zb-h1")])
 def test_stages_with_copies_of_buffers_train_as_the_model(
-    balance: list[int], schedule: str, make_plan: MakePlan, tmp_path: Path
+    balance: list[int], schedule: str, make_plan: MakePlan, run_processes: RunProcesses, tmp_path: Path
 ) -> None:
     document, _ = export("torch", plan_of(make_plan, balance, schedule))
     document.save(tmp_path / "own.torch.json", force=False)
-    assert run(tmp_path, len(balance)) == [0] * len(balance), outputs(tmp_path)
+    run_processes(tmp_path, len(balance), __file__)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(len(balance))]
     assert ranks[-1]["losses"] == pytest.approx(ranks[0]["plain"], abs=1e-9)
     assert ranks[0]["plain"][-1] < ranks[0]["plain"][0]
@@ -142,11 +142,19 @@ def test_a_stage_registers_the_buffers_that_it_reads() -> None:
     assert torch.equal(second(first(given)), expected)
 
 
-def test_processes_with_other_values_of_a_buffer_are_refused(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_processes_with_other_values_of_a_buffer_are_refused(
+    make_plan: MakePlan, forked_python: Callable[..., Any], tmp_path: Path
+) -> None:
     document, _ = export("torch", plan_of(make_plan, [3, 3], "1f1b"))
     document.save(tmp_path / "own.torch.json", force=False)
-    assert run(tmp_path, 2, "differ") == [1, 1]
-    assert "different values of a buffer" in outputs(tmp_path)
+    started = [
+        forked_python(tmp_path / f"output.{rank}", tmp_path, __file__, tmp_path, str(rank), "2", "differ")
+        for rank in range(2)
+    ]
+    for process in started:
+        ended = process.wait(240)
+        assert ended.returncode == 1
+        assert "different values of a buffer" in ended.stderr
 
 
 def test_a_plain_sequential_whose_elements_share_a_buffer(make_plan: MakePlan) -> None:
@@ -158,27 +166,6 @@ def test_a_plain_sequential_whose_elements_share_a_buffer(make_plan: MakePlan) -
     plan = make_plan([2, 2], schedule="1f1b")
     with pytest.raises(MachineError, match=r"torch\.distributed is not initialized"):
         build(plan, model, example_input=torch.randn(2, 3), loss_fn=nn.functional.mse_loss, device="cpu")
-
-
-def run(folder: Path, count: int, *words: str) -> list[int]:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    files = [(folder / f"output.{rank}").open("w+") for rank in range(count)]
-    command = [sys.executable, str(Path(__file__)), str(folder)]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(count), *words], env=environment, stdout=f, stderr=f)
-        for rank, f in enumerate(files)
-    ]
-    try:
-        return [process.wait(240) for process in processes]
-    finally:
-        for process, file in zip(processes, files, strict=True):
-            process.kill()
-            process.wait()
-            file.close()
-
-
-def outputs(folder: Path) -> str:
-    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("output.*")))
 
 
 def train_plainly(document: TorchExport) -> tuple[nn.Module, list[float]]:

@@ -16,7 +16,7 @@ from published_gpu import MeasuredLinks
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.hardware import Device, Link
-from pplan.cost_models.schedules import schedule_named
+from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.topology import two_level_topology
 from pplan.cost_models.transformer.block_kernels import Tokens
 from pplan.cost_models.transformer.kernel_table import AttentionKernel, load_kernel_table
@@ -181,7 +181,7 @@ def test_memory_of_interleaved_pipelines(stages: int, virtual: int, rounds: int)
     estimate = estimate_step(shape, ParallelDegrees(pipeline=stages), setting, COSTS)
     one = estimate_step(shape.with_blocks(1), ParallelDegrees(), TrainingSetting(1, Tokens(4096)), COSTS)
     block = one.stages[0].ledger["activations"]
-    program = schedule_named("interleaved").program(stages, many, virtual)
+    program = find_schedule("interleaved").program(stages, many, virtual)
     for device, stage in enumerate(estimate.stages):
         held = max(program.in_flight(device))
         assert stage.ledger["activations"] == pytest.approx(held * virtual * each * block)
@@ -194,7 +194,7 @@ def test_memory_of_interleaved_pipelines(stages: int, virtual: int, rounds: int)
 @pytest.mark.parametrize(("stages", "virtual", "rounds"), [(2, 2, 4), (3, 3, 5), (4, 2, 9), (4, 5, 9)])
 def test_virtual_stages_held_at_a_time(stages: int, virtual: int, rounds: int) -> None:
     """Of unequal ones too: the most that a device keeps, over its whole list of actions."""
-    program = schedule_named("interleaved").program(stages, stages * rounds, virtual)
+    program = find_schedule("interleaved").program(stages, stages * rounds, virtual)
     random = Random(stages * 100 + virtual)
     for device in range(stages):
         kept = [random.choice((1, 5, 25)) for _ in range(virtual)]

@@ -45,10 +45,10 @@ class FrozenPart(Parts):
 class GradientsSwitchedOff(Parts):
     def __init__(self) -> None:
         super().__init__()
-        self.trained = False
+        self.training_precision = False
 
     def forward(self, given: Tensor) -> Tensor:
-        with torch.set_grad_enabled(self.trained):
+        with torch.set_grad_enabled(self.training_precision):
             features = self.first(given)
         return self.rest(features)
 
