@@ -231,24 +231,24 @@ class ProfileImportOptions(Options):
 
     def check(self) -> None:
         """Raises UsageError for words that are not known."""
-        for field, word, known in (
+        for field, word, allowed in (
             ("format", self.format, FORMATS),
             ("granularity", self.granularity, GRANULARITIES),
         ):
-            if word is not None and word not in known:
-                raise UsageError(f"{field}={word!r}: not known", f"Use one of: {', '.join(known)}.")
+            if word is not None and word not in allowed:
+                raise UsageError(f"{field}={word!r}: not known", f"Use one of: {', '.join(allowed)}.")
         dtype_precision(self.dtype)
 
 
 def _read_byte_sizes(text: str, name: str) -> tuple[int, ...]:
     """`1KiB,16MiB` in bytes. Raises UsageError."""
-    found = tuple(sorted({parse_bytes(part.strip(), name) for part in text.split(",")}))
-    if len(found) < 2:
+    sizes = tuple(sorted({parse_bytes(part.strip(), name) for part in text.split(",")}))
+    if len(sizes) < 2:
         raise UsageError(
             f"{name} {text}: one size does not tell latency from bandwidth",
             f"Give two or more, as in {name} 1KiB,1MiB,16MiB.",
         )
-    return found
+    return sizes
 
 
 @dataclass(frozen=True)
