@@ -22,7 +22,8 @@ from pplan.cost_models.transformer.block_kernels import Tokens
 from pplan.cost_models.transformer.kernel_table import CollectiveName, KernelTable, load_kernel_table
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, GroupLinks, Overheads, RankCosts
-from pplan.cost_models.transformer.training_step import StepEstimate, TrainingSetting, estimate_step
+from pplan.cost_models.transformer.training_setting import TrainingSetting
+from pplan.cost_models.transformer.training_step import StepEstimate, estimate_step
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, ExpertShape, TransformerShape
 
 GIB = 2**30

@@ -16,7 +16,7 @@ from ..planner.degrees.degree_options import DegreeOptions
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..cost_models.transformer.training_step import StageEstimate
+    from ..cost_models.transformer.layer_table import StageEstimate
     from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan
 
 Config = Annotated[
@@ -71,7 +71,7 @@ def as_dictionary(answer: DegreeAnswer) -> dict[str, Any]:
 
 
 def _plan_dictionary(answer: DegreeAnswer, plan: DegreePlan) -> Mapping[str, Any]:
-    from ..api.degrees import megatron_arguments
+    from ..api.degree_arguments import megatron_arguments, torchtitan_arguments
 
     estimate = plan.estimate
     return {
@@ -79,6 +79,8 @@ def _plan_dictionary(answer: DegreeAnswer, plan: DegreePlan) -> Mapping[str, Any
         "micro_batch_size": plan.micro_batch_size,
         "micro_batches": plan.micro_batches,
         "recompute": plan.recompute,
+        "schedule": plan.setting.schedule,
+        "virtual_stages": plan.virtual_stages,
         "step_seconds": estimate.step_seconds,
         "pipeline_seconds": estimate.pipeline_seconds,
         "update_seconds": estimate.update_seconds,
@@ -86,6 +88,7 @@ def _plan_dictionary(answer: DegreeAnswer, plan: DegreePlan) -> Mapping[str, Any
         "blocks": list(plan.blocks),
         "stages": [
             {
+                "blocks": [[own.start, own.stop - 1] for own in stage.blocks],
                 "forward_seconds": stage.forward_seconds,
                 "backward_seconds": stage.backward_seconds,
                 "update_seconds": stage.update_seconds,
@@ -94,13 +97,14 @@ def _plan_dictionary(answer: DegreeAnswer, plan: DegreePlan) -> Mapping[str, Any
             for stage in estimate.stages
         ],
         "megatron": megatron_arguments(answer, plan),
+        "torchtitan": torchtitan_arguments(answer, plan),
     }
 
 
 def _print_answer(answer: DegreeAnswer, console: Console) -> None:
     import shlex
 
-    from ..api.degrees import megatron_arguments
+    from ..api.degree_arguments import megatron_arguments, torchtitan_arguments, torchtitan_remarks
     from ..cost_models.quantities import format_bytes, format_seconds
     from .number_format import percent, three_digits
     from .table import Column, line, number, print_head, print_notes, print_table, text, word
@@ -120,23 +124,24 @@ def _print_answer(answer: DegreeAnswer, console: Console) -> None:
             f"{shape.blocks} layers, {sizes}; a batch of {answer.options.batch_size} sequences of "
             f"{answer.options.sequence} tokens, in bfloat16 with float32 gradients and Adam.",
             f"Pipeline {format_seconds(best.estimate.pipeline_seconds)}, gradients and update "
-            f"{format_seconds(best.estimate.update_seconds)}; 1F1B, {best.micro_batches} micro-batches of "
-            f"{best.micro_batch_size}; recompute {best.recompute}.",
+            f"{format_seconds(best.estimate.update_seconds)}; {_schedule(best)}, {best.micro_batches} "
+            f"micro-batches of {best.micro_batch_size}; recompute {best.recompute}.",
             f"Best found; at most {percent(answer.gap)} from the proven bound of "
-            f"{format_seconds(answer.bound_seconds)} (every division of the layers that fits, under 1F1B "
-            f"and any of {answer.combinations} combinations).",
+            f"{format_seconds(answer.bound_seconds)} (any of {answer.combinations} combinations: under 1F1B "
+            "every division of the layers that fits, interleaved the even ones).",
         ],
     )
     plans: list[Column[DegreePlan]] = [
         text("degrees", lambda plan: plan.degrees.describe(), min_width=20),
         number("micro-batches", lambda plan: f"{plan.micro_batches} of {plan.micro_batch_size}", drop=2),
+        number("virtual stages", lambda plan: plan.virtual_stages, drop=3),
         word("recompute", lambda plan: plan.recompute, drop=1),
         number("step", lambda plan: plan.estimate.step_seconds, format_seconds),
         number("memory", lambda plan: plan.estimate.peak_bytes, format_bytes),
     ]
     print_table(console, plans, answer.plans, title="The fastest combinations")
     stages: list[Column[StageEstimate]] = [
-        text("layers", lambda stage: f"{stage.blocks.start}-{stage.blocks.stop - 1}", min_width=7),
+        text("layers", _layers, min_width=7),
         number("forward", lambda stage: stage.forward_seconds, format_seconds),
         number("backward", lambda stage: stage.backward_seconds, format_seconds),
         number("update", lambda stage: stage.update_seconds, format_seconds, drop=2),
@@ -151,7 +156,18 @@ def _print_answer(answer: DegreeAnswer, console: Console) -> None:
     )
     console.print()
     line(console, "Megatron-LM: " + shlex.join(megatron_arguments(answer, best)))
-    print_notes(console, _notes(answer))
+    console.print()
+    line(console, "torchtitan: " + shlex.join(torchtitan_arguments(answer, best)))
+    print_notes(console, [*torchtitan_remarks(best), *_notes(answer)])
+
+
+def _schedule(plan: DegreePlan) -> str:
+    many = plan.virtual_stages
+    return "1F1B" if many == 1 else f"interleaved 1F1B of {many} virtual stages a device"
+
+
+def _layers(stage: StageEstimate) -> str:
+    return " ".join(f"{own.start}-{own.stop - 1}" for own in stage.blocks if own)
 
 
 def _notes(answer: DegreeAnswer) -> list[str]:
@@ -181,6 +197,6 @@ def _notes(answer: DegreeAnswer) -> list[str]:
     )
     notes.append(
         "not modelled: overlap of communication and computing, experts that get unequal numbers of tokens, "
-        "virtual stages, expert-tensor parallelism"
+        "expert-tensor parallelism"
     )
     return notes

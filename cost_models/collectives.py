@@ -105,7 +105,7 @@ def is_even(topology: Topology, devices: Iterable[int]) -> bool:
     return all(len(members) == 1 for members in topology.members(devices))
 
 
-def alike(topology: Topology, devices: Iterable[int]) -> tuple[object, ...]:
+def link_signature(topology: Topology, devices: Iterable[int]) -> tuple[object, ...]:
     """What the seconds of collectives depend on: the same for runs of devices that are joined alike."""
     ranks = sorted(set(devices))
     if len(ranks) == 1:

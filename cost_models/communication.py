@@ -130,7 +130,7 @@ def _bucket_ends(gradients: npt.NDArray[np.float64]) -> tuple[list[int], list[fl
     return last, [float(gradients[start:stop].sum()) for start, stop in buckets]
 
 
-SIZES = (10**6, 10**9)
+EXAMPLE_BYTES = (10**6, 10**9)
 """Bytes: one that latency decides, and one that bandwidth decides."""
 
 
@@ -154,23 +154,26 @@ class AllReduceTime:
     seconds: dict[str, float]
 
 
-def transfers(topology: Topology) -> list[TransferTime]:
+def list_transfer_times(topology: Topology) -> list[TransferTime]:
     """Of both sizes, at every level from the inside, also where the devices do not reach it."""
     return [
         TransferTime(level.name, size, float(level.link.seconds(float(size))))
         for level in topology.levels
-        for size in SIZES
+        for size in EXAMPLE_BYTES
     ]
 
 
-def all_reduces(topology: Topology) -> list[AllReduceTime]:
+def list_all_reduce_times(topology: Topology) -> list[AllReduceTime]:
     """Of both sizes, over a node and over all devices where these are more; none for one device."""
     node = min(topology.gpus_per_node, topology.gpus)
     groups = {f"a node ({node} GPUs)": node, f"all {topology.gpus} GPUs": topology.gpus}
     if node == topology.gpus:
         groups = {f"all {topology.gpus} GPUs": topology.gpus}
     return [
-        _all_reduce(topology, over, gpus, size) for over, gpus in groups.items() if gpus > 1 for size in SIZES
+        _all_reduce(topology, over, gpus, size)
+        for over, gpus in groups.items()
+        if gpus > 1
+        for size in EXAMPLE_BYTES
     ]
 
 

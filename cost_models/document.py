@@ -28,7 +28,7 @@ from .quantities import (
     MOST_TOTAL_BYTES,
 )
 from .runtime import RUNTIMES
-from .text_files import FOR_A_RUNTIME, kinds_of, read_text, sealed, write_whole
+from .text_files import FOR_A_RUNTIME, add_hash, kinds_of, read_text, write_whole
 
 
 def _not_too_short(seconds: float) -> float:
@@ -110,7 +110,7 @@ class Document(Record):
 
     def to_json(self) -> str:
         """The text of the file, keys as in the file, with the hash of the content (see text_files.py)."""
-        return sealed(self.model_dump_json(by_alias=True, indent=1)) + "\n"
+        return add_hash(self.model_dump_json(by_alias=True, indent=1)) + "\n"
 
     def files(self, path: Path) -> dict[Path, str]:
         """What is written at `path`, and what belongs beside it."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .errors import UsageError
 from .layer import LayerCosts
-from .optimizers import FLOAT32, Optimizer, Precision, optimizer_named
+from .optimizers import FLOAT32, Optimizer, Precision, find_optimizer
 from .precision import ZERO_STAGES
 
 Amount = float | npt.NDArray[np.float64]
@@ -128,7 +128,7 @@ class Training:
     zero: int = 0
 
     def __post_init__(self) -> None:
-        optimizer_named(self.optimizer)
+        find_optimizer(self.optimizer)
         if self.zero not in ZERO_STAGES:
             raise UsageError(
                 f"zero {self.zero}: there is no such stage", "Use 0 (nothing is spread), 1, 2 or 3."
@@ -197,7 +197,7 @@ class Training:
 
     @property
     def _optimizer(self) -> Optimizer:
-        return optimizer_named(self.optimizer)
+        return find_optimizer(self.optimizer)
 
     def _gradients(self, weights: Amount) -> Amount:
         """Bytes of the gradients of so many bytes of weights; tables of stages are not copied in vain."""

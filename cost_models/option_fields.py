@@ -15,7 +15,7 @@ from typing import Any
 
 from . import arguments
 from .errors import UsageError
-from .typed_text import one_of, settings, whole_number
+from .option_readers import read_one_of, read_settings, read_whole_number
 
 Check = Callable[[str, Any], Any]
 """Of a field's name and a value: the value as the field holds it. Raises UsageError."""
@@ -56,8 +56,8 @@ class Option:
         if self.read is not None:
             return self.read(typed, flag)
         if self.words:
-            return one_of(self.words)(typed, flag)
-        return typed if self.least is None else whole_number(self.least)(typed, flag)
+            return read_one_of(self.words)(typed, flag)
+        return typed if self.least is None else read_whole_number(self.least)(typed, flag)
 
 
 def option(default: Any, check: Check, help: str = "", form: str | None = None, **more: Any) -> Any:
@@ -67,7 +67,7 @@ def option(default: Any, check: Check, help: str = "", form: str | None = None, 
 
 def settings_option(help: str, check: Check = arguments.settings) -> Any:
     """A field of keywords: of a factory, or keys of a configuration, typed one by one as --set NAME=VALUE."""
-    return option(None, check, help, "NAME=VALUE", flag="set", read=settings, repeats=True)
+    return option(None, check, help, "NAME=VALUE", flag="set", read=read_settings, repeats=True)
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Options:
     """Fields made by `option`, checked when they are set. Raises UsageError."""
 
     def __post_init__(self) -> None:
-        for name, own in declared(type(self)).items():
+        for name, own in list_declarations(type(self)).items():
             object.__setattr__(self, name, own.check(name, getattr(self, name)))
 
 
-def declared(model: type[Options]) -> dict[str, Option]:
+def list_declarations(model: type[Options]) -> dict[str, Option]:
     """The declarations of a model's fields, by their names."""
     return {each.name: each.metadata["option"] for each in fields(model) if "option" in each.metadata}
 
@@ -97,7 +97,7 @@ def options_from(
     """
     owners: dict[str, type[Options]] = {}
     for model in models:
-        for name in declared(model):
+        for name in list_declarations(model):
             if takes is None or name in takes:
                 owners.setdefault(name, model)
     for name in values:
@@ -111,7 +111,7 @@ def options_from(
 def check_values(values: Mapping[str, Any], *models: type[Options]) -> None:
     """Each value by itself, of fields that one of the models has. Raises UsageError."""
     for model in models:
-        for name, own in declared(model).items():
+        for name, own in list_declarations(model).items():
             if name in values:
                 own.check(name, values[name])
 

@@ -184,7 +184,7 @@ def _bits_refused(text: str, name: str, bits_per_second: float, as_bytes: str) -
     )
 
 
-def counted(count: int, thing: str) -> str:
+def format_count(count: int, thing: str) -> str:
     """`1 layer`, `3 layers`, `2 micro-batches`."""
     if count == 1:
         return f"1 {thing}"

@@ -181,7 +181,7 @@ RUNTIMES: dict[str, Runtime] = {
 }
 
 
-def runtime_named(name: str) -> Runtime:
+def find_runtime(name: str) -> Runtime:
     """The runtime of that name. Raises UsageError naming the known ones."""
     if name not in RUNTIMES:
         raise UsageError(f"unknown runtime {name!r}", f"Known runtimes: {', '.join(RUNTIMES)}.")

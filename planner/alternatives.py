@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 from ..cost_models.errors import UsageError
 from ..cost_models.precision import step_kernels
-from ..cost_models.quantities import counted
+from ..cost_models.quantities import format_count
 from ..cost_models.runtime import RUNTIMES, Runtime
 from .candidate import ScoredPlan
 from .joint_search import OUT_OF_TIME, JointSearchResult, is_small, plan_with, run_search
 from .pipeline_config import SEARCHED
 from .plan_records import Alternative, Baseline
 from .plan_stages import plan_recompute, plan_stages, run_in_words, shared_weights
-from .planners import planner_named
+from .planners import find_planner
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult
@@ -203,7 +203,7 @@ def score_baselines(problem: Problem, answer: JointSearchResult) -> list[ScoredB
         results = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
     else:
         free = accumulating(problem)
-        results = {name: plan_with(planner_named(name), free) for name in FREE}
+        results = {name: plan_with(find_planner(name), free) for name in FREE}
     rows = [_row(name, plan) for name, plan in results.items()]
     return rows + [_row(name, plan) for name, plan in answer.by_planner.items() if name not in FREE]
 
@@ -243,7 +243,7 @@ def _row(name: str, plan: ScoredPlan | str) -> ScoredBaseline:
 def _in_words(plan: ScoredPlan) -> str:
     """Its stages and their replicas, where it has several, and how it runs."""
     replicas, run = plan.proposal.replicas, run_in_words(plan)
-    stages = counted(len(replicas) // plan.config.virtual_stages, "stage")
+    stages = format_count(len(replicas) // plan.config.virtual_stages, "stage")
     if max(replicas) > 1:
         return f"{stages}, replicas {'-'.join(map(str, replicas[:16]))}; {run}"
     return f"{stages}; {run}" if len(replicas) > 1 else run

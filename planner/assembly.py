@@ -17,10 +17,10 @@ from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.memory import StageBytes, Training
 from ..cost_models.optimizers import Precision
-from ..cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced
+from ..cost_models.port_sharing import AllReduceBytes, Hop, PortSharing, TopologyPorts
 from ..cost_models.precision import training_precision
 from ..cost_models.schedules import Program, Schedule, StageSlot
-from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
+from ..cost_models.simulator.costs import Costs, find_transfers, recompute_shares
 from ..cost_models.tied_weights import TiedSum, reduction_seconds, tied_sums
 from ..cost_models.topology import Device, Topology
 from .replica_exchange import (
@@ -158,7 +158,7 @@ class Assembly:
             reduce_loads=sharing.reduce_loads,
             port_seconds=sharing.port_seconds,
             tied=self.tied_sums,
-            transfers=transfers_named(self.transfers),
+            transfers=find_transfers(self.transfers),
         )
 
     def _accumulation(self, part: str) -> Floats:
@@ -210,7 +210,9 @@ class Assembly:
             if here.device != there.device
         ]
         ranks = [tuple(own) for own in self.ranks]
-        return _ports(self.topology).of(ranks, hops, [*self._reductions(), *tied_exchanges(self.tied_sums)])
+        return _ports(self.topology).sharing(
+            ranks, hops, [*self._reductions(), *tied_exchanges(self.tied_sums)]
+        )
 
     @cached_property
     def tied_sums(self) -> tuple[TiedSum, ...]:
@@ -228,7 +230,7 @@ class Assembly:
             )
         )
 
-    def _reductions(self) -> Iterator[Reduced]:
+    def _reductions(self) -> Iterator[AllReduceBytes]:
         """What is added up, by part of the layers."""
         every = self.program.update_every
         times = 1 if every is None else self.program.micro_batches // every
@@ -241,7 +243,7 @@ class Assembly:
                 at_end = bytes_at_end(numbers[0], self.number_bytes, self.zero)
                 by_layer = bytes_by_layer(numbers[0], numbers[1], self.number_bytes, self.zero)
                 before = float(by_layer[0]) * self.program.micro_batches
-                yield Reduced(part, tuple(ranks), float(at_end[0]), times, before)
+                yield AllReduceBytes(part, tuple(ranks), float(at_end[0]), times, before)
 
     def _all_reduce(self) -> Floats | None:
         """(devices, chunks): what of the all-reduce follows a place's last backward."""
@@ -310,8 +312,8 @@ class Assembly:
 
 
 @lru_cache(maxsize=16)
-def _ports(topology: Topology) -> PortSharings:
-    return PortSharings(topology)
+def _ports(topology: Topology) -> TopologyPorts:
+    return TopologyPorts(topology)
 
 
 @lru_cache(maxsize=16)

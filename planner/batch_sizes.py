@@ -8,7 +8,7 @@ from math import isqrt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from .pipeline_config import MOST_MICRO_BATCHES, some
+from .pipeline_config import MOST_MICRO_BATCHES, abbreviate
 
 SAMPLES_PER_DEVICE = 32
 """Of a global batch that is not requested: the same whatever sizes the profiling machine reached."""
@@ -53,7 +53,7 @@ class BatchSizes:
         if not sizes:
             raise UsageError(
                 f"mini_batch={batch}: no micro-batch size that the profile reaches makes it, in at most "
-                f"{MOST_MICRO_BATCHES} micro-batches (measured sizes: {some(measured)})",
+                f"{MOST_MICRO_BATCHES} micro-batches (measured sizes: {abbreviate(measured)})",
                 f"Use a multiple of {measured[-1]}, or measure more sizes with pplan profile.",
             )
         return sizes
@@ -91,7 +91,7 @@ class BatchSizes:
             fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
             raise UsageError(
                 f"micro_batches={micro_batches}: a global batch of {batch} does not divide into so many",
-                f"Use a divisor of {batch}: {some(fitting)}.",
+                f"Use a divisor of {batch}: {abbreviate(fitting)}.",
             )
         size = batch // micro_batches
         if len(self.chain.sizes) == 1 and not self._reaches_share(size, self.gpus):

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ..cost_models.errors import DefectError, UsageError
-from ..cost_models.schedules import schedule_named
+from ..cost_models.schedules import find_schedule
 from .balance import balance
 from .candidate import Proposal, ScoredPlan, linear_pipeline
-from .coverage import as_searched, is_searched
-from .other_placements import along_other_orders, reassign
+from .coverage import is_searched, to_searched_devices
+from .other_placements import reassign, search_other_orders
 from .pipeline_config import SEARCHED, PipelineConfig
 from .plan_records import TIE
-from .planners import PLANNERS, planner_named
+from .planners import PLANNERS, find_planner
 from .planners.base import Planner, add_counts, refusal, work_seconds
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
@@ -57,7 +57,7 @@ class JointSearchResult:
         return self.result.best
 
 
-def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSearchResult:
+def find_best_plan(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSearchResult:
     """The best plan of the problem, or of the planner that it names, and the bound on all plans.
 
     No plan of `planners` is faster, of the schedules that are in the running. Raises UsageError for an
@@ -65,28 +65,30 @@ def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSe
     """
     planner = problem.options.planner
     if planner != BEST:
-        plan = plan_with(planner_named(planner), problem)
+        plan = plan_with(find_planner(planner), problem)
         own = {planner: plan}
         best = plan if isinstance(plan, ScoredPlan) else None
         return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
     quick = is_small(problem)
     large = is_large(problem.space, problem.families)
     first = [name for name in planners if quick or (name in SIMPLE if large else name not in COSTLY)]
-    by_planner = {name: plan_with(planner_named(name), _opened_to(name, problem)) for name in first}
-    result = joint_search(problem, _running(problem, by_planner))
+    by_planner = {name: plan_with(find_planner(name), _problem_for_planner(name, problem)) for name in first}
+    result = joint_search(problem, _allowed_plans(problem, by_planner))
     others = [name for name in planners if name not in first]
     if others:
-        by_planner |= {name: plan_with(planner_named(name), _opened_to(name, problem)) for name in others}
-        result = _with(problem, result, _running(problem, by_planner))
+        by_planner |= {
+            name: plan_with(find_planner(name), _problem_for_planner(name, problem)) for name in others
+        }
+        result = _faster_of(problem, result, _allowed_plans(problem, by_planner))
     if not result.exact:
-        result = _with(problem, result, _on_fewer(problem))
-    if result.best is not None and (other := along_other_orders(problem, result.best)) is not None:
+        result = _faster_of(problem, result, _plans_on_fewer_devices(problem))
+    if result.best is not None and (other := search_other_orders(problem, result.best)) is not None:
         moved = _on_other_devices(problem, [other])
-        result = _with(problem, result, [other] if moved is None else [other, moved])
+        result = _faster_of(problem, result, [other] if moved is None else [other, moved])
     return JointSearchResult(result, by_planner)
 
 
-def _opened_to(planner: str, problem: Problem) -> Problem:
+def _problem_for_planner(planner: str, problem: Problem) -> Problem:
     """The problem as a planner is asked: the one of interleaved pipelines for its own, also where they are
     not in the running."""
     if planner != INTERLEAVED:
@@ -94,12 +96,12 @@ def _opened_to(planner: str, problem: Problem) -> Problem:
     return replace(problem, options=replace(problem.options, planner=planner, robust=False))
 
 
-def _running(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
+def _allowed_plans(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
     """The plans that may be the answer."""
-    return [plan for plan in _plans(by_planner) if plan.config.schedule in problem.proposable]
+    return [plan for plan in _plans(by_planner) if plan.config.schedule in problem.allowed_schedules]
 
 
-def _on_fewer(problem: Problem) -> list[ScoredPlan]:
+def _plans_on_fewer_devices(problem: Problem) -> list[ScoredPlan]:
     """The best plan on the largest power of two of devices below all of them: more devices may not make the
     answer worse, also where it is not proven."""
     if problem.gpus == 1 or problem.options.use_all or is_large(problem.space, problem.families):
@@ -112,7 +114,7 @@ def _on_fewer(problem: Problem) -> list[ScoredPlan]:
         fewer = replace(problem, topology=problem.topology.with_gpus(gpus), options=options)
     except UsageError:
         return []  # so few cannot have what is requested
-    best = find(fewer).best
+    best = find_best_plan(fewer).best
     if best is None or not problem.allows(best.proposal):
         return []
     resolved = fastest(problem.space, [best.proposal])
@@ -128,7 +130,7 @@ def _plans(by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
     return [plan for plan in by_planner.values() if isinstance(plan, ScoredPlan)]
 
 
-def _with(problem: Problem, result: SearchResult, plans: Iterable[ScoredPlan]) -> SearchResult:
+def _faster_of(problem: Problem, result: SearchResult, plans: Iterable[ScoredPlan]) -> SearchResult:
     """The answer, unless one of the plans is faster: then that, with the bound that holds for it."""
     best = min(plans, key=lambda plan: plan.step_seconds, default=None)
     if best is None or (result.best is not None and result.best.step_seconds <= best.step_seconds):
@@ -154,10 +156,10 @@ def plan_with(planner: Planner, problem: Problem) -> ScoredPlan | str:
             return OUT_OF_TIME
     if not proposals:
         return refusal(planner, problem)
-    return fastest(problem.space, proposals, budget=budget) or _unfit(problem.space)
+    return fastest(problem.space, proposals, budget=budget) or _misfit_reason(problem.space)
 
 
-def _unfit(space: Space) -> str:
+def _misfit_reason(space: Space) -> str:
     if space.runtime is not None and space.runtime.trains_every_stage:
         return "does not fit, or a stage has nothing to train, which the runtime asks of every stage"
     return "does not fit"
@@ -166,10 +168,12 @@ def _unfit(space: Space) -> str:
 def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchResult:
     """The joint search from these plans, and from them on other devices; of schedules that it does not
     search, plans that are made of its own. With a bound on all of them."""
-    seeds = [_as_searched(problem, seed) for seed in seeds]
+    seeds = [_to_searched_devices(problem, seed) for seed in seeds]
     result = run_search(problem, seeds)
     others = _on_other_devices(problem, [*seeds, *([] if result.best is None else [result.best])])
-    transplanted = fastest(problem.space, transplant(problem, problem.unsearched, result.best))
+    transplanted = fastest(
+        problem.space, propose_other_schedules(problem, problem.heuristic_schedules, result.best)
+    )
     more = [plan for plan in (others, transplanted) if plan is not None]
     # Among equals the one of the searched space.
     best = result.best
@@ -185,9 +189,9 @@ def _on_other_devices(problem: Problem, plans: Sequence[ScoredPlan]) -> ScoredPl
     return fastest(problem.space, reassign(problem, plans, limit), limit * (1 - TIE))
 
 
-def _as_searched(problem: Problem, plan: ScoredPlan) -> ScoredPlan:
+def _to_searched_devices(problem: Problem, plan: ScoredPlan) -> ScoredPlan:
     """The plan on devices that the search looks at, where some are like its own."""
-    return replace(plan, proposal=as_searched(problem, plan.proposal))
+    return replace(plan, proposal=to_searched_devices(problem, plan.proposal))
 
 
 def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) -> SearchResult:
@@ -197,12 +201,12 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
     """
     if best is None:
         return replace(result, best=None, exact=result.exact and result.bound_seconds == inf)
-    best = _as_searched(problem, best)
-    step, own = best.step_seconds, problem.unsearched
+    best = _to_searched_devices(problem, best)
+    step, own = best.step_seconds, problem.heuristic_schedules
     inside = is_searched(problem, best.proposal) or best.config.schedule in own
     bound, universal = result.bound_seconds, result.universal or not inside or not problem.families
     if universal:
-        bound = universal_bound(problem, problem.proposable, step)
+        bound = universal_bound(problem, problem.allowed_schedules, step)
     elif own:
         bound = min(bound, universal_bound(problem, own, step))
     if bound > step * (1 + TIE):
@@ -230,13 +234,15 @@ def run_search(
     )
 
 
-def transplant(problem: Problem, schedules: Iterable[str], best: ScoredPlan | None) -> Iterator[Proposal]:
+def propose_other_schedules(
+    problem: Problem, schedules: Iterable[str], best: ScoredPlan | None
+) -> Iterator[Proposal]:
     """The shape of the best plan, and of balanced ones, under other schedules with one stage a device; and
     balanced ones with as many as a schedule is made for."""
     own = [config for config in problem.configs if config.schedule in set(schedules)]
-    straight_ones = [s for s in own if schedule_named(s.schedule).default_virtual_stages == 1]
+    linear_configs = [s for s in own if find_schedule(s.schedule).default_virtual_stages == 1]
     shapes: list[Proposal] = [] if best is None else [best.proposal]
-    for config in straight_ones:
+    for config in linear_configs:
         for shape in (*shapes, *_balanced(problem, config.micro_batch_size, best)):
             proposal = replace(shape, config=config)
             if problem.allows(proposal):
@@ -247,7 +253,7 @@ def transplant(problem: Problem, schedules: Iterable[str], best: ScoredPlan | No
 
 def _in_parts(problem: Problem, config: PipelineConfig) -> Iterator[Proposal]:
     """Balanced pipelines with several parts of the layers on each device, where the schedule has them so."""
-    space, schedule = problem.space, schedule_named(config.schedule)
+    space, schedule = problem.space, find_schedule(config.schedule)
     parts = schedule.default_virtual_stages
     if parts == 1 or config.virtual_stages > 1 or not space.fits_someone(config.micro_batch_size, 1):
         return

@@ -9,8 +9,8 @@ from functools import cached_property
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.precision import TrainingPrecision, training_precision
-from ..cost_models.quantities import counted
-from ..cost_models.runtime import Runtime, runtime_named
+from ..cost_models.quantities import format_count
+from ..cost_models.runtime import Runtime, find_runtime
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .batch_sizes import SAMPLES_PER_DEVICE, BatchSizes
@@ -19,7 +19,7 @@ from .cut_limits import limit_cuts
 from .pipeline_config import MODES, SEARCHED, Mode, PipelineConfig, pipeline_configs
 from .plan_options import PlanOptions
 from .search.budget import SearchBudget
-from .search.placements import MOST_DEVICES, Placement, placements
+from .search.placements import MOST_DEVICES, Placement, list_placements
 from .search.space import Space
 from .search.subproblem import Family
 
@@ -67,7 +67,7 @@ class Problem:
     @property
     def runtime(self) -> Runtime | None:
         """The runtime that the plan is for, where one was named."""
-        return None if self.options.runtime is None else runtime_named(self.options.runtime)
+        return None if self.options.runtime is None else find_runtime(self.options.runtime)
 
     @cached_property
     def precision(self) -> TrainingPrecision:
@@ -175,16 +175,16 @@ class Problem:
         return tuple(name for name in ordered if name in runtime.schedules)
 
     @property
-    def proposable(self) -> tuple[str, ...]:
+    def allowed_schedules(self) -> tuple[str, ...]:
         """The schedules in the running; the planner of interleaved pipelines makes them where all is open."""
         left_open = self.options.schedule == "auto" and self.runtime is None
         proposes_interleaved = self.options.planner == INTERLEAVED and left_open
         return (*self.schedules, INTERLEAVED) if proposes_interleaved else self.schedules
 
     @property
-    def unsearched(self) -> tuple[str, ...]:
+    def heuristic_schedules(self) -> tuple[str, ...]:
         """The schedules in the running that are not searched."""
-        return tuple(name for name in self.proposable if name not in SEARCHED)
+        return tuple(name for name in self.allowed_schedules if name not in SEARCHED)
 
     @cached_property
     def configs(self) -> list[PipelineConfig]:
@@ -227,11 +227,11 @@ class Problem:
     def placements(self) -> list[Placement]:
         """Orders of the devices: of those within reach as they are ranked, where a runtime numbers them."""
         if self.runtime is None:
-            return placements(self.topology)
+            return list_placements(self.topology)
         topology = (
             self.topology if self.usable_gpus == self.gpus else self.topology.with_gpus(self.usable_gpus)
         )
-        return placements(topology)[:1]
+        return list_placements(topology)[:1]
 
     @cached_property
     def replica_sets(self) -> list[tuple[int, ...]]:
@@ -287,7 +287,7 @@ class Problem:
         stages = len(proposal.ends) // config.virtual_stages
         chunked = config.virtual_stages > 1
         return (
-            config.schedule in self.proposable
+            config.schedule in self.allowed_schedules
             and stages <= (self.options.max_stages or stages)
             and (not self.options.use_all or proposal.device_count == self.usable_gpus)
             and self.space.limits.allow(proposal.bounds)
@@ -334,13 +334,9 @@ def _is_three_halves(count: int) -> bool:
 
 
 def _check_counts(chain: Chain, gpus: int, options: PlanOptions) -> None:
-    if (
-        gpus > len(chain)
-        and options.runtime is not None
-        and runtime_named(options.runtime).replicas == "none"
-    ):
+    if gpus > len(chain) and options.runtime is not None and find_runtime(options.runtime).replicas == "none":
         raise UsageError(
-            f"gpus={gpus}: the model has {counted(len(chain), 'layer')}, and a stage needs at least one",
-            f"Use at most {counted(len(chain), 'GPU')} (its allowed cuts make "
-            f"{counted(chain.max_stages, 'stage')}).",
+            f"gpus={gpus}: the model has {format_count(len(chain), 'layer')}, and a stage needs at least one",
+            f"Use at most {format_count(len(chain), 'GPU')} (its allowed cuts make "
+            f"{format_count(chain.max_stages, 'stage')}).",
         )

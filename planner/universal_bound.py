@@ -44,13 +44,13 @@ from .stage_table import Floats, part_seconds
 if TYPE_CHECKING:
     from .problem import Problem
 
-STRAIGHT = frozenset({"naive", "gpipe", "1f1b", "dapple"})
+LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
 """One stage a device, whole backwards."""
-STRAIGHT_SPLIT = frozenset({"zb-h1", "zb-h2"})
+LINEAR_SPLIT = frozenset({"zb-h1", "zb-h2"})
 """One stage a device; weight gradients may wait."""
-SLICED = frozenset({"autopipe"})
+SLICED_SCHEDULES = frozenset({"autopipe"})
 """Whose first micro-batch goes through in halves."""
-ANY = ("",)
+UNKNOWN = ("",)
 """A schedule of which nothing is known."""
 HALVINGS = 12
 """Of what is open between the simple bound and the step."""
@@ -70,17 +70,17 @@ def universal_bound(problem: Problem, schedules: Iterable[str], step: float = in
     cost = (HALVINGS + 2) * sum(case.entries for case in distinct)
     if step == inf or cost > MOST_ENTRIES or problem.space.is_long:
         return low
-    return _bisected(distinct, low, step)
+    return _bisect(distinct, low, step)
 
 
 def work_bound(problem: Problem) -> float:
     """A bound on the seconds between two steps of any schedule, also of one that is never flushed: the work,
     as cheap as any number of replicas makes each layer, shared by all devices."""
-    cases = (case for name in ANY for case in _cases(problem, name))
+    cases = (case for name in UNKNOWN for case in _cases(problem, name))
     return min((case.ideal_seconds for case in cases), default=inf)
 
 
-def _bisected(cases: Sequence[_Case], low: float, step: float) -> float:
+def _bisect(cases: Sequence[_Case], low: float, step: float) -> float:
     """The largest step from `low` on that is known to be too short for every case."""
 
     def too_short(seconds: float) -> bool:
@@ -100,8 +100,8 @@ def _bisected(cases: Sequence[_Case], low: float, step: float) -> float:
 
 def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
     """By micro-batch size, and by the numbers of replicas that stages may have together."""
-    kind = {"naive": "naive", **dict.fromkeys(SLICED, "sliced")}.get(schedule, "any")
-    if kind == "any" and schedule in STRAIGHT | STRAIGHT_SPLIT:
+    kind = {"naive": "naive", **dict.fromkeys(SLICED_SCHEDULES, "sliced")}.get(schedule, "any")
+    if kind == "any" and schedule in LINEAR | LINEAR_SPLIT:
         kind = "straight"
     own = [config for config in problem.configs if config.schedule == schedule] or problem.configs
     for size, recompute in dict.fromkeys((s.micro_batch_size, s.recompute == "always") for s in own):
@@ -110,7 +110,7 @@ def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
                 space=problem.space,
                 usable_gpus=problem.usable_gpus,
                 kind=kind,
-                splits=schedule not in STRAIGHT,
+                splits=schedule not in LINEAR,
                 copies=SCHEDULES[schedule].copies if schedule in SCHEDULES else MOST_COPIES,
                 size=size,
                 micro_batches=problem.mini_batch // size,

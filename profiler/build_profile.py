@@ -236,10 +236,10 @@ def _first_backward_note(
     }
     if all(abs(share) <= _WORTH_A_NOTE for share in shares.values()):
         return []
-    told = ", ".join(f"{share:+.0%} at size {size}" for size, share in shares.items())
+    by_size = ", ".join(f"{share:+.0%} at size {size}" for size, share in shares.items())
     return [
         "the first backward of a step, which adds to no gradients, takes another time than predicted from "
-        f"the others: {told} of a backward"
+        f"the others: {by_size} of a backward"
     ]
 
 

@@ -93,40 +93,47 @@ def profile_model(
     Raises UsageError, ModelError, MachineError; Interrupted, which holds a profile of what there is, at
     Ctrl-C after a micro-batch size was measured.
     """
-    asked = options or ProfileOptions()
+    settings = options or ProfileOptions()
     loaded = model if isinstance(model, LoadedModel) else from_module(*model)
     check_limits(rounds, memory_bytes)
-    sizes = check_micro_batch_sizes(asked.micro_batch_sizes)
-    place = device_named(asked.device if estimate_for is None else "meta")
+    sizes = check_micro_batch_sizes(settings.micro_batch_sizes)
+    place = device_named(settings.device if estimate_for is None else "meta")
     modes = Modes(
-        compile=asked.compile,
-        channels_last=asked.channels_last,
-        amp=asked.amp,
-        tf32=asked.tf32,
-        cudnn_benchmark=asked.cudnn_benchmark,
+        compile=settings.compile,
+        channels_last=settings.channels_last,
+        amp=settings.amp,
+        tf32=settings.tf32,
+        cudnn_benchmark=settings.cudnn_benchmark,
     )
     passing = modes if estimate_for is None else dataclasses.replace(modes, tf32=False, cudnn_benchmark=False)
     passing.check(place)
     setup = Setup(
         device=place,
-        dtype=asked.dtype,
-        granularity=loaded.granularity if asked.granularity is None else asked.granularity,
-        keep_together=tuple(asked.keep_together),
-        loss=loaded.loss if asked.loss is None else asked.loss,
+        dtype=settings.dtype,
+        granularity=loaded.granularity if settings.granularity is None else settings.granularity,
+        keep_together=tuple(settings.keep_together),
+        loss=loaded.loss if settings.loss is None else settings.loss,
         modes=modes,
-        seed=asked.seed,
+        seed=settings.seed,
         clock=clock or (CudaClock(place) if place.type == "cuda" else CpuClock()),
-        verify_seconds=asked.budget_seconds if rounds is None else inf,
+        verify_seconds=settings.budget_seconds if rounds is None else inf,
     )
-    kept = place.type != "meta"
+    may_cache = place.type != "meta"
     profile_cache = ProfileCache.of_user(
-        cache=asked.cache and kept, resume=asked.resume and kept, remark=remark
+        cache=settings.cache and may_cache, resume=settings.resume and may_cache, remark=remark
     )
     limits = MeasurementLimits(
-        sizes, asked.budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, profile_cache
+        sizes,
+        settings.budget_seconds,
+        rounds,
+        parts,
+        memory_bytes,
+        progress,
+        estimate_for,
+        profile_cache,
     )
     # The device first: CUDA has no random numbers to seed before it is initialised.
-    with _on(place), fixed_seed(asked.seed), torch.enable_grad():
+    with _on(place), fixed_seed(settings.seed), torch.enable_grad():
         return _measured(loaded, setup, limits)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from ..cost_models.errors import ModelError
 from .chain.layers import LayerChain, build_chain
 from .chain.shared_parameters import storage_aliases
+from .comparison.model_check import gradients_left_alone
 from .local_machine import DTYPES, dtype_named
 from .passes.clocks import Clock
 from .passes.modes import Modes
@@ -23,7 +24,7 @@ from .user_model.loaded_model import (
     copy_to_host,
     copy_to_meta,
     own_dtype,
-    refuse_lazy,
+    refuse_lazy_or_sparse,
 )
 from .user_model.losses import Loss, loss_named
 
@@ -72,16 +73,17 @@ def build_target(
         for parameter in copy.parameters():
             parameter.grad = None
         example = loaded.example_input_for(smallest).to(dtype=kind)
-        chain = build_chain(
-            copy,
-            example,
-            name=loaded.name,
-            granularity=setup.granularity,
-            keep_together=setup.keep_together,
-            aliases=storage_aliases(loaded.module),
-            verify=True,
-            verify_seconds=setup.verify_seconds,
-        )
+        with gradients_left_alone(loaded.module, loaded.name):
+            chain = build_chain(
+                copy,
+                example,
+                name=loaded.name,
+                granularity=setup.granularity,
+                keep_together=setup.keep_together,
+                aliases=storage_aliases(loaded.module),
+                verify=True,
+                verify_seconds=setup.verify_seconds,
+            )
         layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
         return MeasurementTarget(
             dataclasses.replace(loaded, module=copy),
@@ -97,9 +99,9 @@ def build_target(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = refusal(error)
+        reason = refusal(error)
     raise DoesNotFit(
-        f"{loaded.name}: the model does not fit on {place}: {said}",
+        f"{loaded.name}: the model does not fit on {place}: {reason}",
         "Use a smaller `dtype`, a smaller model, or a device of more memory.",
     )
 
@@ -116,9 +118,9 @@ def _copied_to(place: torch.device, loaded: LoadedModel) -> nn.Module:
 
 def dtype_for(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple[str, ...]]:
     """What the model is converted to, and what is to be said of it. Raises UsageError, ModelError."""
-    asked = None if name is None else dtype_named(name)
+    dtype = None if name is None else dtype_named(name)
     module = loaded.module
-    refuse_lazy(loaded.name, module)
+    refuse_lazy_or_sparse(loaded.name, module)
     tensors = list(itertools.chain(module.named_parameters(), module.named_buffers()))
     for path, tensor in tensors:
         if tensor.is_complex():
@@ -126,8 +128,8 @@ def dtype_for(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple
                 f"{loaded.name}: {path} is {_name(tensor.dtype)}; only real numbers can be measured",
                 "Keep real and imaginary parts in tensors of their own (torch.view_as_real).",
             )
-    if asked is not None:
-        return asked, ()
+    if dtype is not None:
+        return dtype, ()
     own = own_dtype(module)
     if own is not None and own in DTYPES.values():
         return own, ()

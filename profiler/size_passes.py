@@ -43,9 +43,9 @@ class SizePasses:
 
     def run_layers(self, watcher: Watcher, loss: Loss | None = None) -> None:
         """One layer after another, forward and backward."""
-        given = self._fresh_input().handed
+        inputs = self._fresh_input().layer_input
         self._subject.clock.settle()
-        run_layers(self.layers, given, self._gradients, watcher, loss=loss, context=self._context)
+        run_layers(self.layers, inputs, self._gradients, watcher, loss=loss, context=self._context)
 
     def time_layers(self) -> LayerTimes:
         """The seconds of each layer, and of the loss that ends the pass."""
@@ -61,21 +61,21 @@ class SizePasses:
 
     def time_whole(self) -> WholeTimes:
         """The seconds of the untouched model."""
-        given, clock = self._fresh_input(), self._subject.clock
+        inputs, clock = self._fresh_input(), self._subject.clock
         clock.settle()
         return run_whole(
-            self._model, given, self._gradients, clock, leads=self.leads.leads, context=self._context
+            self._model, inputs, self._gradients, clock, leads=self.leads.leads, context=self._context
         )
 
     def time_parts(self) -> PartTimes:
         """The seconds of each layer's backward in two parts: gradients of the input, and of the weights."""
-        given, clock = self._fresh_input().handed, self._subject.clock
+        inputs, clock = self._fresh_input().layer_input, self._subject.clock
         clock.settle()
         times = run_parts(
-            self.layers, given, self._gradients, clock, leads=self.leads.leads, context=self._context
+            self.layers, inputs, self._gradients, clock, leads=self.leads.leads, context=self._context
         )
         if times.weight_host is not None:
-            self.leads.weights_seen(times.weight_host[::-1], times.weight[::-1])
+            self.leads.observe_weights(times.weight_host[::-1], times.weight[::-1])
         return times
 
     def find_leads(self) -> None:
@@ -90,9 +90,9 @@ class SizePasses:
         # Those that backward starts from are of the pass: they are drawn in it.
         self._gradients.forget()
         with build_meter(device, module) as meter:
-            given = self._fresh_input().handed
-            workspace = Workspace(module, len(self.layers), meter, tensors_in(given))
-            run_layers(self.layers, given, self._gradients, workspace, context=self._context)
+            inputs = self._fresh_input().layer_input
+            workspace = Workspace(module, len(self.layers), meter, tensors_in(inputs))
+            run_layers(self.layers, inputs, self._gradients, workspace, context=self._context)
         return workspace.memory(saved.saved_bytes)
 
     def loss_workspace(self, saved: SavedBytes) -> LossWorkspace | None:
@@ -102,11 +102,11 @@ class SizePasses:
             return None
         module, count = subject.loaded.module, len(self.layers)
         with build_meter(subject.device, module) as meter:
-            given = self._fresh_input().handed
-            workspace = Workspace(module, count, meter, tensors_in(given))
+            inputs = self._fresh_input().layer_input
+            workspace = Workspace(module, count, meter, tensors_in(inputs))
             # Its targets are of the pass.
             loss = subject.loss.without_targets()
-            run_layers(self.layers, given, self._gradients, workspace, loss=loss, context=self._context)
+            run_layers(self.layers, inputs, self._gradients, workspace, loss=loss, context=self._context)
         return workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
 
     def peak_bytes(self) -> int:
@@ -125,8 +125,8 @@ class SizePasses:
         """A clone, made before the time counts: the model may work in place."""
         if self._input is None:
             subject = self._subject
-            given = ModelInput.of(subject.loaded.example_input_for(self._size))
-            self._input = given.to(subject.device, subject.dtype, subject.modes.memory_format)
+            example = ModelInput.of(subject.loaded.example_input_for(self._size))
+            self._input = example.to(subject.device, subject.dtype, subject.modes.memory_format)
         return self._input.clone()
 
 
@@ -140,10 +140,10 @@ class VisitingWatcher:
         self.gradient = watcher.gradient
         self.backward_ends = watcher.backward_ends
 
-    def before(self, index: int, given: object) -> None:
+    def before(self, index: int, layer_input: object) -> None:
         if index < len(self._layers):
             self._visit(self._layers[index])
-        self._watcher.before(index, given)
+        self._watcher.before(index, layer_input)
 
 
 def release(device: torch.device) -> None:

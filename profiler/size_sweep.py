@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..cost_models.errors import ModelError
 
 if TYPE_CHECKING:
-    from .journal import Journal, KeptSize
+    from .journal import Journal, JournalSize
 
 
 Run = TypeVar("Run", SizeRun, SizeResult)
@@ -137,9 +137,9 @@ class SizeSweep(ABC, Generic[Run]):
         """Seconds of the budget."""
         return self.subject.clock.now() - self._begun
 
-    def kept(self, size: int) -> KeptSize | None:
+    def journal_size(self, size: int) -> JournalSize | None:
         """What an interrupted profile has left of a size."""
-        return self.journal.kept.get(size) if self.journal else None
+        return self.journal.sizes.get(size) if self.journal else None
 
     def tell(self, doing: str, size: int, layer: str | None = None) -> None:
         if self.progress is not None:
@@ -152,8 +152,8 @@ class SizeSweep(ABC, Generic[Run]):
             size = self._pending[0]
             if "does not fit" in self._refusals.get(size, ()):
                 return
-            kept = self.kept(size)
-            begun = kept is not None and kept.has_passes
+            earlier = self.journal_size(size)
+            begun = earlier is not None and earlier.has_passes
             refusal = self._refuse(size) if self.runs and not begun else None
             refusal = refusal or self._try(size)
             if refusal is not None:
@@ -214,19 +214,19 @@ def host_note(run: SizeRun | SizeResult) -> str | None:
     return f"micro-batch size {run.size} is bound by the host: {host} to launch, {device} on the device"
 
 
-def sizes_to_try(named: Sequence[int] | None, device: torch.device) -> Iterator[int]:
+def sizes_to_try(sizes: Sequence[int] | None, device: torch.device) -> Iterator[int]:
     """The sizes that the user named, else 1, 2, 4, ... as far as is usual on the device."""
-    if named is not None:
-        return iter(named)
+    if sizes is not None:
+        return iter(sizes)
     return (2**power for power in range(_LARGEST[device.type].bit_length()))
 
 
-def left_out_note(size: int, named: Sequence[int] | None, error: ModelError) -> str | None:
+def left_out_note(size: int, sizes: Sequence[int] | None, error: ModelError) -> str | None:
     """A note that `size` is left out for `error`; None where that must be raised.
 
     Batch norm refuses a single value a channel: where nobody asked for size 1, the others do.
     """
-    return f"micro-batch size 1 is left out: {error.what}" if named is None and size == 1 else None
+    return f"micro-batch size 1 is left out: {error.what}" if sizes is None and size == 1 else None
 
 
 def beyond_budget(predicted: float, left: float, budget: float) -> str:
@@ -234,9 +234,9 @@ def beyond_budget(predicted: float, left: float, budget: float) -> str:
     return f"it would take about {in_words(predicted)}, {in_words(max(left, 0.0))} of {budget:g} s are left"
 
 
-def left_unmeasured(size: int, named: Sequence[int] | None, reason: str, detail: str) -> list[Unmeasured]:
+def left_unmeasured(size: int, sizes: Sequence[int] | None, reason: str, detail: str) -> list[Unmeasured]:
     """The size that was not measured, and after it the larger ones that the user named."""
-    others = (size,) if named is None else [other for other in named if other >= size]
+    others = (size,) if sizes is None else [other for other in sizes if other >= size]
     return [
         Unmeasured.model_validate(
             {

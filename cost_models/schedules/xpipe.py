@@ -8,16 +8,16 @@ Global batches of T micro-batches, here two; the first of each (F0, F2, F4) pred
 
 A stage updates its weights after the last backward of a global batch (|). Between the forward of a global
 batch and its own update others come: the weights are predicted over that many with Adam's moments
-(`predicted_over`), for the forward and again for the backward, and no version is kept. Guan et al., "XPipe",
-arXiv 1911.04610. Needs of the runtime: Adam-like moments to predict with, a prediction per global batch and
-pass. Weight versions: 1. Staleness: ceil((p - 1 - i) / T) updates on stage i, which the prediction makes up
-for.
+(`prediction_distance`), for the forward and again for the backward, and no version is kept.
+Guan et al., "XPipe", arXiv 1911.04610.
+Needs of the runtime: Adam-like moments to predict with, a prediction per global batch and pass. Weight
+versions: 1. Staleness: ceil((p - 1 - i) / T) updates on stage i, for which the prediction makes up.
 """
 
 from __future__ import annotations
 
-from .action import Program, Schedule, at_least, exactly, linear_program
-from .one_f_one_b import in_flight, lists
+from .action import Program, Schedule, check_at_least, check_virtual_stages, linear_program
+from .one_f_one_b import in_flight, stage_lists
 
 
 def program(
@@ -25,10 +25,10 @@ def program(
 ) -> Program:
     """1F1B's lists, `micro_batches` in a row; `update_every`: T, those of a global batch (None: the
     stages)."""
-    exactly("xpipe", virtual_stages, 1)
+    check_virtual_stages("xpipe", virtual_stages, 1)
     every = stages if update_every is None else update_every
-    at_least("xpipe", "micro-batches an update", every, 1, "one global batch")
-    return linear_program(lists(stages, micro_batches), update_every=every)
+    check_at_least("xpipe", "micro-batches an update", every, 1, "one global batch")
+    return linear_program(stage_lists(stages, micro_batches), update_every=every)
 
 
 def staleness(stage: int, stages: int, micro_batches: int, update_every: int | None = None) -> int:
@@ -41,7 +41,7 @@ def staleness(stage: int, stages: int, micro_batches: int, update_every: int | N
     return min(-(-(stages - 1 - stage) // every), (micro_batches - 1) // every)
 
 
-def predicted_over(stage: int, stages: int, update_every: int) -> tuple[int, int]:
+def prediction_distance(stage: int, stages: int, update_every: int) -> tuple[int, int]:
     """Updates that the weights are predicted over on `stage` (0-based), for the forward and the backward.
 
     The distance to the end of the global batch's round trip on stage 0, in updates: a hop between stages

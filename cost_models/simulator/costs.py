@@ -20,7 +20,7 @@ TRANSFERS: tuple[Transfers, ...] = ("overlapped", "blocking", "blocking-receive"
 Hosts = Literal["one", "each"]
 
 
-def transfers_named(name: str) -> Transfers:
+def find_transfers(name: str) -> Transfers:
     """How a runtime goes about transfers, by its word. Raises UsageError."""
     for word in TRANSFERS:
         if name == word:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..port_sharing import Loads, end_on_ports
-from .action_costs import ActionCosts, recompute_seconds, updating
+from .action_costs import ActionCosts, recompute_seconds, update_actions
 from .engine import Run
 
 
@@ -90,7 +90,7 @@ def _last_actions(values: ActionCosts) -> dict[tuple[int, int], list[int]]:
     """By (device, chunk), the actions that complete gradients to be reduced."""
     order = values.order
     every = order.program.update_every
-    actions = np.flatnonzero(order.finishing) if every is None else updating(order)
+    actions = np.flatnonzero(order.finishing) if every is None else update_actions(order)
     by_chunk: dict[tuple[int, int], list[int]] = {}
     for i in actions.tolist():
         key = (int(order.device[i]), int(order.chunk[i]))

@@ -50,7 +50,7 @@ def steady_state(program: Program, costs: Costs, engine: Engine = "auto") -> Ste
     period = _period(late)
     count = period or len(late) - 1
     seconds = float(late[-1] - late[-1 - count]) / count
-    least = max(_reducing(order, costs), costs.port_seconds / program.micro_batches)
+    least = max(_reduction_seconds(order, costs), costs.port_seconds / program.micro_batches)
     return SteadyState(max(seconds, least), count, period is not None)
 
 
@@ -78,7 +78,7 @@ def _period(times: Array) -> int | None:
     return None
 
 
-def _reducing(order: Order, costs: Costs) -> float:
+def _reduction_seconds(order: Order, costs: Costs) -> float:
     """Seconds of all-reduce for a micro-batch on the device that has most."""
     program = order.program
     if costs.all_reduce is None or program.update_every is None:

@@ -19,9 +19,12 @@ NUMBER = 2
 
 
 @dataclass(frozen=True)
-class Work:
+class LayerKernels:
     """Of one layer on one device, for one micro-batch: kernels of forward and backward, bytes that it saves
-    for backward, and bytes besides at its peak, while backward runs."""
+    for backward, and bytes besides at its peak, while backward runs.
+
+    `attention`: of the forward those kernels that selective recomputation runs again, from queries, keys and
+    values to the result; `attention_saved`: what need not be kept then."""
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
@@ -29,14 +32,18 @@ class Work:
     workspace: float
     exchanges_tokens: bool = False
     """Whether the host waits for how many tokens each expert takes."""
+    attention: tuple[Kernel, ...] = ()
+    attention_saved: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: LayerKernels) -> LayerKernels:
+        return LayerKernels(
             self.forward + other.forward,
             other.backward + self.backward,
             self.saved + other.saved,
             max(self.workspace, other.workspace),
             self.exchanges_tokens or other.exchanges_tokens,
+            self.attention + other.attention,
+            self.attention_saved + other.attention_saved,
         )
 
 
@@ -52,7 +59,9 @@ class Tokens:
         return self.sequence * self.samples // degrees.context
 
 
-def block_work(shape: TransformerShape, routed: bool, degrees: ParallelDegrees, tokens: Tokens) -> Work:
+def block_work(
+    shape: TransformerShape, routed: bool, degrees: ParallelDegrees, tokens: Tokens
+) -> LayerKernels:
     """Attention and feed-forward layer, with their norms and residual sums."""
     feed_forward = (
         _experts(shape, shape.experts, degrees, tokens)
@@ -62,17 +71,17 @@ def block_work(shape: TransformerShape, routed: bool, degrees: ParallelDegrees, 
     return _attention(shape, degrees, tokens) + feed_forward
 
 
-def embedding_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> Work:
+def embedding_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerKernels:
     """The lookup; with tensor parallelism each device looks up its rows and the sum is scattered."""
     whole = NUMBER * tokens.on(degrees) * shape.hidden
     own = whole / degrees.tensor
     gather, scatter = _gather_and_scatter(whole, degrees)
-    return Work(
+    return LayerKernels(
         (MemoryPass(2 * own), *scatter), (*gather, MemoryPass(2 * whole), MemoryPass(2 * whole)), 0.0, 0.0
     )
 
 
-def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> Work:
+def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerKernels:
     """Norm, product with the vocabulary, fused cross-entropy: the logits once in 2 bytes and once in
     float32."""
     count, rows = tokens.on(degrees), padded_vocabulary(shape, degrees.tensor) // degrees.tensor
@@ -81,7 +90,7 @@ def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens)
     product = _linear(count, shape.hidden, rows)
     gather, scatter = _gather_and_scatter(whole, degrees)
     sums = [Collective("all_reduce", 4.0 * count, "tensor")] * 3 if degrees.tensor > 1 else []
-    return Work(
+    return LayerKernels(
         (
             MemoryPass(2 * own),
             *gather,
@@ -117,7 +126,7 @@ def _gather_and_scatter(bytes: float, degrees: ParallelDegrees) -> tuple[list[Ke
     return [Collective("all_gather", bytes, "tensor")], [Collective("reduce_scatter", bytes, "tensor")]
 
 
-def _attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> Work:
+def _attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerKernels:
     inner = (
         _latent_attention(shape, degrees, tokens)
         if shape.attention.is_latent
@@ -125,11 +134,13 @@ def _attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens
     )
     residual = NUMBER * tokens.on(degrees) * shape.hidden / degrees.tensor
     # Norm and residual sum. Saved: the input and the norm's output.
-    return Work(
+    return LayerKernels(
         (MemoryPass(2 * residual), *inner.forward, MemoryPass(3 * residual)),
         (*inner.backward, MemoryPass(3 * residual), MemoryPass(3 * residual)),
         2 * residual + inner.saved,
         inner.workspace + 2 * residual,
+        attention=inner.attention,
+        attention_saved=inner.attention_saved,
     )
 
 
@@ -163,7 +174,7 @@ def _kernel_of_attention(
     return forward, backward
 
 
-def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> Work:
+def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerKernels:
     """One projection to queries, keys and values; saved: these after the rotary positions, and the result."""
     attention, count, tensor = shape.attention, tokens.on(degrees), degrees.tensor
     whole = NUMBER * count * shape.hidden
@@ -176,15 +187,17 @@ def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens
     result = NUMBER * count * attention.heads * attention.value_width / tensor
     statistics = 4.0 * count * attention.heads / tensor
     gather, scatter = _gather_and_scatter(whole, degrees)
-    return Work(
+    return LayerKernels(
         (*gather, project[0], rotary, *forward, output[0], *scatter),
         (*gather, *output[1:], *backward, rotary, *gather, *project[1:], *scatter),
         fused + result + statistics,
         2 * fused,
+        attention=tuple(forward),
+        attention_saved=statistics,
     )
 
 
-def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> Work:
+def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerKernels:
     """Two projections down, which each device computes for its own tokens, a norm of each, two up."""
     attention, count, tensor = shape.attention, tokens.on(degrees), degrees.tensor
     own, hidden = count // tensor, shape.hidden
@@ -201,6 +214,7 @@ def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens:
     up = NUMBER * count * attention.key_value_up_size / tensor
     values = NUMBER * count * attention.heads * attention.value_width / tensor
     latent = sum(gathered) / tensor
+    statistics = 4.0 * count * attention.heads / tensor
     # Queries are turned, keys put together of both parts, values copied.
     shuffle = (MemoryPass(2 * latent), MemoryPass(2 * queries), MemoryPass(up + queries + 2 * values))
     latents = [_gather_and_scatter(bytes, degrees) for bytes in gathered]
@@ -208,7 +222,7 @@ def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens:
     gather = [kernel for _, scatter in latents for kernel in scatter]
     whole = NUMBER * count * hidden
     back, scatter = _gather_and_scatter(whole, degrees)
-    return Work(
+    return LayerKernels(
         (*(product[0] for product in products), *spread, *shuffle, *forward, output[0], *scatter),
         (
             *back,
@@ -218,18 +232,20 @@ def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens:
             *gather,
             *(part for product in products for part in product[1:]),
         ),
-        2 * latent + 2 * queries + 2 * values + 4.0 * count * attention.heads / tensor,
+        2 * latent + 2 * queries + 2 * values + statistics,
         2 * queries + values,
+        attention=tuple(forward),
+        attention_saved=statistics,
     )
 
 
-def _feed_forward(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> Work:
+def _feed_forward(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerKernels:
     count, tensor = tokens.on(degrees), degrees.tensor
     inner = _matrices(shape, shape.feed_forward // tensor, count)
     whole = NUMBER * count * shape.hidden
     gather, scatter = _gather_and_scatter(whole, degrees)
     residual = whole / tensor
-    return Work(
+    return LayerKernels(
         (MemoryPass(2 * residual), *gather, *inner.forward, *scatter, MemoryPass(3 * residual)),
         (*gather, *inner.backward, *gather, *scatter, MemoryPass(3 * residual), MemoryPass(3 * residual)),
         2 * residual + inner.saved,
@@ -237,12 +253,12 @@ def _feed_forward(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tok
     )
 
 
-def _matrices(shape: TransformerShape, width: int, tokens: int) -> Work:
+def _matrices(shape: TransformerShape, width: int, tokens: int) -> LayerKernels:
     """The products up and down and the activation between them. Saved: what goes in and out of this one."""
     ups = 2 if shape.gated else 1
     up, down = _linear(tokens, shape.hidden, ups * width), _linear(tokens, width, shape.hidden)
     small = NUMBER * tokens * width
-    return Work(
+    return LayerKernels(
         (up[0], MemoryPass((ups + 1) * small), down[0]),
         (*down[1:], MemoryPass((2 * ups + 1) * small), *up[1:]),
         (ups + 1) * small,
@@ -250,7 +266,9 @@ def _matrices(shape: TransformerShape, width: int, tokens: int) -> Work:
     )
 
 
-def _experts(shape: TransformerShape, experts: ExpertShape, degrees: ParallelDegrees, tokens: Tokens) -> Work:
+def _experts(
+    shape: TransformerShape, experts: ExpertShape, degrees: ParallelDegrees, tokens: Tokens
+) -> LayerKernels:
     """Router, shared experts, and the routed ones: tokens are sorted by expert, sent, computed and sent back.
 
     Every expert takes as many tokens as every other.
@@ -261,7 +279,7 @@ def _experts(shape: TransformerShape, experts: ExpertShape, degrees: ParallelDeg
     shared = (
         _matrices(shape, experts.shared_width // tensor, count)
         if experts.shared_width
-        else Work((), (), 0.0, 0.0)
+        else LayerKernels((), (), 0.0, 0.0)
     )
     local = experts.number // degrees.expert
     rows = math.ceil(own * experts.per_token / experts.number) * degrees.expert
@@ -315,7 +333,7 @@ def _experts(shape: TransformerShape, experts: ExpertShape, degrees: ParallelDeg
         MemoryPass(3 * residual),
         MemoryPass(3 * residual),
     )
-    return Work(
+    return LayerKernels(
         forward,
         backward,
         2 * residual + shared.saved + sent + (ups + 1) * small + 12.0 * own * experts.number,

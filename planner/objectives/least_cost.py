@@ -9,19 +9,19 @@ from math import inf
 import numpy as np
 
 from ...cost_models.errors import DefectError, UsageError
-from ...cost_models.quantities import counted
+from ...cost_models.quantities import format_count
 from ...cost_models.schedules import MOST_COPIES
 from ...cost_models.topology import Group, Topology
 from ..candidate import Proposal, ScoredPlan
 from ..coverage import describe_coverage
-from ..joint_search import JointSearchResult, find
+from ..joint_search import JointSearchResult, find_best_plan, with_bound
 from ..plan_records import TIE, Aim
 from ..problem import EVERY_COUNT, Problem
 from ..scoring import fastest, least_in_parts
 from ..search.space import Space
 from ..universal_bound import universal_bound
 from .objective import price_by_kind
-from .objective_result import ObjectiveResult, of_fastest, search_again
+from .objective_result import ObjectiveResult, search_again
 
 HOUR = 3600.0
 
@@ -37,7 +37,7 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
     """
     own = price_by_kind(prices, problem.topology)
     hourly = [own[problem.topology.device(rank).name] for rank in range(problem.gpus)]
-    answer = find(problem)
+    answer = find_best_plan(problem)
     search = _CostSearch(problem, hourly, answer)
     search.run()
     if search.best is None:
@@ -49,13 +49,13 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
         unit="$/sample",
         lower_bound=min(search.bound, search.cost),
         exact=search.bound >= search.cost * (1 - TIE),
-        detail=f"{counted(used, 'device')} at {search.dollars(search.best):g} dollars an hour together",
+        detail=f"{format_count(used, 'device')} at {search.dollars(search.best):g} dollars an hour together",
         covers=f"{describe_coverage(problem, answer.result)}; each on the first so many devices",
     )
     notes = [f"a million samples cost {1e6 * search.cost:.4g} dollars"]
     if used < problem.gpus:
         notes.append(f"the cheapest plan uses {used} of the {problem.gpus} devices; the others cost nothing")
-    return ObjectiveResult(of_fastest(problem, answer.result, search.best), answer, aim, tuple(notes))
+    return ObjectiveResult(with_bound(problem, search.best, answer.result), answer, aim, tuple(notes))
 
 
 @dataclass
@@ -175,7 +175,7 @@ class _CostSearch:
             return None
 
     def _least_step(self, problem: Problem | None) -> float:
-        return inf if problem is None else universal_bound(problem, problem.proposable)
+        return inf if problem is None else universal_bound(problem, problem.allowed_schedules)
 
     def _bound(self, count: int, step: float) -> None:
         self.bound = min(self.bound, self._cost(sum(self.hourly[:count]), step))

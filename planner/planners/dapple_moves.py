@@ -35,20 +35,20 @@ Policy = Callable[[Counts, Counts, int], Counts]
 def fresh_first(machines: Counts, used: Counts, count: int) -> Counts:
     """Devices of unused machines first: keeps the replicas of a stage on the fast links of one machine."""
     fresh = [machine for machine, count_used in enumerate(used) if count_used == 0]
-    return _in_order(machines, used, count, [*fresh, *_begun(used)])
+    return _in_order(machines, used, count, [*fresh, *_partly_used(used)])
 
 
 def append_first(machines: Counts, used: Counts, count: int) -> Counts:
     """What is left of used machines first: leaves no machine half empty."""
     fresh = [machine for machine, count_used in enumerate(used) if count_used == 0]
-    return _in_order(machines, used, count, [*_begun(used), *fresh])
+    return _in_order(machines, used, count, [*_partly_used(used), *fresh])
 
 
 def scatter_first(machines: Counts, used: Counts, count: int) -> Counts:
     """One device in turn of each used machine, where there are several with enough left, else of each machine
     that has any left: transfers from stage to stage then stay inside the machines."""
     free = [room - count_used for room, count_used in zip(machines, used, strict=True)]
-    begun = [machine for machine in _begun(used) if free[machine]]
+    begun = [machine for machine in _partly_used(used) if free[machine]]
     enough = len(begun) > 1 and sum(free[machine] for machine in begun) >= count
     pool = begun if enough else range(len(machines))
     counts = [0] * len(machines)
@@ -72,7 +72,7 @@ def list_ranks(starts: Sequence[int], used: Counts, counts: Counts) -> tuple[int
     )
 
 
-def _begun(used: Counts) -> list[int]:
+def _partly_used(used: Counts) -> list[int]:
     return [machine for machine, count_used in enumerate(used) if count_used]
 
 

@@ -39,7 +39,7 @@ from .pipedream_instance import (
     Recurrence,
 )
 from .pipedream_programme import Programme
-from .replica_groups import thin
+from .replica_groups import thin_cuts
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -121,7 +121,7 @@ class PipeDream:
         the cuts: tables of all its stages would be too large."""
         space, configs = _within_reach(problem.space), _one_schedule(problem.configs)
         if space.is_long:
-            space = thin(space, LONG)
+            space = thin_cuts(space, LONG)
         runtime = space.runtime
         for config in configs:
             size = config.micro_batch_size
@@ -183,7 +183,7 @@ def shortest_bottleneck(instance: Instance, work: float = WORK) -> Solution | No
     for count in _counts(instance):
         points = _select_points(instance, count)
         bottleneck, depth, spent = _deep_enough(
-            instance.thinned(points), depth, best.seconds if best else np.inf
+            instance.select_points(points), depth, best.seconds if best else np.inf
         )
         if bottleneck is not None:
             best = Solution(

@@ -102,7 +102,7 @@ def group_devices(gpus: int, gpus_per_node: int, most: int = MOST_GROUPS) -> int
     return each
 
 
-def thin(space: Space, blocks: int) -> Space:
+def thin_cuts(space: Space, blocks: int) -> Space:
     """The space with at most so many blocks between its cuts, of about the same seconds."""
     table = space.table(space.chain.sizes[-1])
     if table.blocks <= blocks:

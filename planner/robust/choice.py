@@ -69,7 +69,7 @@ def most_robust(problem: Problem, answer: JointSearchResult, draws: Draws | None
     contest.enter(plan for plan in answer.by_planner.values() if isinstance(plan, ScoredPlan))
     contest.enter(_bests(problem, best))
     contest.climb()
-    return contest.decided()
+    return contest.choose_best()
 
 
 @dataclass
@@ -120,7 +120,7 @@ class _Comparison:
         """The best first, among equals the fastest, then the one that was entered first."""
         return sorted(self.scores.values(), key=lambda row: (row[1], row[0].step_seconds))
 
-    def decided(self) -> RobustPlan:
+    def choose_best(self) -> RobustPlan:
         """The best plan."""
         own = self.scores[self.fastest.proposal]
         ranked = self._rank_plans()[0]
@@ -130,12 +130,12 @@ class _Comparison:
 
 def variations(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
     """The plan with a cut one place further, or with a device of one stage on the stage beside it."""
-    for other in (*_moved_cuts(problem, proposal), *_moved_devices(proposal)):
+    for other in (*_move_cuts(problem, proposal), *_move_devices(proposal)):
         if problem.allows(other):
             yield other
 
 
-def _moved_cuts(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
+def _move_cuts(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
     cut_points = [
         0,
         *(int(i) + 1 for i in problem.space.chain.cut_after[:-1].nonzero()[0]),
@@ -150,7 +150,7 @@ def _moved_cuts(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
                 yield replace(proposal, ends=ends)
 
 
-def _moved_devices(proposal: Proposal) -> Iterator[Proposal]:
+def _move_devices(proposal: Proposal) -> Iterator[Proposal]:
     """Of devices that stand in their order."""
     own = proposal.replicas
     if proposal != replicated_pipeline(proposal.config, proposal.ends, own):

@@ -18,7 +18,7 @@ from ..candidate import Proposal
 from ..stage_table import Floats
 from .budget import OutOfTime, SearchBudget
 from .relaxed_problem import CheapestStage, PricedSums, RelaxedProblem, Weights
-from .relaxed_stages import RelaxedStages, relaxed_stages
+from .relaxed_stages import RelaxedStages, make_relaxed_stages
 from .rounding import round_stages
 from .space import Space
 from .subproblem import Family, quick_bound
@@ -110,7 +110,7 @@ class RelaxedBound:
 
     def _whole_range(self, family: Family, bound: float) -> Iterator[_StageRange]:
         """The whole range of a family; what has one stage is known at once."""
-        stages = relaxed_stages(self.space, family)
+        stages = make_relaxed_stages(self.space, family)
         self.budget.spend(1e7)
         if stages is None:
             return

@@ -88,8 +88,8 @@ def find_tensor_users(
             one = key if path is None else first_of.get(path, path)
             name = one if isinstance(one, str) else "a tensor"
             new = TensorUsers(name, tensor, [], path in first_of, key in written)
-            found = users.setdefault(one, new).layers
-            found.extend([index] if index not in found else [])
+            positions = users.setdefault(one, new).layers
+            positions.extend([index] if index not in positions else [])
     return list(users.values())
 
 

@@ -34,10 +34,10 @@ class Again(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """The module's own attributes, for code that reads its weight, say, without running it."""
-        held = self.__dict__.get("_held_earlier")
-        if held is None or name.startswith("__") or name == _COPY:
+        module = self.__dict__.get("_held_earlier")
+        if module is None or name.startswith("__") or name == _COPY:
             return super().__getattr__(name)
-        return getattr(held[0], name)
+        return getattr(module[0], name)
 
     def extra_repr(self) -> str:
         return f"{type(self.module).__name__} of an earlier layer"
@@ -93,7 +93,7 @@ class Borrows:
         self._fields.append((user, field, owner, owners_field))
         user.__dict__[field] = getattr(owner, owners_field)
 
-    def __call__(self, module: nn.Module, given: Any) -> None:  # noqa: ARG002
+    def __call__(self, module: nn.Module, inputs: Any) -> None:  # noqa: ARG002
         for user, field, owner, owners_field in self._fields:
             user.__dict__[field] = getattr(owner, owners_field)
 
@@ -109,8 +109,8 @@ class OnClone(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, given: Tensor | tuple[Tensor, ...]) -> Any:
-        own = given.clone() if isinstance(given, Tensor) else tuple(tensor.clone() for tensor in given)
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Any:
+        own = inputs.clone() if isinstance(inputs, Tensor) else tuple(tensor.clone() for tensor in inputs)
         return self.layer(own)
 
 
@@ -119,22 +119,22 @@ def register_references(layers: nn.Sequential) -> None:
     where it is used first, as if no earlier layer held it. For a stage with copies of what earlier stages
     hold."""
     owners = {id(own): (part, name) for part in layers.modules() for name, own in registered(part)}
-    held = {id(part) for part in layers.modules()}
+    owned = {id(part) for part in layers.modules()}
     for part in list(layers.modules()):
-        _register_in(part, owners, held)
+        _register_in(part, owners, owned)
 
 
 _Owners = dict[int, tuple[nn.Module, str]]
 
 
-def _register_in(part: nn.Module, owners: _Owners, held: set[int]) -> None:
-    if isinstance(part, Again) and id(part.module) not in held:
+def _register_in(part: nn.Module, owners: _Owners, owned: set[int]) -> None:
+    if isinstance(part, Again) and id(part.module) not in owned:
         part.add_module(_COPY, part.module)
         for inner in list(part.module.modules()):
-            held.add(id(inner))
+            owned.add(id(inner))
             for name, own in registered(inner):
                 owners.setdefault(id(own), (inner, name))
-            _register_in(inner, owners, held)
+            _register_in(inner, owners, owned)
     elif isinstance(part, Borrowed):
         value = part()
         if id(value) not in owners:

@@ -29,13 +29,13 @@ class Difference:
     name: str
     expected: Any
     """Of the model."""
-    found: Any
+    actual: Any
     """Of the layers."""
 
     @property
     def may_be_rounding(self) -> bool:
         """Whether both are floating tensors of one shape, with NaN and infinity in the same places."""
-        a, b = self.expected, self.found
+        a, b = self.expected, self.actual
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or not _comparable(a, b):
             return False
         finite = torch.isfinite(a)
@@ -45,14 +45,14 @@ class Difference:
     @property
     def size(self) -> float:
         """The largest difference of two finite elements."""
-        return _distance(self.expected, self.found)
+        return _distance(self.expected, self.actual)
 
 
-def differences(expected: PassResult, found: PassResult) -> list[Difference]:
+def differences(expected: PassResult, actual: PassResult) -> list[Difference]:
     """In the order of `PassResult.values`; none: equal bit for bit."""
-    if expected.structure != found.structure or len(expected.output) != len(found.output):
-        return [Difference("structure of the output", "", expected.structure, found.structure)]
-    own = {(kind, name): value for kind, name, value in found.values()}
+    if expected.structure != actual.structure or len(expected.output) != len(actual.output):
+        return [Difference("structure of the output", "", expected.structure, actual.structure)]
+    own = {(kind, name): value for kind, name, value in actual.values()}
     return [
         Difference(kind, name, value, own.get((kind, name)))
         for kind, name, value in expected.values()
@@ -102,11 +102,11 @@ def relative_size(several: list[Difference], expected: PassResult) -> float:
 
 def _scales(result: PassResult) -> Mapping[str, float]:
     """By kind, the largest value."""
-    found: dict[str, float] = {}
+    scales: dict[str, float] = {}
     for kind, _, value in result.values():
         largest = _largest(value) if isinstance(value, Tensor) else 0.0
-        found[kind] = max(found.get(kind, 0.0), largest)
-    return found
+        scales[kind] = max(scales.get(kind, 0.0), largest)
+    return scales
 
 
 def not_finite(result: PassResult) -> Iterator[str]:
@@ -124,7 +124,7 @@ def output_name(index: int, count: int) -> str:
     return "the output" if count == 1 else f"output {index}"
 
 
-def named(difference: Difference) -> str:
+def describe_difference(difference: Difference) -> str:
     """In words."""
     if difference.kind == "output":
         return output_name(int(difference.name), 1 if difference.name == "0" else 2)

@@ -155,18 +155,18 @@ def _ask_devices(graph: fx.Graph, device: torch.device) -> None:
         if node.op == "call_function" and _packet(node) == "to" and _stays(node, device):
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "device"}
     with graph.inserting_after(tensors[-1]):
-        asked = graph.call_function(device_of, (tensors[0],))
-    asked.meta["val"] = device
+        device_node = graph.call_function(device_of, (tensors[0],))
+    device_node.meta["val"] = device
 
     def changed(value: Any) -> Any:
-        return asked if isinstance(value, torch.device) and _is_same(value, device) else value
+        return device_node if isinstance(value, torch.device) and _is_same(value, device) else value
 
     for node in graph.nodes:
-        if node.op == "call_function" and node is not asked:
+        if node.op == "call_function" and node is not device_node:
             node.args = fx.node.map_aggregate(node.args, changed)
             node.kwargs = fx.node.map_aggregate(node.kwargs, changed)
-    if not asked.users:
-        graph.erase_node(asked)
+    if not device_node.users:
+        graph.erase_node(device_node)
 
 
 def _value_kind(node: fx.Node) -> str:
@@ -187,8 +187,8 @@ def _packet(node: fx.Node) -> str:
 
 def _stays(node: fx.Node, device: torch.device) -> bool:
     """Whether what is moved is there already."""
-    value, wanted = node.all_input_nodes[0].meta.get("val"), node.kwargs.get("device")
-    return isinstance(value, Tensor) and _is_same(value.device, device) and _is_same(wanted, device)
+    value, target = node.all_input_nodes[0].meta.get("val"), node.kwargs.get("device")
+    return isinstance(value, Tensor) and _is_same(value.device, device) and _is_same(target, device)
 
 
 def _is_same(device: object, other: torch.device) -> bool:

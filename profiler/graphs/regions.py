@@ -22,9 +22,9 @@ class GradientsSwitched(nn.Module):
         super().__init__()
         self.body, self.enabled = body, enabled
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *inputs: Any) -> Any:
         with torch.set_grad_enabled(self.enabled):
-            return self.body(*given)
+            return self.body(*inputs)
 
 
 class AutocastSwitched(nn.Module):
@@ -34,10 +34,10 @@ class AutocastSwitched(nn.Module):
         super().__init__()
         self.body, self.dtype, self.enabled, self.cache = body, dtype, enabled, cache
 
-    def forward(self, *given: Any) -> Any:
-        kind = next((value.device.type for value in given if isinstance(value, Tensor)), "cpu")
+    def forward(self, *inputs: Any) -> Any:
+        kind = next((value.device.type for value in inputs if isinstance(value, Tensor)), "cpu")
         with torch.autocast(kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache):
-            return self.body(*given)
+            return self.body(*inputs)
 
 
 def as_calls(
@@ -84,19 +84,19 @@ def _free_name(module: nn.Module, word: str) -> str:
     return f"{word}_{number}"
 
 
-def _needing_gradients(graph: fx.Graph, given: Collection[fx.Node]) -> set[fx.Node]:
-    """Nodes that a parameter or one of `given` leads to by floating tensors."""
-    found = set(given)
+def _needing_gradients(graph: fx.Graph, inputs: Collection[fx.Node]) -> set[fx.Node]:
+    """Nodes that a parameter or one of `inputs` leads to by floating tensors."""
+    needing = set(inputs)
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "get_attr":
             leads = isinstance(value, Tensor) and value.requires_grad
         else:
-            leads = not found.isdisjoint(node.all_input_nodes)
+            leads = not needing.isdisjoint(node.all_input_nodes)
         is_floating = not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
         if leads and is_floating and not (node.target is _SET_GRADIENTS and not node.args[0]):
-            found.add(node)
-    return found
+            needing.add(node)
+    return needing
 
 
 def _body(module: fx.GraphModule, node: fx.Node, operands: list[Any]) -> fx.GraphModule:
@@ -112,9 +112,9 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def _placeholders_of(body: fx.GraphModule, operands: list[Any], wanted: Collection[fx.Node]) -> list[fx.Node]:
+def _placeholders_of(body: fx.GraphModule, operands: list[Any], values: Collection[fx.Node]) -> list[fx.Node]:
     pairs = zip(_placeholders(body.graph), operands, strict=True)
-    return [placeholder for placeholder, operand in pairs if operand in wanted]
+    return [placeholder for placeholder, operand in pairs if operand in values]
 
 
 def _open(module: fx.GraphModule, node: fx.Node, body: fx.GraphModule, operands: list[Any]) -> None:

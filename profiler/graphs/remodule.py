@@ -44,17 +44,17 @@ def tell_inputs_apart(model: nn.Module) -> set[nn.Module]:
     def aliased(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map_only(Tensor, torch.ops.aten.alias.default, (args, kwargs))
 
-    found: set[nn.Module] = set()
+    modules: set[nn.Module] = set()
 
     def note(module: nn.Module, _: Any, output: Any) -> None:
         if not isinstance(output, Tensor):
-            found.add(module)
+            modules.add(module)
 
     for module in model.modules():
         if not any(True for _ in module.children()):
             module.register_forward_pre_hook(aliased, with_kwargs=True)
             module.register_forward_hook(note)
-    return found
+    return modules
 
 
 def drop_aliases(graph: fx.Graph) -> None:
@@ -73,8 +73,8 @@ def path_of(node: fx.Node) -> str:
 
 def modules_around(node: fx.Node) -> list[str]:
     """From the outermost on, those whose forward the node ran in."""
-    known: list[str] | None = node.meta.get("modules_around")
-    return known or [path for _, path in _stack(node)]
+    stored: list[str] | None = node.meta.get("modules_around")
+    return stored or [path for _, path in _stack(node)]
 
 
 def attribute(module: nn.Module, path: str) -> Any:
@@ -92,8 +92,8 @@ def _innermost(node: fx.Node) -> tuple[str, str]:
 
 def _stack(node: fx.Node) -> list[tuple[str, str]]:
     """As torch.export writes it down: passes that add nodes leave a placeholder instead of a path."""
-    found = [(key, path) for key, (path, _) in node.meta.get("nn_module_stack", {}).items()]
-    return [("", "") if path.startswith(EXPORT_NO_MODULE) else (key, path) for key, path in found]
+    calls = [(key, path) for key, (path, _) in node.meta.get("nn_module_stack", {}).items()]
+    return [("", "") if path.startswith(EXPORT_NO_MODULE) else (key, path) for key, path in calls]
 
 
 def _by_call(graph: fx.Graph) -> dict[str, list[fx.Node]]:

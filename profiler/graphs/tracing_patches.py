@@ -28,8 +28,8 @@ class CustomFunction(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return self.function.apply(*given, **named)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -75,11 +75,11 @@ def _instead_of_apply(applied: Callable[..., Any]) -> Any:
 @contextlib.contextmanager
 def notice_checkpoints() -> Iterator[list[bool]]:
     """Inside, every call of torch.utils.checkpoint adds to the list."""
-    seen: list[bool] = []
+    calls: list[bool] = []
 
     def noticed(plain: Callable[..., Any]) -> Callable[..., Any]:
         def instead(*args: Any, **options: Any) -> Any:
-            seen.append(True)
+            calls.append(True)
             return plain(*args, **options)
 
         return instead
@@ -92,7 +92,7 @@ def notice_checkpoints() -> Iterator[list[bool]]:
             plain = getattr(owner, name, None)
             if plain is not None:
                 stack.enter_context(mock.patch.object(owner, name, noticed(plain)))
-        yield seen
+        yield calls
 
 
 @contextlib.contextmanager

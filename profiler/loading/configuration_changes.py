@@ -96,8 +96,8 @@ class ConfigurationChanges:
         }
         self.values |= followed
         if followed:
-            shown = ", ".join(f"{self._path}{key}={value}" for key, value in followed.items())
-            self.notes.append(f"{shown}: in proportion to {causes}")
+            changes = ", ".join(f"{self._path}{key}={value}" for key, value in followed.items())
+            self.notes.append(f"{changes}: in proportion to {causes}")
 
     def leave_out_chance(self) -> None:
         """What is drawn in Python at each call would be a constant of the layers."""
@@ -107,9 +107,9 @@ class ConfigurationChanges:
                 self.values[key] = value
                 self.notes.append(f"{self._path}{key}={value} instead of {before}: it is drawn in Python")
         for part in self._parts.values():
-            known = len(part.notes)
+            count = len(part.notes)
             part.leave_out_chance()
-            self.notes += part.notes[known:]
+            self.notes += part.notes[count:]
 
     def stretch_lists(self, values: Mapping[str, Any]) -> None:
         """Lists in the file that have one entry a layer are cut, or repeated, to the new number."""
@@ -121,14 +121,14 @@ class ConfigurationChanges:
 
     def tree(self) -> dict[str, Any]:
         """All values that change; of a configuration inside that has such, all values."""
-        found = dict(self.values)
+        values = dict(self.values)
         for key, part in self._parts.items():
             whole = part._config.to_dict()
             part.stretch_lists(whole)
             changed = part.tree()
             if changed:
-                found.setdefault(key, whole | changed)
-        return found
+                values.setdefault(key, whole | changed)
+        return values
 
     def _sizes(self, followed: Mapping[str, Any]) -> dict[str, Any]:
         """All keys of the configuration, with the values that they will have."""
@@ -139,10 +139,10 @@ class ConfigurationChanges:
         """Where the configuration has no such key, those inside it that have."""
         having = [part for part in self._all_parts() if key in part._own_keys()]
         if key in self._own_keys() or not having:
-            self.values[self._known(key)] = value
+            self.values[self._own_key(key)] = value
         else:
             for part in having:
-                part.values[part._known(key)] = value
+                part.values[part._own_key(key)] = value
 
     def _all_parts(self) -> Iterator[ConfigurationChanges]:
         """The configurations in it, and those in them."""
@@ -272,13 +272,13 @@ class ConfigurationChanges:
         more = () if self._path else ("num_labels", "tie_word_embeddings", "attn_implementation")
         return {*names_of(self._config), *self._config.attribute_map, *more}
 
-    def _known(self, key: str) -> str:
+    def _own_key(self, key: str) -> str:
         """The key as the family names it. Raises UsageError where it has none."""
-        names, known = names_of(self._config), self._own_keys()
-        if key in known:
+        names, own_keys = names_of(self._config), self._own_keys()
+        if key in own_keys:
             mapped = self._config.attribute_map.get(key, key)
             return mapped if mapped in names else key
-        near = difflib.get_close_matches(key, sorted({*known, *_WORDS}), n=4, cutoff=0.5)
+        near = difflib.get_close_matches(key, sorted({*own_keys, *_WORDS}), n=4, cutoff=0.5)
         raise UsageError(
             f"settings[{key!r}]: the configuration {self._name} has no key of this name",
             f"Nearest: {', '.join(near)}." if near else f"It has {', '.join(sorted(names))}.",

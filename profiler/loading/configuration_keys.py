@@ -157,14 +157,14 @@ def _axial(sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 def lists_of_layers(sizes: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Keys that name the kind of each layer: the kinds in turn."""
-    found: dict[str, Any] = {}
+    lists: dict[str, Any] = {}
     if "attention_types" in sizes:
         kinds = ["global", "local"]
-        found["attention_types"] = [[[kinds[index % 2]], 1] for index in range(layers)]
+        lists["attention_types"] = [[[kinds[index % 2]], 1] for index in range(layers)]
     if "attn_layers" in sizes:
         kinds = list(sizes["attn_layers"])
-        found["attn_layers"] = [kinds[index % len(kinds)] for index in range(layers)]
-    return found
+        lists["attn_layers"] = [kinds[index % len(kinds)] for index in range(layers)]
+    return lists
 
 
 def _first(sizes: Mapping[str, Any], *keys: str) -> int | None:

@@ -48,7 +48,7 @@ def tell_leads(ahead: LeadTuner, times: LayerTimes) -> None:
     """Has the next pass' leads learned from this one."""
     host, device = times.in_order("_host"), times.in_order()
     if host is not None and device is not None:
-        ahead.seen(host, device)
+        ahead.observe(host, device)
 
 
 class LayerStamps:
@@ -62,7 +62,7 @@ class LayerStamps:
         self._ends: list[Any] = []
         self._arrivals: dict[int, Any] = {}
 
-    def before(self, index: int, given: Any) -> None:  # noqa: ARG002
+    def before(self, index: int, layer_input: Any) -> None:  # noqa: ARG002
         if index == 0:
             self._clock.hold_back(self._leads.forward)
         self._starts.append(self._clock.stamp())

@@ -163,14 +163,14 @@ class _Compiled(nn.Module):
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__()
-        self._held = (module,)
+        self._modules_outside = (module,)
         code = _called.__code__.replace(co_name=name)
         own = FunctionType(code, _called.__globals__, name)
         self._run: Callable[..., Any] = torch.compile(own, dynamic=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._run(self._held[0], args, kwargs)
+            return self._run(self._modules_outside[0], args, kwargs)
         except Exception as error:
             failure = compiler_failure(error)
             if failure is None:

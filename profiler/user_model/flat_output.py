@@ -39,11 +39,11 @@ class _Fields:
     values: Structure
 
     def made_of(self, leaves: Iterator[Any]) -> Any:
-        made: Any = object.__new__(self.kind)
+        instance: Any = object.__new__(self.kind)
         for name, value in zip(self.names, self.values.made_of(leaves), strict=True):
             # A frozen dataclass refuses the plain way; __init__ may want, or do, something else.
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(instance, name, value)
+        return instance
 
 
 def flat(value: Any) -> tuple[list[Any], Structure]:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import pplan
+from pplan.api.degree_arguments import megatron_arguments
 from pplan.cli.app import main
+from pplan.runtimes.reading.megatron_layout import parse_layout
 
 MODEL = {
     "model_type": "llama",
@@ -69,6 +71,50 @@ def test_the_answer_and_its_arguments(config: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--pp", "4", "--virtual-stages", "4"], "interleaved 1F1B of 4 virtual stages a device"),
+        (["--pp", "4", "--virtual-stages", "1"], "1F1B, "),
+        (["--pp", "2", "--recompute", "selective"], "--recompute-granularity selective "),
+    ],
+)
+def test_arguments_of_virtual_stages_and_recomputation(
+    options: list[str], says: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--gpus", "16", "--gpu", "h100", "--batch-size", "64", "--tp", "2", *options]
+    assert main(["degrees", str(config), *arguments]) == 0
+    assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("virtual", "vocabulary"), [(3, 128256), (4, 128)])
+def test_megatron_takes_the_virtual_stages(virtual: int, vocabulary: int) -> None:
+    """By number where they are equal, else by the layout."""
+    answer = pplan.degrees(
+        {**MODEL, "vocab_size": vocabulary},
+        gpus=4,
+        gpu="b200",
+        batch_size=64,
+        pp=(4,),
+        virtual_stages=(virtual,),
+        recompute="none",
+    )
+    best = answer.plans[0]
+    flags = megatron_arguments(answer, best)
+    assert len(best.blocks) == 4 * virtual
+    if len(set(best.blocks)) == 1:
+        assert flags[flags.index("--num-layers-per-virtual-pipeline-stage") + 1] == str(best.blocks[0])
+        return
+    text = flags[flags.index("--pipeline-model-parallel-layout") + 1]
+    assert parse_layout(text, "") == list(best.blocks)
+
+
+def test_refused_virtual_stages(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--gpus", "16", "--gpu", "h100", "--pp", "1", "--virtual-stages", "2"]
+    assert main(["degrees", str(config), *arguments]) == 2
+    assert "--virtual-stages 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
         (["--gpu", "h100"], 2, "--gpus"),
@@ -76,8 +122,10 @@ def test_the_answer_and_its_arguments(config: Path, capsys: pytest.CaptureFixtur
         (["--gpus", "8", "--gpu", "a10g"], 2, "FLOP/s of A10G"),
         (["--gpus", "8", "--gpu", "h100", "--tp", "3"], 2, "--tp 3"),
         (["--gpus", "8", "--gpu", "h100", "--tp", "two"], 2, "--tp"),
-        (["--gpus", "8", "--gpu", "h100", "--zero", "2"], 2, "--zero 2"),
+        (["--gpus", "8", "--gpu", "h100", "--zero", "4"], 2, "--zero 4"),
         (["--gpus", "1", "--gpu", "h100"], 3, "GiB"),
+        (["--gpus", "8", "--gpu", "h100", "--zero", "1,x"], 2, "--zero"),
+        (["--gpus", "8", "--gpu", "h100", "--zero", "3", "--pp", "2"], 2, "--pp 2"),
         (["--gpus", "8", "--gpu", "h100", "--kernels", "none.csv"], 2, "none.csv"),
     ],
 )

@@ -254,7 +254,7 @@ def test_graphs_of_many_kinds_stay_what_they_are(graph: str, granularity: str) -
         torch.manual_seed(1)
         expected = given.clone().call(model)
         torch.manual_seed(1)
-        output = layers(given.clone().handed)
+        output = layers(given.clone().layer_input)
         assert type(output) is type(expected)
         pairs = list(zip(tree_leaves(output), tree_leaves(expected), strict=True))
         gradients = [
@@ -286,7 +286,7 @@ def test_what_is_handed_on_is_what_the_profile_counts(graph: str) -> None:
     make, make_input = GRAPHS[graph]
     model, given = make().double(), ModelInput.of(make_input())
     chain = build_chain(model, given, granularity="fine")
-    value: Any = given.clone().handed
+    value: Any = given.clone().layer_input
     several = 0
     for layer in chain.layers[:-1]:
         value = layer.module(value)

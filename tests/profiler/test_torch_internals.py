@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from pplan.cost_models.errors import MachineError
 from pplan.profiler import torch_internals
+from pplan.profiler.operator_internals import OPERATOR_INTERNALS
 from pplan.profiler.passes.clocks import CudaClock
 from pplan.profiler.torch_internals import INTERNALS, Internal, check_internals
 
 
-@pytest.mark.parametrize("internal", INTERNALS, ids=lambda internal: internal.name)
+@pytest.mark.parametrize("internal", [*INTERNALS, *OPERATOR_INTERNALS], ids=lambda internal: internal.name)
 def test_torch_has_it(internal: Internal) -> None:
     assert internal.exists, f"torch {torch.__version__} has no {internal.name}. {internal.without}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,16 +16,14 @@ from published_gpu import MeasuredLinks
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.hardware import Device, Link
+from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.topology import two_level_topology
 from pplan.cost_models.transformer.block_kernels import Tokens
-from pplan.cost_models.transformer.kernel_table import load_kernel_table
+from pplan.cost_models.transformer.kernel_table import AttentionKernel, load_kernel_table
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
-from pplan.cost_models.transformer.training_step import (
-    TrainingSetting,
-    estimate_step,
-    even_blocks,
-)
+from pplan.cost_models.transformer.training_setting import TrainingSetting, chunks_in_flight, even_blocks
+from pplan.cost_models.transformer.training_step import estimate_step
 from pplan.cost_models.transformer.transformer_shape import TransformerShape, transformer_shape
 
 GIB = 2**30
@@ -156,6 +155,80 @@ def test_recomputation_keeps_inputs_and_computes_twice() -> None:
     assert middle.ledger["activations"] == 3 * 3 * 2 * 4096 * 8192 / 2
 
 
+def test_selective_recomputation_runs_attention_again() -> None:
+    """Flash attention keeps 4 bytes of each token and head; its forward runs again, nothing else."""
+    degrees = ParallelDegrees(pipeline=4, tensor=2)
+    plain, again = (
+        estimate_step(LLAMA, degrees, TrainingSetting(8, Tokens(4096), recompute), COSTS)
+        for recompute in ("none", "selective")
+    )
+    attention = COSTS.kernel_seconds(AttentionKernel(4096, 32, 4, 128, 128, False), degrees)
+    for stage, (one, other) in enumerate(zip(plain.stages, again.stages, strict=True)):
+        assert other.forward_seconds == one.forward_seconds
+        assert other.backward_seconds == pytest.approx(one.backward_seconds + 3 * attention)
+        saved = one.ledger["activations"] - other.ledger["activations"]
+        assert saved == (4 - stage) * 3 * 4 * 4096 * 32
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 2), (4, 3), (3, 4), (8, 2)])
+@pytest.mark.parametrize("rounds", [1, 2, 7])
+def test_memory_of_interleaved_pipelines(stages: int, virtual: int, rounds: int) -> None:
+    """Of equal virtual stages the first device keeps 1 + (p - 1)/(p v) times the activations of all layers
+    over p (Korthikanti et al., MLSys 2023, section 4.2.3); each device what its list of actions holds."""
+    many, each = rounds * stages, 2
+    shape = LLAMA.with_blocks(stages * virtual * each)
+    setting = TrainingSetting(many, Tokens(4096), virtual_stages=virtual)
+    estimate = estimate_step(shape, ParallelDegrees(pipeline=stages), setting, COSTS)
+    one = estimate_step(shape.with_blocks(1), ParallelDegrees(), TrainingSetting(1, Tokens(4096)), COSTS)
+    block = one.stages[0].ledger["activations"]
+    program = find_schedule("interleaved").program(stages, many, virtual)
+    for device, stage in enumerate(estimate.stages):
+        held = max(program.in_flight(device))
+        assert stage.ledger["activations"] == pytest.approx(held * virtual * each * block)
+        assert [len(own) for own in stage.blocks] == [each] * virtual
+    if rounds > 1:
+        layers = shape.blocks * (1 + (stages - 1) / (stages * virtual))
+        assert estimate.stages[0].ledger["activations"] == pytest.approx(layers * block)
+
+
+@pytest.mark.parametrize(("stages", "virtual", "rounds"), [(2, 2, 4), (3, 3, 5), (4, 2, 9), (4, 5, 9)])
+def test_virtual_stages_held_at_a_time(stages: int, virtual: int, rounds: int) -> None:
+    """Of unequal ones too: the most that a device keeps, over its whole list of actions."""
+    program = find_schedule("interleaved").program(stages, stages * rounds, virtual)
+    random = Random(stages * 100 + virtual)
+    for device in range(stages):
+        kept = [random.choice((1, 5, 25)) for _ in range(virtual)]
+        level = most = 0
+        for action in program.actions[device]:
+            level += kept[action.chunk] * (1 if action.kind == "F" else -1)
+            most = max(most, level)
+        peaks = chunks_in_flight(device, stages, stages * rounds, virtual)
+        assert most == max(sum(n * own for n, own in zip(each, kept, strict=True)) for each in peaks)
+
+
+def test_seconds_of_an_interleaved_pipeline() -> None:
+    """Without embedding, head and transfers: (m + (p - 1)/v) (F + B), as Narayanan et al., SC 2021, section
+    2.2.2 say."""
+    shape = replace(LLAMA, vocabulary=128)
+    free = two_level_topology(Device("GPU", None), 8, 8, Link(float("inf"), 0.0), Link(float("inf"), 0.0))
+    costs = RankCosts(DeviceLimits(2250e12, 8e12), TopologyLinks(free), overheads=Overheads(1.0, 0.0, 0.0))
+    setting = TrainingSetting(8, Tokens(4096), virtual_stages=3)
+    estimate = estimate_step(shape, ParallelDegrees(pipeline=4), setting, costs)
+    middle = estimate.stages[1]
+    each = middle.forward_seconds + middle.backward_seconds
+    assert estimate.pipeline_seconds == pytest.approx((8 + 3 / 3) * each, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("virtual", "many", "stages", "says"),
+    [(2, 6, 4, "no multiple of 4"), (4, 8, 4, "no 4 x 4"), (2, 4, 1, "at least 2 stages")],
+)
+def test_pipelines_that_cannot_be_interleaved(virtual: int, many: int, stages: int, says: str) -> None:
+    setting = TrainingSetting(many, Tokens(4096), virtual_stages=virtual)
+    with pytest.raises(UsageError, match=says):
+        estimate_step(LLAMA, ParallelDegrees(pipeline=stages), setting, COSTS)
+
+
 def test_states_by_degrees() -> None:
     """Bytes of weights, gradients and states of all devices, against the parameters: 6 bytes of each on every
     device that has it, and 12 once (ZeRO-1) or on each (without)."""
@@ -181,6 +254,50 @@ def test_states_by_degrees() -> None:
             assert total == pytest.approx(once)
         else:
             assert once < total < 1.01 * once
+
+
+BLOCK = LLAMA.with_blocks(2).parameters() - LLAMA.with_blocks(1).parameters()
+TABLE = 128256 * 8192
+
+
+@pytest.mark.parametrize(("zero", "whole"), [(2, True), (3, False)])
+def test_states_of_fsdp(zero: int, whole: bool) -> None:
+    """A device of eight has an eighth of gradients, master weights and moments, in float32; of the weights in
+    bfloat16 all, or the two largest layers (here embedding, and head with its norm); and the gradients of one
+    layer, in both."""
+    setting = TrainingSetting(4, Tokens(4096))
+    ledger = estimate_step(LLAMA, ParallelDegrees(data=8, zero=zero), setting, COSTS).stages[0].ledger
+    all_of_it = LLAMA.parameters()
+    assert ledger["weights"] == (2 * all_of_it if whole else 2 * 2 * (TABLE + 8192))
+    assert ledger["gradients"] == pytest.approx(4 * all_of_it / 8 + (2 + 4) * (TABLE + 8192))
+    assert ledger["optimizer"] == pytest.approx(12 * all_of_it / 8)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_collectives_of_fsdp_run_beside_the_computing(zero: int) -> None:
+    """On slow links a pass takes what they take: an all-gather of 2 bytes a weight, in forward and, with the
+    weights spread, in backward too, and there a reduce-scatter of 4; on fast links what computing takes."""
+    setting, degrees = TrainingSetting(4, Tokens(256)), ParallelDegrees(data=8, zero=zero)
+    slow, fast = (
+        RankCosts(
+            DeviceLimits(2250e12, 8e12),
+            TopologyLinks(two_level_topology(Device("GPU", None), 8, 8, link, link)),
+        )
+        for link in (Link(1e6, 0.0), Link(1e18, 0.0))
+    )
+    stage = estimate_step(LLAMA, degrees, setting, slow).stages[0]
+    sent = (12 * BLOCK + 2 * TABLE) * 7 / 8 / 1e6
+    assert stage.forward_seconds == pytest.approx(2 * sent)
+    assert stage.backward_seconds == pytest.approx((4 + (2 if zero == 3 else 0)) * sent)
+    stage = estimate_step(LLAMA, degrees, setting, fast).stages[0]
+    plain = estimate_step(LLAMA, replace(degrees, zero=1), setting, fast).stages[0]
+    assert stage.forward_seconds == pytest.approx(plain.forward_seconds)
+    assert stage.backward_seconds == pytest.approx(plain.backward_seconds)
+
+
+def test_fsdp_has_no_pipeline() -> None:
+    with pytest.raises(UsageError, match="one pipeline stage"):
+        estimate_step(LLAMA, ParallelDegrees(pipeline=2, zero=3), TrainingSetting(4, Tokens(4096)), COSTS)
 
 
 def test_seconds_of_a_pipeline_of_equal_stages() -> None:
@@ -209,11 +326,15 @@ def test_blocks_that_are_no_division(counts: list[int]) -> None:
         estimate_step(LLAMA, ParallelDegrees(pipeline=2), TrainingSetting(4, Tokens(4096)), COSTS, counts)
 
 
-@pytest.mark.parametrize("stages", [2, 3, 6])
-def test_many_micro_batches_follow_as_the_last_did(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (3, 1), (6, 1), (2, 3), (4, 2)])
+def test_many_micro_batches_follow_as_the_last_did(
+    stages: int, virtual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step of all of them simulated, against that of fewer of which the rest is told."""
     module = "pplan.cost_models.transformer.training_step._SIMULATED"
-    setting, degrees = TrainingSetting(400, Tokens(4096)), ParallelDegrees(pipeline=stages)
+    setting = TrainingSetting(stages * 100, Tokens(4096), virtual_stages=virtual)
+    degrees = ParallelDegrees(pipeline=stages)
+    monkeypatch.setattr(module, 1000)
     whole = estimate_step(LLAMA, degrees, setting, COSTS)
     monkeypatch.setattr(module, 32)
     few = estimate_step(LLAMA, degrees, setting, COSTS)

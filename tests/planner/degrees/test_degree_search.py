@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 from random import Random
 
@@ -12,15 +13,19 @@ from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.topology import two_level_topology
 from pplan.cost_models.transformer.block_kernels import Tokens
+from pplan.cost_models.transformer.layer_table import LayerTable
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
-from pplan.cost_models.transformer.training_step import LayerTable, TrainingSetting, estimate_stages
+from pplan.cost_models.transformer.training_setting import TrainingSetting
+from pplan.cost_models.transformer.training_step import estimate_stages
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, ExpertShape, TransformerShape
+from pplan.planner.degrees.degree_combinations import list_combinations
 from pplan.planner.degrees.degree_options import DegreeOptions
-from pplan.planner.degrees.degree_search import (
-    list_combinations,
+from pplan.planner.degrees.degree_search import search_degrees
+from pplan.planner.degrees.stage_divisions import (
+    interleaved_bound,
+    interleaved_divisions,
     lower_bound,
-    search_degrees,
     slowest_stage,
 )
 
@@ -65,8 +70,10 @@ def random_table(random: Random) -> LayerTable:
     stages = random.randint(1, min(4, shape.blocks))
     data = random.choice((1, 2))
     expert = random.choice((1, data)) if any(shape.routed) else 1
-    degrees = ParallelDegrees(random.choice((1, 2)), 1, expert, stages, data, random.choice((0, 1)))
-    setting = TrainingSetting(random.randint(1, 8), Tokens(64), random.choice(("none", "full")))
+    zero = random.choice((0, 1, 2, 3) if stages == 1 else (0, 1))
+    degrees = ParallelDegrees(random.choice((1, 2)), 1, expert, stages, data, zero)
+    many = random.randint(1, 8)
+    setting = TrainingSetting(many, Tokens(64), random.choice(("none", "selective", "full")))
     return LayerTable(shape, degrees, setting, random_costs(random))
 
 
@@ -80,6 +87,30 @@ def test_no_division_is_below_the_bound(seed: int) -> None:
     least = min(estimate.step_seconds for estimate in every)
     assert quick <= bound * (1 + 1e-9)
     assert bound <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_interleaved_division_is_below_its_bound(seed: int) -> None:
+    """Of every division over the virtual stages, and of the quick bound of all."""
+    random = Random(seed)
+    layers = random_table(random)
+    stages, virtual = layers.degrees.pipeline, random.choice((2, 3))
+    if stages * virtual > layers.shape.blocks or stages == 1:
+        layers = LayerTable(
+            layers.shape.with_blocks(7), replace(layers.degrees, pipeline=3), layers.setting, layers.costs
+        )
+        stages, virtual = 3, 2
+    many = stages * random.randint(1, 4)
+    setting = replace(layers.setting, micro_batches=many, virtual_stages=virtual)
+    layers = LayerTable(layers.shape, layers.degrees, setting, layers.costs)
+    quick = lower_bound(layers, layers.least_slowest_seconds())
+    for counts in divisions(layers.shape.blocks, stages * virtual):
+        estimate = estimate_stages(layers, counts)
+        bound = interleaved_bound(layers, counts)
+        assert quick <= bound * (1 + 1e-9)
+        assert bound <= estimate.step_seconds * (1 + 1e-9)
+        assert layers.least_bytes() <= estimate.peak_bytes * (1 + 1e-9)
+        assert layers.peak_bytes(counts) == estimate.peak_bytes
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -110,13 +141,20 @@ def test_the_slowest_stage_is_as_fast_as_can_be(seed: int) -> None:
 def test_an_answer_against_all_there_is(seed: int) -> None:
     random = Random(1000 + seed)
     shape, costs, devices = random_shape(random), random_costs(random), random.choice((2, 4, 6, 8))
-    options = DegreeOptions(batch_size=random.choice((8, 24)), sequence=64, cp=random.choice((None, (1, 2))))
+    options = DegreeOptions(
+        batch_size=random.choice((8, 24)),
+        sequence=64,
+        cp=random.choice((None, (1, 2))),
+        zero=random.choice(((1,), (0, 3), (1, 2, 3))),
+    )
     every = []
     for one in list_combinations(shape, devices, options):
         layers = LayerTable(shape, one.degrees, one.setting, costs)
-        every += [
-            (layers, estimate_stages(layers, own)) for own in divisions(shape.blocks, one.degrees.pipeline)
-        ]
+        if one.virtual_stages == 1:
+            own = list(divisions(shape.blocks, one.degrees.pipeline))
+        else:
+            own = [list(counts) for counts in interleaved_divisions(layers)]
+        every += [(layers, estimate_stages(layers, counts)) for counts in own]
     peaks = sorted(estimate.peak_bytes for _, estimate in every)
     limit = random.choice((NO_LIMIT, peaks[len(peaks) // 4], peaks[0] * 0.999))
     fitting = [estimate.step_seconds for _, estimate in every if estimate.peak_bytes <= limit]
@@ -140,10 +178,17 @@ def test_only_what_is_allowed() -> None:
     random = Random(5)
     shape, costs = random_shape(random), random_costs(random)
     options = DegreeOptions(
-        batch_size=16, sequence=64, tp=(2,), pp=(2,), micro_batch_size=(1, 4), recompute="none"
+        batch_size=16,
+        sequence=64,
+        tp=(2,),
+        pp=(2,),
+        micro_batch_size=(1, 4),
+        recompute="none",
+        virtual_stages=(2,),
     )
-    answer = search_degrees(shape, 8, costs, options, NO_LIMIT)
+    answer = search_degrees(shape.with_blocks(6), 8, costs, options, NO_LIMIT)
     for plan in answer.plans:
+        assert plan.virtual_stages == 2
         assert (plan.degrees.tensor, plan.degrees.pipeline, plan.recompute) == (2, 2, "none")
         assert plan.micro_batch_size in (1, 4)
 

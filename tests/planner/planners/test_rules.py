@@ -13,7 +13,7 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.precision import training_precision
 from pplan.planner.candidate import Proposal
-from pplan.planner.planners import PLANNERS, planner_named
+from pplan.planner.planners import PLANNERS, find_planner
 from pplan.planner.planners.base import refusal
 from pplan.planner.planners.deepspeed_partition import DeepSpeedBalance, DeepSpeedType, deepspeed_ends
 from pplan.planner.planners.megatron import block_ends, repeated_blocks
@@ -104,13 +104,13 @@ def test_type_refuses_what_it_cannot_count(
     assert list(PLANNERS["deepspeed-type"].propose(problem)) == []
     assert "no transformer blocks" in refusal(PLANNERS["deepspeed-type"], problem)
     with pytest.raises(UsageError, match=r"deepspeed-type:attention': no layer's name matches.*'conv'"):
-        list(planner_named("deepspeed-type:attention").propose(problem))
+        list(find_planner("deepspeed-type:attention").propose(problem))
     with pytest.raises(UsageError, match="in the regular expression"):
-        planner_named("deepspeed-type:(")
-    one = planner_named("deepspeed-type:conv")
+        find_planner("deepspeed-type:(")
+    one = find_planner("deepspeed-type:conv")
     assert list(one.propose(problem)) == []
     assert refusal(one, problem).startswith("the layers that it counts (1) make no stages")
-    named = planner_named("deepspeed-type:conv|fc")
+    named = find_planner("deepspeed-type:conv|fc")
     assert named.name == "deepspeed-type:conv|fc"
     assert {proposal.ends for proposal in named.propose(problem)} == {(2, 3)}
 

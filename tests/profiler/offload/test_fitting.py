@@ -23,7 +23,7 @@ RESERVE = 1.05
 
 def needed(layers: Sequence[LayerNeeds], first: int, end: int, input_bytes: int) -> float:
     """As the docstring says it, from nothing but the layers."""
-    held = {key: size for layer in layers[first:end] for key, size in layer.held.items()}
+    held = {key: size for layer in layers[first:end] for key, size in layer.storages.items()}
     peak = max(
         sum(layer.saved for layer in layers[first : i + 1]) + layers[i].workspace for i in range(first, end)
     )
@@ -99,8 +99,8 @@ def test_needs_of_layers_count_gradients_and_know_tied_weights() -> None:
     needs = needs_of(
         [layer_of("0", first), layer_of("1", norm), layer_of("2", last)], [1, 2, 3], [4, 5, 6], [7, 8, 9]
     )
-    assert [sum(layer.held.values()) for layer in needs] == [128, 32 + 16 + 16 + 16 + 8, 128]
-    assert needs[0].held == needs[2].held
+    assert [sum(layer.storages.values()) for layer in needs] == [128, 32 + 16 + 16 + 16 + 8, 128]
+    assert needs[0].storages == needs[2].storages
     assert [(layer.saved, layer.workspace, layer.output) for layer in needs] == [
         (1, 4, 7),
         (2, 5, 8),
@@ -114,9 +114,9 @@ def test_needs_counted_on_meta_are_those_of_the_model_itself() -> None:
     meta = copy_to_meta(model, "model")
     on_meta = count_needs(meta, build_chain(meta, given.to("meta")).layers, given.to("meta"))
     real = count_needs(model, build_chain(model, given).layers, given)
-    assert [sum(layer.held.values()) for layer in on_meta] == [256, 0, 2 * 72, 4 * 8 + 2 * 8 + 8]
+    assert [sum(layer.storages.values()) for layer in on_meta] == [256, 0, 2 * 72, 4 * 8 + 2 * 8 + 8]
     for mine, theirs in zip(on_meta, real, strict=True):
-        assert sum(mine.held.values()) == sum(theirs.held.values())
+        assert sum(mine.storages.values()) == sum(theirs.storages.values())
         assert (mine.name, mine.saved, mine.output) == (theirs.name, theirs.saved, theirs.output)
         assert mine.workspace == theirs.workspace > 0
     assert all(parameter.device.type == "meta" for parameter in meta.parameters())
@@ -150,8 +150,8 @@ def test_the_loss_and_what_autocast_converts_are_counted() -> None:
     given = torch.ones(3, 4)
     layers, loss = build_chain(model, given).layers, loss_named("cross-entropy")
     bare, full = count_needs(model, layers, given), count_needs(model, layers, given, loss, amp=True)
-    assert [sum(layer.held.values()) for layer in bare] == [256, 3200]
-    assert [sum(layer.held.values()) for layer in full] == [256 + 64, 3200 + 800]
+    assert [sum(layer.storages.values()) for layer in bare] == [256, 3200]
+    assert [sum(layer.storages.values()) for layer in full] == [256 + 64, 3200 + 800]
     assert full[0].saved == bare[0].saved
     # The log-softmax, which the loss saves; and two gradients of its size while it goes back.
     assert full[1].saved >= bare[1].saved + 3 * 50 * 4

@@ -352,7 +352,7 @@ def test_what_an_earlier_segment_registers_comes_along_and_is_not_saved() -> Non
     used = {id(first.weight), id(first.bias), id(last.bias)}
     assert mover.turns[1] == used
     for_planning = needs_of(layers, [0] * 4, [0] * 4, [0] * 4)
-    assert for_planning[3].held == for_planning[0].held
+    assert for_planning[3].storages == for_planning[0].storages
 
 
 def test_compiled_layers_bring_the_plain_ones_weights() -> None:

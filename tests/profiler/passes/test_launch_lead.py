@@ -317,17 +317,17 @@ def test_a_model_that_waits_for_a_slow_device_is_hardly_held_back() -> None:
 
 def test_a_direction_that_is_stopped_again_is_not_held_back() -> None:
     way, host = Direction(), np.array([1.0, 1.0, 1.0])
-    way.seen(host, host)
+    way.observe(host, host)
     for _ in range(2):
         assert way.lead == pytest.approx(3.6)
-        way.seen(np.array([1.0, 3.0, 1.0]), np.array([0.1, 0.1, 0.1]))
+        way.observe(np.array([1.0, 3.0, 1.0]), np.array([0.1, 0.1, 0.1]))
     for _ in range(2):
         assert way.lead == pytest.approx(0.9 * 1.6)
-        way.seen(np.array([1.0, 2.0, 1.0]), np.array([0.1, 0.1, 0.1]))
+        way.observe(np.array([1.0, 2.0, 1.0]), np.array([0.1, 0.1, 0.1]))
     for _ in range(3):
         assert way.is_settled
         assert (way.lead, way.is_short) == (0, True)
-        way.seen(host, host)
+        way.observe(host, host)
 
 
 def test_one_disturbed_pass_changes_no_lead() -> None:
@@ -361,17 +361,17 @@ def test_lead_by_hand() -> None:
 
 def test_the_first_pass_of_a_direction_tells_of_the_host_only() -> None:
     way = Direction()
-    way.seen(np.array([0.1, 0.2]), np.array([0.25, 0.5]))
+    way.observe(np.array([0.1, 0.2]), np.array([0.25, 0.5]))
     assert way.lead == pytest.approx(0.36)
-    way.seen(np.array([0.1, 0.2]), np.array([0.25, 0.1]))
+    way.observe(np.array([0.1, 0.2]), np.array([0.25, 0.1]))
     assert way.lead == pytest.approx(0.36)
-    way.seen(np.array([0.1, 0.2]), np.array([0.25, 0.1]))
+    way.observe(np.array([0.1, 0.2]), np.array([0.25, 0.1]))
     assert way.lead == pytest.approx(0.12)
 
 
 def test_a_direction_without_launches_needs_no_lead() -> None:
     way = Direction()
-    way.seen(np.zeros(2), np.zeros(2))
+    way.observe(np.zeros(2), np.zeros(2))
     assert way.is_settled
     assert (way.lead, way.is_short) == (0, False)
 
@@ -393,6 +393,6 @@ def test_a_host_that_is_not_equally_fast_every_time() -> None:
             ends.append(end)
         # Between two events, as a stream records them: from the end of the layer before.
         device = np.diff(ends)
-        direction.seen(slower, device)
+        direction.observe(slower, device)
         sums.append(float(device.sum()))
     assert np.mean(np.array(sums[20:]) < 1.02 * own.sum()) > 0.9

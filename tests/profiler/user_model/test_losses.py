@@ -82,7 +82,7 @@ def test_targets_are_drawn_once_and_leave_the_callers_numbers_alone() -> None:
     state, loss = torch.get_rng_state(), named("cross-entropy")
     loss.prepare(output(4, 10))
     assert torch.equal(torch.get_rng_state(), state)
-    made = loss._made  # type: ignore[attr-defined]
+    made = loss._targets  # type: ignore[attr-defined]
     before = dict(made)
     loss.of(output(4, 10))
     assert list(made) == list(before)

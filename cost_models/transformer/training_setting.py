@@ -1,0 +1,96 @@
+"""What a training step trains, and how the blocks lie over the stages of its pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal
+
+from ..schedules import interleaved
+from ..schedules.one_f_one_b import in_flight
+from .block_kernels import Tokens
+from .parallel_degrees import ParallelDegrees
+from .transformer_shape import TransformerShape
+
+Recomputation = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class TrainingSetting:
+    """What a step trains: `micro_batches` of `tokens` on each replica.
+
+    `recompute` full: a block keeps its input, and runs its forward again before its backward; selective: only
+    the attention itself runs again (Korthikanti et al., MLSys 2023, section 5), of which flash attention
+    keeps no more than its statistics. `virtual_stages` of a device: above 1 the schedule is interleaved 1F1B,
+    and the micro-batches are a multiple of the pipeline's stages.
+    """
+
+    micro_batches: int
+    tokens: Tokens
+    recompute: Recomputation = "none"
+    virtual_stages: int = 1
+
+    @property
+    def schedule(self) -> str:
+        """Its name."""
+        return "1f1b" if self.virtual_stages == 1 else "interleaved"
+
+
+def virtual_stages_problem(
+    shape: TransformerShape, degrees: ParallelDegrees, setting: TrainingSetting
+) -> str:
+    """Why the pipeline cannot be interleaved so, in words; empty where it can, or is not."""
+    virtual, stages = setting.virtual_stages, degrees.pipeline
+    if virtual == 1:
+        return ""
+    if stages == 1 or virtual < 1:
+        return f"virtual_stages={virtual}: they are of a pipeline of at least 2 stages, which has {stages}"
+    if setting.micro_batches % stages:
+        return f"{setting.micro_batches} micro-batches are no multiple of {stages} stages, interleaved"
+    if stages * virtual > shape.blocks:
+        return f"{shape.blocks} blocks make no {stages} x {virtual} virtual stages"
+    return ""
+
+
+def even_blocks(blocks: int, stages: int) -> list[int]:
+    """Blocks of each stage, as equal as can be; the first stages and then the last have those that are left
+    out, since embedding and head are there."""
+    base, left = divmod(blocks, stages)
+    middle = sorted(range(stages), key=lambda stage: (stage in (0, stages - 1), stage))
+    more = set(middle[:left])
+    return [base + (stage in more) for stage in range(stages)]
+
+
+def block_ranges(counts: Sequence[int]) -> list[range]:
+    """The blocks of stages that follow one another."""
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def chunks_in_flight(
+    device: int, stages: int, micro_batches: int, virtual_stages: int
+) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches that a device holds of each of its virtual stages: what it holds at its peak, whatever
+    the stages keep of one, is one of these.
+
+    Of equal stages it is at most min(v m, 2 (p - i - 1) + (v - 1) p + 1) in all, and on the first device 1 +
+    (p - 1)/(p v) times the activations of a 1F1B pipeline's (Korthikanti et al., MLSys 2023, section 4.2.3).
+    """
+    if virtual_stages == 1:
+        return ((in_flight(device, stages, micro_batches),),)
+    # After so many rounds the list of actions repeats itself.
+    actions = interleaved.device_actions(device, stages, min(micro_batches, 4 * stages), virtual_stages)
+    counts = [0] * virtual_stages
+    states: set[tuple[int, ...]] = set()
+    for action in actions:
+        counts[action.chunk] += 1 if action.kind == "F" else -1
+        if action.kind == "F":
+            states.add(tuple(counts))
+    peaks: list[tuple[int, ...]] = []
+    for own in sorted(states, key=sum, reverse=True):
+        if not any(all(a <= b for a, b in zip(own, other, strict=True)) for other in peaks):
+            peaks.append(own)
+    return tuple(peaks)
