@@ -121,7 +121,7 @@ class ModelCheck:
                 return Comparison(why_not="memory ran out")
         raise failures[0]
 
-    def look(self) -> Comparison:
+    def check_output(self) -> Comparison:
         """Of layers that are the model by construction: only what the model's own output tells."""
         if self._why_not:
             return Comparison()
@@ -145,7 +145,7 @@ def _compared(side: SideBySide, smallest: int, most_seconds: float) -> Compariso
         if seconds > most_seconds:
             break
         try:
-            side.go_on(batch)
+            side.compare_again(batch)
         except ModelFails:
             break
     return Comparison(
