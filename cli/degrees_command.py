@@ -71,7 +71,7 @@ def as_dictionary(answer: DegreeAnswer) -> dict[str, Any]:
 
 
 def _plan_dictionary(answer: DegreeAnswer, plan: DegreePlan) -> Mapping[str, Any]:
-    from ..api.degrees import megatron_arguments
+    from ..api.degree_arguments import megatron_arguments, torchtitan_arguments
 
     estimate = plan.estimate
     return {
@@ -97,13 +97,14 @@ def _plan_dictionary(answer: DegreeAnswer, plan: DegreePlan) -> Mapping[str, Any
             for stage in estimate.stages
         ],
         "megatron": megatron_arguments(answer, plan),
+        "torchtitan": torchtitan_arguments(answer, plan),
     }
 
 
 def _print_answer(answer: DegreeAnswer, console: Console) -> None:
     import shlex
 
-    from ..api.degrees import megatron_arguments
+    from ..api.degree_arguments import megatron_arguments, torchtitan_arguments, torchtitan_remarks
     from ..cost_models.quantities import format_bytes, format_seconds
     from .number_format import percent, three_digits
     from .table import Column, line, number, print_head, print_notes, print_table, text, word
@@ -155,7 +156,9 @@ def _print_answer(answer: DegreeAnswer, console: Console) -> None:
     )
     console.print()
     line(console, "Megatron-LM: " + shlex.join(megatron_arguments(answer, best)))
-    print_notes(console, _notes(answer))
+    console.print()
+    line(console, "torchtitan: " + shlex.join(torchtitan_arguments(answer, best)))
+    print_notes(console, [*torchtitan_remarks(best), *_notes(answer)])
 
 
 def _schedule(plan: DegreePlan) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from ..cost_models.errors import ModelError
 from .chain.layers import LayerChain, build_chain
 from .chain.shared_parameters import storage_aliases
+from .comparison.model_check import gradients_left_alone
 from .local_machine import DTYPES, parse_dtype
 from .passes.clocks import Clock
 from .passes.modes import Modes
@@ -23,7 +24,7 @@ from .user_model.loaded_model import (
     copy_to_host,
     copy_to_meta,
     own_dtype,
-    refuse_lazy,
+    refuse_lazy_or_sparse,
 )
 from .user_model.losses import Loss, load_loss
 
@@ -72,16 +73,17 @@ def build_target(
         for parameter in copy.parameters():
             parameter.grad = None
         example = loaded.example_input_for(smallest).to(dtype=kind)
-        chain = build_chain(
-            copy,
-            example,
-            name=loaded.name,
-            granularity=setup.granularity,
-            keep_together=setup.keep_together,
-            aliases=storage_aliases(loaded.module),
-            verify=True,
-            verify_seconds=setup.verify_seconds,
-        )
+        with gradients_left_alone(loaded.module, loaded.name):
+            chain = build_chain(
+                copy,
+                example,
+                name=loaded.name,
+                granularity=setup.granularity,
+                keep_together=setup.keep_together,
+                aliases=storage_aliases(loaded.module),
+                verify=True,
+                verify_seconds=setup.verify_seconds,
+            )
         layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
         return MeasurementTarget(
             dataclasses.replace(loaded, module=copy),
@@ -118,7 +120,7 @@ def dtype_for(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple
     """What the model is converted to, and what is to be said of it. Raises UsageError, ModelError."""
     dtype = None if name is None else parse_dtype(name)
     module = loaded.module
-    refuse_lazy(loaded.name, module)
+    refuse_lazy_or_sparse(loaded.name, module)
     tensors = list(itertools.chain(module.named_parameters(), module.named_buffers()))
     for path, tensor in tensors:
         if tensor.is_complex():

@@ -67,6 +67,7 @@ def as_sequential(chain: LayerChain) -> LayerSequential:
     layers.read_only_buffers = tuple(name for name, own in layers.named_buffers() if id(own) in read_only)
     layers.mode_bound = tuple(layer.name for layer in chain.layers if is_mode_bound(layer.module))
     layers.traced_mode = any(layer.module.training for layer in chain.layers)
+    layers.own_modes = chain.own_modes
     return layers
 
 

@@ -58,8 +58,9 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
         data = devices // (tensor * context * stages)
         if options.batch_size % data:
             continue
-        for expert in _expert_degrees(shape, tensor * context * data, options):
-            degrees = ParallelDegrees(tensor, context, expert, stages, data, options.zero)
+        experts = _expert_degrees(shape, tensor * context * data, options)
+        for expert, zero in product(experts, options.zero):
+            degrees = ParallelDegrees(tensor, context, expert, stages, data, zero)
             if degrees.problem_with(shape, options.sequence):
                 continue
             for size in _micro_batch_sizes(options, options.batch_size // data):

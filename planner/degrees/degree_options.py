@@ -24,7 +24,7 @@ class DegreeKeywords(TypedDict, total=False):
     pp: Sequence[int] | None
     cp: Sequence[int] | None
     ep: Sequence[int] | None
-    zero: int
+    zero: int | Sequence[int]
     micro_batch_size: Sequence[int] | None
     virtual_stages: Sequence[int] | None
     recompute: str
@@ -47,10 +47,18 @@ def _allowed(what: str) -> Any:
     return option(None, _counts, what, "N[,N]", panel="The search", read=_read_counts)
 
 
-def _zero(name: str, value: Any) -> int:
-    if value not in (0, 1) or isinstance(value, bool):
-        raise UsageError(f"{name}={value!r}: must be 0 or 1", "1 spreads the optimizer's states.")
-    return int(value)
+def _zero(name: str, value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, list | tuple) else (value,)
+    if not values or any(each not in (0, 1, 2, 3) or isinstance(each, bool) for each in values):
+        raise UsageError(
+            f"{name}={value!r}: must be 0, 1, 2 or 3",
+            "1 spreads the optimizer's states, 2 the gradients too, 3 the weights too.",
+        )
+    return tuple(sorted({int(each) for each in values}))
+
+
+def _read_zero(text: str, name: str) -> tuple[int, ...]:
+    return tuple(read_whole_number(0)(part.strip(), name) for part in text.split(","))
 
 
 def _recompute(name: str, value: Any) -> str:
@@ -64,7 +72,7 @@ class DegreeOptions(Options):
     """What is trained, and which degrees may be; None leaves one to the search. Raises UsageError.
 
     `batch_size`: sequences of one optimizer step; `sequence`: tokens of each. `layers`: of the model, where
-    not all of the configuration's. `zero` 1: the optimizer's states are spread over the replicas.
+    not all of the configuration's. `zero`: the stages of ZeRO that may be (2 and 3: FSDP, no pipelines).
     """
 
     batch_size: int = option(
@@ -79,13 +87,14 @@ class DegreeOptions(Options):
         panel="The training",
         least=1,
     )
-    zero: int = option(
-        1,
+    zero: Sequence[int] = option(
+        (1,),
         _zero,
-        "1 spreads the optimizer's states over the replicas, 0 does not.",
-        "0|1",
+        "Stages of ZeRO that may be: 0 spreads nothing over the replicas, 1 the optimizer's states, 2 the "
+        "gradients too, 3 the weights too (FSDP; no pipelines).",
+        "N[,N]",
         panel="The training",
-        least=0,
+        read=_read_zero,
     )
     tp: Sequence[int] | None = _allowed("Tensor-parallel degrees that may be.")
     pp: Sequence[int] | None = _allowed("Numbers of pipeline stages that may be.")

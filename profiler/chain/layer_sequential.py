@@ -40,14 +40,23 @@ class LayerSequential(nn.Sequential):
     """Names of buffers that several layers use and none writes: stages may have copies of these."""
     traced_mode: bool = True
     """Whether the model was in training mode then."""
+    own_modes: tuple[str, ...] = ()
+    """Modules of the model whose class has a `train` of its own, which the layers do not call."""
 
     def train(self, mode: bool = True) -> Self:
-        """As every module's; warns where layers cannot follow."""
+        """As every module's; warns where layers cannot follow, or the model would do otherwise."""
         if mode != self.traced_mode and self.mode_bound:
             own, other = ("training" if way else "evaluation" for way in (self.traced_mode, mode))
             warnings.warn(
                 f"{', '.join(self.mode_bound)} of {self.model_name} stay in {own} mode, in which they were "
                 f"traced: make the layers again from the model in {other} mode (pplan.sequential)",
+                UserWarning,
+                stacklevel=2,
+            )
+        if self.own_modes:
+            warnings.warn(
+                f"{', '.join(self.own_modes)} of {self.model_name} override train(), which the layers do not "
+                "call: call train() and eval() of the model instead, whose modules the layers run",
                 UserWarning,
                 stacklevel=2,
             )

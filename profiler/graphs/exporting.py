@@ -177,6 +177,9 @@ def _note_calls(model: nn.Module, inside: list[str]) -> None:
         inside.pop()
 
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            # They take no hooks.
+            continue
         module.register_forward_pre_hook(lambda *_, path=path: inside.append(path))
         module.register_forward_hook(leave)
 

@@ -122,7 +122,7 @@ class _Tracer(fx.Tracer):
         self._leaves = leaves
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
-        if path in self._leaves:
+        if path in self._leaves or isinstance(module, torch.jit.ScriptModule):
             return True
         return super().is_leaf_module(module, path) and not isinstance(module, _CONTAINERS)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import pplan
-from pplan.api.degrees import megatron_arguments
+from pplan.api.degree_arguments import megatron_arguments
 from pplan.cli.app import main
 from pplan.runtimes.reading.megatron_layout import parse_layout
 
@@ -122,8 +122,10 @@ def test_refused_virtual_stages(config: Path, capsys: pytest.CaptureFixture[str]
         (["--gpus", "8", "--gpu", "a10g"], 2, "FLOP/s of A10G"),
         (["--gpus", "8", "--gpu", "h100", "--tp", "3"], 2, "--tp 3"),
         (["--gpus", "8", "--gpu", "h100", "--tp", "two"], 2, "--tp"),
-        (["--gpus", "8", "--gpu", "h100", "--zero", "2"], 2, "--zero 2"),
+        (["--gpus", "8", "--gpu", "h100", "--zero", "4"], 2, "--zero 4"),
         (["--gpus", "1", "--gpu", "h100"], 3, "GiB"),
+        (["--gpus", "8", "--gpu", "h100", "--zero", "1,x"], 2, "--zero"),
+        (["--gpus", "8", "--gpu", "h100", "--zero", "3", "--pp", "2"], 2, "--pp 2"),
         (["--gpus", "8", "--gpu", "h100", "--kernels", "none.csv"], 2, "none.csv"),
     ],
 )
