@@ -15,7 +15,7 @@ from .memory.live_bytes import build_meter
 from .memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
 from .passes.backward_parts import PartTimes, run_parts
 from .passes.launch_lead import LeadTuner
-from .passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
+from .passes.layer_stamps import LayerStamps, LayerTimes, update_leads
 from .passes.timing import OutputGradients, WholeTimes, run_layers, run_whole
 from .passes.watchers import SavedBytes, Watcher
 from .user_model.flat_output import tensors_in
@@ -52,10 +52,10 @@ class SizePasses:
         stamps = LayerStamps(self._subject.clock, len(self.layers), self.leads.leads)
         self.run_layers(stamps, self._subject.loss)
         times = stamps.times()
-        tell_leads(self.leads, times)
+        update_leads(self.leads, times)
         return times
 
-    def run_layers_unled(self) -> None:
+    def warm_up_layers(self) -> None:
         """A pass as `time_layers` makes it, without holding the device back: to warm up."""
         self.run_layers(LayerStamps(self._subject.clock, len(self.layers)), self._subject.loss)
 

@@ -130,7 +130,7 @@ class ModelCheck:
             with suppress(Exception), fixed_seed(side.seed):
                 side.plain().forward_once(self._example.clone(), side.seed)
 
-    def look(self) -> Comparison:
+    def check_output(self) -> Comparison:
         """Of layers that are the model by construction: only what the model's own output tells."""
         if self._why_not:
             return Comparison()
@@ -154,7 +154,7 @@ def _compared(side: SideBySide, smallest: int, most_seconds: float) -> Compariso
         if seconds > most_seconds:
             break
         try:
-            side.go_on(batch)
+            side.compare_again(batch)
         except ModelFails:
             break
     return Comparison(

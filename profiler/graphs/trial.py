@@ -231,7 +231,7 @@ def _for_real(model: nn.Module, example: ModelInput, name: str) -> tuple[nn.Modu
 
 
 @contextmanager
-def naming_larger_pictures(model: nn.Module, example: ModelInput, name: str) -> Iterator[None]:
+def suggest_larger_pictures(model: nn.Module, example: ModelInput, name: str) -> Iterator[None]:
     """Where the model fails on its input, the error's hint names pictures that are large enough, if that is
     it."""
     try:

@@ -44,7 +44,7 @@ class LayerTimes:
         return forward, backward[::-1]
 
 
-def tell_leads(ahead: LeadTuner, times: LayerTimes) -> None:
+def update_leads(ahead: LeadTuner, times: LayerTimes) -> None:
     """Has the next pass' leads learned from this one."""
     host, device = times.in_order("_host"), times.in_order()
     if host is not None and device is not None:
