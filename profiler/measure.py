@@ -18,7 +18,7 @@ from ..cost_models.quantities import format_bytes
 from .analytic import AnalyticTarget, estimate
 from .build_profile import build_profile
 from .journal import Journal
-from .local_machine import device_named, free_bytes
+from .local_machine import free_bytes, parse_device
 from .measurement_target import MeasurementTarget, Setup, build_target
 from .models import from_module
 from .passes.clocks import Clock, CpuClock, CudaClock
@@ -97,7 +97,7 @@ def profile_model(
     loaded = model if isinstance(model, LoadedModel) else from_module(*model)
     check_limits(rounds, memory_bytes)
     sizes = check_micro_batch_sizes(settings.micro_batch_sizes)
-    place = device_named(settings.device if estimate_for is None else "meta")
+    place = parse_device(settings.device if estimate_for is None else "meta")
     modes = Modes(
         compile=settings.compile,
         channels_last=settings.channels_last,

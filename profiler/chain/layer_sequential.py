@@ -10,8 +10,8 @@ from typing import Self
 from torch import fx, nn
 
 from ..graphs.graph import graph_module
-from ..torch_internals import children_of, own_registries
-from .shared_parameters import Again, Borrowed, Borrows, OnClone, registered
+from ..torch_internals import child_modules, copy_registries
+from .shared_parameters import BorrowedFields, BorrowedTensor, CloneInput, ReusedModule, registered
 
 _RANDOM = "dropout"
 _NORMS = ("batch_norm", "instance_norm")
@@ -40,14 +40,23 @@ class LayerSequential(nn.Sequential):
     """Names of buffers that several layers use and none writes: stages may have copies of these."""
     traced_mode: bool = True
     """Whether the model was in training mode then."""
+    own_modes: tuple[str, ...] = ()
+    """Modules of the model whose class has a `train` of its own, which the layers do not call."""
 
     def train(self, mode: bool = True) -> Self:
-        """As every module's; warns where layers cannot follow."""
+        """As every module's; warns where layers cannot follow, or the model would do otherwise."""
         if mode != self.traced_mode and self.mode_bound:
             own, other = ("training" if way else "evaluation" for way in (self.traced_mode, mode))
             warnings.warn(
                 f"{', '.join(self.mode_bound)} of {self.model_name} stay in {own} mode, in which they were "
                 f"traced: make the layers again from the model in {other} mode (pplan.sequential)",
+                UserWarning,
+                stacklevel=2,
+            )
+        if self.own_modes:
+            warnings.warn(
+                f"{', '.join(self.own_modes)} of {self.model_name} override train(), which the layers do not "
+                "call: call train() and eval() of the model instead, whose modules the layers run",
                 UserWarning,
                 stacklevel=2,
             )
@@ -77,11 +86,11 @@ def model_name(module: nn.Module) -> str:
     return own or type(module).__name__
 
 
-def registered_once(modules: Sequence[nn.Module], *, on_clone: bool) -> list[nn.Module]:
+def register_once(modules: Sequence[nn.Module], *, on_clone: bool) -> list[nn.Module]:
     """The elements of an nn.Sequential of these layers; `on_clone`: the first overwrites its input."""
     sharing = Sharing()
     children = [sharing.own(module) for module in modules]
-    return [OnClone(children[0]), *children[1:]] if on_clone else children
+    return [CloneInput(children[0]), *children[1:]] if on_clone else children
 
 
 class Sharing:
@@ -103,7 +112,7 @@ class Sharing:
         The model's own modules are not changed. All layers must stay alive until the last call.
         """
         if id(layer) in self._layers or self._is_held(layer):
-            return Again(self._earlier[id(layer)])
+            return ReusedModule(self._earlier[id(layer)])
         self._layers.add(id(layer))
         self._replacements = {}
         result = self._without_earlier(layer)
@@ -113,7 +122,7 @@ class Sharing:
                 self._owners.setdefault(id(tensor), (part, name))
         return result
 
-    def _without_earlier(self, module: nn.Module, borrows: Borrows | None = None) -> nn.Module:
+    def _without_earlier(self, module: nn.Module, borrows: BorrowedFields | None = None) -> nn.Module:
         """`borrows`: of the module around, where `module` belongs to one that is copied too."""
         if id(module) in self._replacements:
             return self._replacements[id(module)]
@@ -141,19 +150,19 @@ class Sharing:
     def _reads_owned(self, module: fx.GraphModule) -> bool:
         return any(id(_attribute(module, node)) in self._owners for node in module.graph.nodes)
 
-    def _part(self, module: nn.Module, borrows: Borrows | None) -> nn.Module:
+    def _part(self, module: nn.Module, borrows: BorrowedFields | None) -> nn.Module:
         """What stands for a part of a layer. A container may be indexed: its elements are stood in for."""
         if self._is_held(module) and not isinstance(module, _CONTAINERS):
-            return Again(self._earlier[id(module)])
+            return ReusedModule(self._earlier[id(module)])
         return self._without_earlier(module, borrows)
 
-    def _shallow_copy(self, module: nn.Module, outer: Borrows | None) -> nn.Module:
+    def _shallow_copy(self, module: nn.Module, outer: BorrowedFields | None) -> nn.Module:
         """The same tensors; of the parameters that earlier layers hold only references."""
         twin = copy.copy(module)
-        own_registries(twin)
-        borrows = Borrows() if outer is None else outer
-        for name, child in children_of(module).items():
-            children_of(twin)[name] = None if child is None else self._part(child, borrows)
+        copy_registries(twin)
+        borrows = BorrowedFields() if outer is None else outer
+        for name, child in child_modules(module).items():
+            child_modules(twin)[name] = None if child is None else self._part(child, borrows)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in self._owners:
                 borrows.add(twin, name, *self._owners[id(parameter)])
@@ -179,7 +188,7 @@ class Sharing:
                     node.target = place
                     setattr(root, place, other)
             elif id(_attribute(module, node)) in self._owners:
-                setattr(root, place, Borrowed(*self._owners[id(_attribute(module, node))]))
+                setattr(root, place, BorrowedTensor(*self._owners[id(_attribute(module, node))]))
                 with graph.inserting_before(node):
                     node.replace_all_uses_with(graph.call_module(place))
                 graph.erase_node(node)

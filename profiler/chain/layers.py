@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -12,12 +12,12 @@ from ...cost_models.errors import ModelError
 from ..comparison.model_check import Comparison, ModelCheck
 from ..graphs.cutting import Granularity, parts
 from ..graphs.flow import Flow
-from ..graphs.frontends import ELEMENTS, trace_model
+from ..graphs.frontends import ELEMENTS, is_plain_sequential, trace_model
 from ..graphs.graph import TracedGraph
 from ..graphs.remodule import attribute
 from ..graphs.segments import GraphSegment
-from ..graphs.trial import Trial, naming_larger_pictures
-from ..user_model.loaded_model import ModelInput, refuse_lazy
+from ..graphs.trial import Trial, suggest_larger_pictures
+from ..user_model.loaded_model import ModelInput, refuse_lazy_or_sparse
 from ..user_model.seeding import fixed_seed
 from .cut_reasons import (
     TensorUsers,
@@ -28,7 +28,7 @@ from .cut_reasons import (
     pin_reasons,
     sharing_reasons,
 )
-from .layer_sequential import LayerSequential, model_name, registered_once
+from .layer_sequential import LayerSequential, model_name, register_once
 from .shared_parameters import storage_aliases, tensors_used
 
 
@@ -97,6 +97,8 @@ class LayerChain:
     """Parameters and buffers of the model that no layer uses, by name."""
     users: tuple[TensorUsers, ...] = ()
     """Of each parameter and buffer."""
+    own_modes: tuple[str, ...] = ()
+    """Modules with a `train` of their own, the model itself by its class."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -141,7 +143,7 @@ def build_chain(
     cut_by = Granularity.parse(granularity)
     name = name or model_name(model)
     example = ModelInput.of(example_input, name)
-    refuse_lazy(name, model)
+    refuse_lazy_or_sparse(name, model)
     granularity_text = str(cut_by)
     if isinstance(model, LayerSequential) and cut_by.kind != "module":
         # Its elements are the layers that it was made of.
@@ -185,7 +187,15 @@ def build_chain(
         comparison,
         _unused(model, modules),
         tuple(users),
+        tuple(_own_modes(model)),
     )
+
+
+def _own_modes(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        own = type(module).train
+        if own is not nn.Module.train and not (own.__module__ or "").startswith(("torch.", "pplan.")):
+            yield path or type(module).__name__
 
 
 def _unused(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
@@ -212,15 +222,17 @@ def _segments(
             return segments, flow, None
         if traced.tool == ELEMENTS and not _any_shared([segment.bind(model) for segment in segments]):
             # The model does nothing else than to call these modules.
-            return segments, flow, check.look()
+            return segments, flow, check.check_output()
 
         def bound_to(copy: nn.Module) -> nn.Sequential:
             modules = [segment.bind(copy) for segment in segments]
-            return nn.Sequential(*registered_once(modules, on_clone=flow.overwrites_input))
+            return nn.Sequential(*register_once(modules, on_clone=flow.overwrites_input))
 
         return segments, flow, check.compare(bound_to, _names(model, segments), traced.tool)
 
-    with fixed_seed(0), naming_larger_pictures(model, example, name):
+    if check is not None and not (is_plain_sequential(model) and granularity.kind == "block"):
+        check.run_once()
+    with fixed_seed(0), suggest_larger_pictures(model, example, name):
         return trace_model(model, example, name, granularity, compared, tool)
 
 

@@ -1,9 +1,9 @@
-"""Layers run beside the model they were made of, and are refused where they leave anything else behind."""
+"""Runs layers beside the model they were made of; raises an error where their results differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -103,7 +103,7 @@ class ModelCheck:
         for smallest in dict.fromkeys((1, 2, self._example.batch)):
             side = SideBySide(self._model, self._example, self._name, bind)
             try:
-                with fixed_seed(side.seed), _gradients_left_alone(self._model, self._name):
+                with fixed_seed(side.seed), gradients_left_alone(self._model, self._name):
                     return _compared(side, smallest, self._seconds)
             except ModelFails as error:
                 failures.append(error)
@@ -121,8 +121,17 @@ class ModelCheck:
                 return Comparison(why_not="memory ran out")
         raise failures[0]
 
-    def look(self) -> Comparison:
-        """Of layers that are the model by construction: only what the model's own output tells."""
+    def run_once(self) -> None:
+        """Before anything is traced: tables that forward keeps outside of the model, in a global or by
+        functools.cache, are then made of real tensors, and not of a trace's stand-ins for good."""
+        if not self._why_not:
+            side = SideBySide(self._model, self._example, self._name, lambda _: nn.Sequential())
+            # What fails is told when it is compared.
+            with suppress(Exception), fixed_seed(side.seed):
+                side.plain().forward_once(self._example.clone(), side.seed)
+
+    def check_output(self) -> Comparison:
+        """For layers that equal the model by construction: only looks for NaN and infinity in its output."""
         if self._why_not:
             return Comparison()
         side = SideBySide(self._model, self._example, self._name, lambda _: nn.Sequential())
@@ -145,7 +154,7 @@ def _compared(side: SideBySide, smallest: int, most_seconds: float) -> Compariso
         if seconds > most_seconds:
             break
         try:
-            side.go_on(batch)
+            side.compare_again(batch)
         except ModelFails:
             break
     return Comparison(
@@ -160,7 +169,7 @@ def _compared(side: SideBySide, smallest: int, most_seconds: float) -> Compariso
 
 
 @contextmanager
-def _gradients_left_alone(model: nn.Module, name: str) -> Iterator[None]:
+def gradients_left_alone(model: nn.Module, name: str) -> Iterator[None]:
     """Raises ModelError where training copies gives parameters of the model itself a gradient."""
     before = [(path, parameter, parameter.grad) for path, parameter in model.named_parameters()]
     for _, parameter, _ in before:

@@ -32,7 +32,7 @@ class Call:
     end: int
 
 
-def calls_of(flow: Flow, outermost: Callable[[str], str | None]) -> Iterator[Call]:
+def find_calls(flow: Flow, outermost: Callable[[str], str | None]) -> Iterator[Call]:
     """Of the modules that `outermost` names for the modules inside them, in order."""
     open_key: tuple[str, str] | None = None
     first = end = 0
@@ -71,7 +71,7 @@ class BlockCalls:
 
     def calls(self, paths: frozenset[str]) -> list[Call]:
         """Of these modules, in order."""
-        return list(calls_of(self._flow, lambda path: _outermost(path, paths)))
+        return list(find_calls(self._flow, lambda path: _outermost(path, paths)))
 
     @cached_property
     def _repeated(self) -> frozenset[str]:

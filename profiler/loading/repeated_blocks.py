@@ -37,7 +37,7 @@ def record_call_order(model: nn.Module, run: Callable[[], object]) -> dict[str, 
     return order
 
 
-def registered_order(model: nn.Module) -> dict[str, int]:
+def registration_order(model: nn.Module) -> dict[str, int]:
     """For a model that cannot be run: the order in which its modules are registered."""
     return {name: place for place, (name, _) in enumerate(model.named_modules())}
 

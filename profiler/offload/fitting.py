@@ -1,4 +1,4 @@
-"""Which runs of layers fit on a device by themselves, where the whole model does not."""
+"""Divides a model that does not fit on a device into segments of consecutive layers that do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LayerNeeds:
     output: int
 
 
-def needs_of(
+def layer_needs(
     layers: Sequence[Layer],
     saved_bytes: Sequence[int],
     workspace_bytes: Sequence[int],
@@ -86,7 +86,7 @@ def count_needs(
         of_loss, loss_saved = loss_bytes(*behind), behind[0].loss_saved_bytes
         saved_bytes[-1] += loss_saved
         workspace[-1] = int(workspace_before_loss(workspace[-1], loss_saved, of_loss.larger))
-    return needs_of(layers, saved_bytes, workspace, saved.output_bytes, amp=amp)
+    return layer_needs(layers, saved_bytes, workspace, saved.output_bytes, amp=amp)
 
 
 def _loss_counted(
