@@ -135,13 +135,14 @@ def test_a_hostile_answer_is_refused(
     arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", "--pp", "2", "--tp", "2"]
     assert main([*arguments, "--output", str(file)]) == 0
     content = json.loads(file.read_text())
-    for change in (
+    changes: list[dict[str, object]] = [
         {"plans": []},
         {"devices": -1},
         {"gap": "nan"},
         {"limit_bytes": float("nan")},
         {"schema": 9},
-    ):
+    ]
+    for change in changes:
         file.write_text(json.dumps(content | change))
         capsys.readouterr()
         assert main(["show", str(file)]) == 2
