@@ -1,4 +1,4 @@
-"""What was measured, put into the form of the profile's file."""
+"""From measurements to a profile: layers, their costs at every size, the whole model, and notes."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel. `flops`: of matrix products, convolutions and attention; others are bound by `bytes`.
+    """One kernel. `flops` counts matrix products, convolutions and attention; other kernels have 0 and
+    are bound by `bytes`.
 
     `conversion_bytes`: of a convolution whose tensors do not lie channels last, as tensor cores take them:
     cuDNN reads and writes each once more around it ("Tensor Layouts In Memory: NCHW vs NHWC", NVIDIA Deep

@@ -51,7 +51,7 @@ _autograd: Any = torch.autograd
 
 @dataclass(frozen=True)
 class Internal:
-    """A name that its library does not promise to keep, of `package`."""
+    """A private name of `package`, which a release may take away."""
 
     name: str
     find: Callable[[], object]
@@ -227,7 +227,7 @@ def checkpoint_functions() -> list[str]:
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """A number that every change in place makes larger."""
+    """A number that grows with every in-place change."""
     return tensor._version
 
 
@@ -238,7 +238,7 @@ def storage_key(of: Tensor | torch.UntypedStorage) -> int:
 
 
 def sequence_number(node: Node) -> int:
-    """The larger, the later the operation was made."""
+    """Grows with the order in which autograd recorded the operations."""
     return node._sequence_nr()
 
 

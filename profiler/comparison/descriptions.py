@@ -1,4 +1,4 @@
-"""Where layers differ from their model, in words: the first layer and tensor, and what to do."""
+"""Error texts where layers differ from their model: the first layer and tensor that do, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of two passes is not the same, and how much of that may be rounding."""
+"""Differences between the values that two passes leave, and which of them may be rounding."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def output_name(index: int, count: int) -> str:
 
 
 def describe_difference(difference: Difference) -> str:
-    """In words."""
+    """Its kind and name, as an error says them."""
     if difference.kind == "output":
         return output_name(int(difference.name), 1 if difference.name == "0" else 2)
     if difference.kind in ("gradient", "need of a gradient"):

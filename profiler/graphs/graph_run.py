@@ -23,7 +23,7 @@ _CONVERSIONS = frozenset({"to", "type", "type_as", "float", "double", "half", "b
 
 @dataclass(eq=False)
 class GraphRun:
-    """What was seen at each node. Storages are numbered, and told apart by their numbers."""
+    """What a run found at each node. Storages are identified by numbers."""
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
     """As `rederiving.seen` describes them."""

@@ -89,7 +89,7 @@ def _like_results(number: int, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class OpaqueCalls:
-    """Of the modules `paths` of copies of one model."""
+    """The calls of the modules `paths` of copies of one model."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)

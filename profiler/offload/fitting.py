@@ -1,4 +1,4 @@
-"""Which runs of layers fit on a device by themselves, where the whole model does not."""
+"""Divides a model that does not fit on a device into segments of consecutive layers that do."""
 
 from __future__ import annotations
 
