@@ -112,7 +112,10 @@ def _parameters(model: _ModelParameters) -> Iterator[inspect.Parameter]:
     for name, own in model.fields.items():
         kind, default = _kind_and_default(own, model.model.__dataclass_fields__[name].default)
         parameter = typer.Option(
-            option_flag(name, own), metavar=own.form, help=as_options(own.help), rich_help_panel=own.panel
+            *filter(None, (option_flag(name, own), own.old_flag)),
+            metavar=own.form,
+            help=as_options(own.help),
+            rich_help_panel=own.panel,
         )
         yield inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, parameter]
