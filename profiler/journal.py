@@ -1,4 +1,4 @@
-"""The journal of a profile in the making: every pass is in a file as soon as it is done.
+"""The journal of a profile that is being measured: every pass is written to a file as soon as it is done.
 
 One JSON object a line: first the key of what is measured, then, of each size, its bytes once and its passes
 as they come. Each line is handed to the operating system at once, where it outlives the process, and to the

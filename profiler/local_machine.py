@@ -22,7 +22,7 @@ DTYPES = {
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Raises UsageError with the names there are."""
+    """The torch dtype of this name. Raises UsageError, which lists the names."""
     if name not in DTYPES:
         raise UsageError(f"dtype {name!r} is not known", f"Use one of {', '.join(DTYPES)}.")
     return DTYPES[name]
@@ -51,7 +51,7 @@ def parse_device(name: str | None) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it; nothing for meta."""
+    """The manufacturer's name of the device; empty for meta."""
     if device.type == "meta":
         return ""
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What is measured, and where."""
+"""The model that is measured: its working copy on the device, its layers and the clock."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class SizePasses:
             self.time_layers()
 
     def step_memory(self, saved: SavedBytes) -> StepMemory:
-        """Without the loss, as the whole model's pass is."""
+        """The memory of a pass without the loss, as the untouched model's pass is."""
         module, device = self._subject.loaded.module, self._subject.device
         # Those that backward starts from are of the pass: they are drawn in it.
         self._gradients.forget()
@@ -96,7 +96,7 @@ class SizePasses:
         return workspace.memory(saved.saved_bytes)
 
     def loss_workspace(self, saved: SavedBytes) -> LossWorkspace | None:
-        """Of a pass that the loss ends; None without one."""
+        """The bytes that the loss needs for itself; None without a loss."""
         subject = self._subject
         if subject.loss is None:
             return None
@@ -131,7 +131,7 @@ class SizePasses:
 
 
 class VisitingWatcher:
-    """Passes everything on to another watcher, and says before each layer which it is."""
+    """Passes everything on to another watcher, and calls `visit` before each layer."""
 
     def __init__(self, watcher: Watcher, layers: Sequence[Layer], visit: Callable[[Layer], None]) -> None:
         self._watcher, self._layers, self._visit = watcher, layers, visit
@@ -147,7 +147,7 @@ class VisitingWatcher:
 
 
 def release(device: torch.device) -> None:
-    """Gives back what a failed pass left."""
+    """Frees the memory that a failed pass left."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -155,7 +155,7 @@ def release(device: torch.device) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's garbage collector would stop some passes and not others."""
+    """Inside, Python's garbage collector is off: it would delay some passes and not others."""
     was_on = gc.isenabled()
     gc.disable()
     try:

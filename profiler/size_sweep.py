@@ -40,7 +40,7 @@ class Progress:
     micro_batch_size: int
     layer: str | None
     fraction: float
-    """Of the budget spent, 0 to 1."""
+    """The share of the budget that is spent, 0 to 1."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class SizeSweep(ABC, Generic[Run]):
     unmeasured: list[Unmeasured] = field(default_factory=list, init=False)
     notes: list[str] = field(default_factory=list, init=False)
     interrupted: bool = field(default=False, init=False)
-    """By Ctrl-C, after a size was measured."""
+    """Whether Ctrl-C ended it after a size was measured."""
     gpu_begin: GpuState | None = field(default=None, init=False)
     _last_seconds: float = field(default=0.0, init=False)
 
@@ -138,7 +138,7 @@ class SizeSweep(ABC, Generic[Run]):
         return self.subject.clock.now() - self._begun
 
     def journal_size(self, size: int) -> JournalSize | None:
-        """What an interrupted profile has left of a size."""
+        """The journal's record of a size, left by an interrupted run."""
         return self.journal.sizes.get(size) if self.journal else None
 
     def tell(self, doing: str, size: int, layer: str | None = None) -> None:
@@ -204,7 +204,7 @@ class SizeSweep(ABC, Generic[Run]):
 
 
 def host_note(run: SizeRun | SizeResult) -> str | None:
-    """What to say of a size at which the device waits for the host."""
+    """A note where the device waits for the host at this size, else None."""
     bound = run.rounds.host_bound()
     if bound is None:
         return None
@@ -230,7 +230,7 @@ def left_out_note(size: int, sizes: Sequence[int] | None, error: ModelError) -> 
 
 
 def budget_detail(predicted: float, left: float, budget: float) -> str:
-    """That a size would take `predicted` seconds, and `left` of `budget` seconds remain."""
+    """Text: a size would take `predicted` seconds, and `left` of the `budget` seconds remain."""
     remaining = seconds_text(max(left, 0.0))
     return f"it would take about {seconds_text(predicted)}, {remaining} of {budget:g} s are left"
 
@@ -251,7 +251,7 @@ def list_unmeasured(size: int, sizes: Sequence[int] | None, reason: str, detail:
 
 
 def seconds_text(seconds: float, whole: Callable[[float], int] = round) -> str:
-    """Whole seconds from 10 on, two digits below."""
+    """Seconds as text: whole from 10 on, with two digits below."""
     return f"{whole(seconds)} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 

@@ -25,7 +25,7 @@ TESTED = "2.14"
 
 
 def missing_import(error: ImportError) -> MachineError:
-    """Of a private module that nothing works without."""
+    """The error where a private module that nothing works without is missing."""
     return MachineError(
         f"torch {torch.__version__} lacks what pplan needs of it: {error}",
         f"Install torch {TESTED}, or a later version of pplan.",
@@ -51,7 +51,7 @@ _autograd: Any = torch.autograd
 
 @dataclass(frozen=True)
 class Internal:
-    """A name that its library does not promise to keep, of `package`."""
+    """A private name of `package`, which a release may take away."""
 
     name: str
     find: Callable[[], object]
@@ -227,7 +227,7 @@ def checkpoint_functions() -> list[str]:
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """A number that every change in place makes larger."""
+    """A number that grows with every in-place change."""
     return tensor._version
 
 
@@ -238,7 +238,7 @@ def storage_key(of: Tensor | torch.UntypedStorage) -> int:
 
 
 def sequence_number(node: Node) -> int:
-    """The larger, the later the operation was made."""
+    """Grows with the order in which autograd recorded the operations."""
     return node._sequence_nr()
 
 

@@ -1,4 +1,4 @@
-"""What several layers hold: tensors in the same memory, and stand-ins for what an earlier layer holds.
+"""Parameters and modules that several layers share: found in a model, and referred to by later layers.
 
 torchgpipe and FairScale refuse a parameter that two elements of an nn.Sequential register, and whatever
 converts or saves modules would do so twice. References are kept in tuples, where nn.Module does not look for

@@ -1,4 +1,4 @@
-"""Layers run beside the model they were made of, and are refused where they leave anything else behind."""
+"""Runs layers beside the model they were made of; raises an error where their results differ."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ModelCheck:
                 side.plain().forward_once(self._example.clone(), side.seed)
 
     def check_output(self) -> Comparison:
-        """Of layers that are the model by construction: only what the model's own output tells."""
+        """For layers that equal the model by construction: only looks for NaN and infinity in its output."""
         if self._why_not:
             return Comparison()
         side = SideBySide(self._model, self._example, self._name, lambda _: nn.Sequential())

@@ -1,4 +1,4 @@
-"""Passes of a model and of its layers in turn, each on a copy of its own."""
+"""Runs a model and its layers in turn, each on its own copy, and compares what the passes leave."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ExportedModule:
 
 
 def rebuild_graph(model: nn.Module, export: ExportedModule, opaque: Collection[str] = ()) -> TracedGraph:
-    """The graph of `model`. `opaque`: the modules whose calls are one operation each."""
+    """The graph of `model`. `opaque`: names of modules of which each call stays one operation."""
     module = export.module
     replace_regions(module)
     for body in (module, *bodies(module)):

@@ -1,4 +1,4 @@
-"""Which tool draws a model's graph: none for an nn.Sequential; torch.fx; torch.export where fx cannot."""
+"""Which tool traces a model: none for a plain nn.Sequential, else torch.fx, else torch.export."""
 
 from __future__ import annotations
 

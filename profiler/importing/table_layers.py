@@ -1,4 +1,4 @@
-"""From the rows of a table of costs to a chain of layers, at all their micro-batch sizes."""
+"""Makes a chain of layers, with costs at all micro-batch sizes, of the rows of a table."""
 
 from __future__ import annotations
 

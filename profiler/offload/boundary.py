@@ -1,4 +1,4 @@
-"""What stands for the rest of a model at the ends of a segment that runs by itself."""
+"""The input and the gradients of a segment that runs without the rest of its model."""
 
 from __future__ import annotations
 

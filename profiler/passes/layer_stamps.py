@@ -1,4 +1,4 @@
-"""The watcher that times a pass, and the seconds it found."""
+"""The watcher that times a pass, and the seconds of each layer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LayerTimes:
 
 
 def update_leads(ahead: LeadTuner, times: LayerTimes) -> None:
-    """Has the next pass' leads learned from this one."""
+    """Updates the leads of the next pass by the times of this one."""
     host, device = times.in_order("_host"), times.in_order()
     if host is not None and device is not None:
         ahead.observe(host, device)

@@ -1,4 +1,4 @@
-"""Where the ways to the parameters leave the way to the inputs in an autograd graph."""
+"""Where, in an autograd graph, the paths to the parameters branch off the path to the inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model returns, as a flat tuple and back: also dataclasses that torch's pytrees do not know."""
+"""A model's output as a flat tuple, and back; also dataclasses, which torch's pytrees do not know."""
 
 from __future__ import annotations
 

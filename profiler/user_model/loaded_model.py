@@ -253,13 +253,11 @@ def _copy(model: nn.Module, name: str, memo: dict[int, object], device: str | No
 
 def scripted_parts(model: nn.Module) -> dict[str, nn.Module]:
     """What torch.jit made, by dotted name; outermost ones only."""
-    scripted = dict[str, nn.Module]()
+    parts = dict[str, nn.Module]()
     for path, part in model.named_modules():
-        if isinstance(part, torch.jit.ScriptModule) and not any(
-            path.startswith(f"{own}.") for own in scripted
-        ):
-            scripted[path] = part
-    return scripted
+        if isinstance(part, torch.jit.ScriptModule) and not any(path.startswith(f"{own}.") for own in parts):
+            parts[path] = part
+    return parts
 
 
 def _copy_of_scripted(part: nn.Module, device: str | None) -> nn.Module:
